@@ -1,0 +1,54 @@
+"""Every error that a caller can cause, in one tree.
+
+    PeelError
+    ├── TraceError    the model cannot be captured, or the example input does not fit it
+    ├── WidthsError   unknown ties, impossible widths, a fixed tie changed
+    ├── BudgetError   a budget that cannot be read or cannot be reached
+    ├── ModelError    a model name or reference that leads nowhere
+    └── StoreError    a saved file that is missing, damaged, unsafe or does not fit
+
+A message names the thing, the value and the way out.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+__all__ = [
+    "BudgetError",
+    "ModelError",
+    "PeelError",
+    "StoreError",
+    "TraceError",
+    "WidthsError",
+    "did_you_mean",
+]
+
+
+class PeelError(Exception):
+    """The root of every error that a caller can cause."""
+
+
+class TraceError(PeelError):
+    """The model cannot be captured, or the example input does not fit it."""
+
+
+class WidthsError(PeelError):
+    """The widths do not describe a network that can be built."""
+
+
+class BudgetError(PeelError):
+    """The budget cannot be read or cannot be reached."""
+
+
+class ModelError(PeelError):
+    """The model name or reference leads nowhere."""
+
+
+class StoreError(PeelError):
+    """The saved file is missing, damaged, unsafe or does not fit."""
+
+
+def did_you_mean(name: str, known: Iterable[str], limit: int = 3) -> str:
+    """A hint with the names nearest to an unknown one; empty where nothing is near."""
+    near = get_close_matches(name, list(known), n=limit, cutoff=0.6)
+    return f" Did you mean {' or '.join(near)}?" if near else ""

@@ -1,0 +1,102 @@
+"""Norm layers. Those that take statistics over channels keep their freedom, but slicing them is not the same as masking them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from ..axes import Axis, axis_size
+from ..interpreter import Interpreter, Value
+
+
+def _per_channel(interpreter: Interpreter, node: Node, channels: Axis, *vectors: Value | None) -> None:
+    for vector in vectors:
+        if vector is not None:
+            interpreter.solver.unify(channels, vector[0], interpreter.describe(node))
+
+
+def _batch_norm(
+    interpreter: Interpreter,
+    node: Node,
+    value: Value,
+    weight: Value | None,
+    bias: Value | None,
+    mean: Value | None,
+    variance: Value | None,
+    training: bool = False,
+    *rest: Any,
+) -> Value:
+    _per_channel(interpreter, node, value[1], weight, bias, mean, variance)
+    interpreter.scale(node, 1)
+    if training:
+        # Weight standardisation: batch norm over the inputs of each filter.
+        for axis in value[2:]:
+            interpreter.solver.blur(axis, f"{interpreter.describe(node)} takes statistics over it")
+    return value
+
+
+def _instance_norm(
+    interpreter: Interpreter,
+    node: Node,
+    value: Value,
+    weight: Value | None,
+    bias: Value | None,
+    mean: Value | None,
+    variance: Value | None,
+    *rest: Any,
+) -> Value:
+    _per_channel(interpreter, node, value[1], weight, bias, mean, variance)
+    interpreter.scale(node, 1)
+    return value
+
+
+def _layer_norm(
+    interpreter: Interpreter,
+    node: Node,
+    value: Value,
+    shape: list[int],
+    weight: Value | None = None,
+    bias: Value | None = None,
+    *rest: Any,
+) -> Value:
+    cause = interpreter.describe(node)
+    for vector in (weight, bias):
+        if vector is not None:
+            for axis, own in zip(value[-len(shape) :], vector, strict=True):
+                interpreter.solver.unify(axis, own, cause)
+    interpreter.scale(node, 2)
+    for place, size in zip(range(-len(shape), 0), shape, strict=True):
+        interpreter.literal(node, size, value[place])
+        interpreter.solver.blur(value[place], f"{cause} takes statistics over the channels")
+    return value
+
+
+def _group_norm(
+    interpreter: Interpreter,
+    node: Node,
+    value: Value,
+    groups: int,
+    weight: Value | None = None,
+    bias: Value | None = None,
+    *rest: Any,
+) -> Value:
+    cause = interpreter.describe(node)
+    _per_channel(interpreter, node, value[1], weight, bias)
+    interpreter.scale(node, 2)
+    if groups > 1:
+        rows = interpreter.solver.cut(value[1], [axis_size(value[1]) // groups] * groups, cause)
+        for row in rows[1:]:
+            interpreter.solver.same_size(rows[0], row, f"groups of {cause}")
+    if groups < axis_size(value[1]):
+        interpreter.solver.blur(value[1], f"{cause} takes statistics over the channels")
+    return value
+
+
+RULES = {
+    "aten::batch_norm": _batch_norm,
+    "aten::instance_norm": _instance_norm,
+    "aten::layer_norm": _layer_norm,
+    "aten::rms_norm": _layer_norm,
+    "aten::group_norm": _group_norm,
+}
