@@ -38,8 +38,14 @@ def spatial_sizes(births_of: Mapping[Unit, Sequence[Birth]], capture: Capture, i
                 sizes[unit] = blocks[block][1]
                 break
         else:
-            sizes[unit] = min((birth.spatial for birth in births), key=_area)
+            sizes[unit] = _usual([birth.spatial for birth in births])
     return sizes
+
+
+def _usual(sizes: list[Size]) -> Size:
+    """The size most layers have, the smaller of equals; gates at 1x1 say nothing where there are feature maps."""
+    sizes = [size for size in sizes if _area(size) > 1] or sizes
+    return max(sizes, key=lambda size: (sizes.count(size), -_area(size)))
 
 
 def _blocks(capture: Capture, interpreter: Interpreter) -> dict[str, tuple[str, Size]]:

@@ -20,13 +20,7 @@ from .interpreter import Birth, Interpreter, Value
 _MAX_CAUSES = 12
 
 
-def build_graph(
-    model: nn.Module, interpreter: Interpreter, captures: list[Capture], input_shapes: tuple[tuple[int, ...], ...]
-) -> ChannelGraph:
-    return _Builder(model, interpreter, captures).build(input_shapes)
-
-
-class _Builder:
+class Builder:
     """Holds the numbering of ties and atoms while the parts of the graph are made."""
 
     def __init__(self, model: nn.Module, interpreter: Interpreter, captures: list[Capture]) -> None:

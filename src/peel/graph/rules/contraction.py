@@ -89,11 +89,16 @@ def _conv_transpose(
     for kernel_axis in weight[2:]:
         solver.fix(kernel_axis, "kernel size")
     solver.unify(value[-rank - 1], weight[0], cause)
-    interpreter.contract(node, weight, 0)
-    rows = _rows(interpreter, weight[0], groups, cause)
-    for row in rows[1:]:
-        solver.unify(rows[0], row, f"grouped {cause}")
-    outputs = expand(weight[1]) * groups
+    if groups < axis_size(weight[0]):
+        interpreter.contract(node, weight, 0)
+    if groups > 1 and groups == axis_size(weight[0]):
+        outputs = tuple(Segment(atom, inner * axis_size(weight[1])) for atom, inner in expand(weight[0]))
+        solver.fix(weight[1], "outputs per input channel")
+    else:
+        rows = _rows(interpreter, weight[0], groups, cause)
+        for row in rows[1:]:
+            solver.same_size(rows[0], row, f"grouped {cause}")
+        outputs = expand(weight[1]) * groups
     if bias is not None:
         solver.unify(bias[0], outputs, cause)
     interpreter.produce(node, outputs)

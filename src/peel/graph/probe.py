@@ -1,0 +1,116 @@
+"""Run the user's code once at other widths, on tensors without data, to find widths that the code itself fixes.
+
+The analysis reads what operators did; it cannot see whether a number such as the 26 of `torch.split(x, 26, 1)` was computed from a
+shape or written down. So the model is rebuilt at widths that differ from the original in every free tie and its forward is run on the
+`meta` device. Where it stops, or costs something else than predicted, the ties of that place are fixed, with the line as the reason, and
+the probe runs again.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from .capture import untouched, with_batch
+from .channel_graph import ChannelGraph
+from .surgery import rebuild
+
+_PEEL = str(Path(__file__).resolve().parents[1])
+_TORCH = str(Path(torch.__file__).resolve().parent)
+_GOLDEN = 0.6180339887
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Where the code did not follow the widths."""
+
+    modules: tuple[str, ...]
+    """Modules whose forward was running, outermost first."""
+    line: str
+
+
+def probing_units(graph: ChannelGraph) -> list[int]:
+    """Units that differ from the original in every tie, and from each other where the originals agree."""
+    units = []
+    for i, original in enumerate(graph.units()):
+        factor = 0.55 + 0.35 * ((i + 1) * _GOLDEN % 1)
+        smaller = max(1, int(original * factor))
+        units.append(smaller if smaller != original else original + 1)
+    return units
+
+
+def probe(model: nn.Module, graph: ChannelGraph, example_input: Any, units: list[int] | None = None) -> Failure | None:
+    """Run the model at other widths; None where it does what the graph predicts."""
+    units = probing_units(graph) if units is None else units
+    with untouched(), torch.no_grad():
+        twin = rebuild(model, graph, units, _meta, keep_hooks=False).eval()
+        args, kwargs = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, with_batch(example_input, 1))
+        running: list[str] = []
+        failed: list[str] = []
+        with _watched(twin, running, failed):
+            try:
+                with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+                    twin(*args, **kwargs)
+            except Exception as error:
+                return Failure(tuple(failed or running), _line(error))
+    if counter.get_total_flops() != 2 * graph.mac_cost.total(units):
+        return Failure(("",), "")
+    return None
+
+
+def _meta(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    new = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
+
+
+@contextmanager
+def _watched(model: nn.Module, running: list[str], failed: list[str]) -> Any:
+    """Keep the stack of modules whose forward is running; `failed` is what it was when an exception began to pass."""
+    names = {module: name for name, module in model.named_modules()}
+    originals: list[tuple[nn.Module, Callable[..., Any]]] = []
+
+    def wrap(module: nn.Module) -> None:
+        original = module.forward
+        originals.append((module, original))
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            running.append(names[module])
+            try:
+                result = original(*args, **kwargs)
+            except Exception:
+                if not failed:
+                    failed.extend(running)
+                raise
+            running.pop()
+            return result
+
+        module.forward = forward
+
+    for module in names:
+        wrap(module)
+    try:
+        yield
+    finally:
+        for module, _ in originals:
+            module.__dict__.pop("forward", None)
+
+
+def _line(error: Exception) -> str:
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((_TORCH, _PEEL, "<")):
+            return f"{Path(frame.filename).name}:{frame.lineno} `{frame.line}`"
+    return ""
+
+
+def output_shapes(result: Any) -> list[tuple[int, ...]]:
+    """Shapes of all tensors in what a model returned."""
+    return [tuple(value.shape) for value in tree_leaves(result) if isinstance(value, Tensor)]

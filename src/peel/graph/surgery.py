@@ -1,0 +1,170 @@
+"""`slim`: a new model at other widths, made of the user's own class and code. The given model is never edited.
+
+The new model is a deep copy in which every parameter and buffer was replaced beforehand by one of the new shape; then attributes that
+mirror widths are set. Nothing here knows about kinds of layers, except how fresh weights are initialised.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from ..errors import WidthsError
+from .attributes import evaluate, set_attributes
+from .channel_graph import ChannelGraph, Layout, Run
+from .capture import structural_copy
+from .selection import Kept, keep_best
+
+__all__ = ["new_shapes", "rebuild", "slim"]
+
+
+def slim(
+    model: nn.Module,
+    widths: Mapping[str, int],
+    *,
+    graph: ChannelGraph,
+    weights: Literal["fresh", "inherit"] = "fresh",
+    scores: Mapping[str, Tensor] | None = None,
+) -> nn.Module:
+    """A new model at the given widths, smaller or larger.
+
+    `weights="fresh"` initialises as training recipes from scratch do. `weights="inherit"` keeps, per tie, the channels with the
+    highest score (by default the scale of their norm layers, else the norm of their filters) and initialises channels beyond the
+    original width afresh. `scores` maps tie names to one score per channel, in the order of the tie's first layer.
+
+    >>> graph = peel.trace(model, torch.randn(1, 3, 224, 224))
+    >>> small = peel.slim(model, peel.uniform(graph, "50%"), graph=graph)
+    """
+    if weights not in ("fresh", "inherit"):
+        raise WidthsError(f'weights is "fresh" or "inherit", not {weights!r}.')
+    if scores is not None and weights == "fresh":
+        raise WidthsError('scores choose which channels to keep; fresh weights keep none. Use weights="inherit".')
+    check_fits(model, graph)
+    units = graph.units(widths)
+    fresh = weights == "fresh"
+    kept = keep_best(model, graph, units, scores) if not fresh else None
+    small = rebuild(model, graph, units, _empty)
+    if fresh or any(new > old for new, old in zip(units, graph.units(), strict=True)):
+        initialise(small)
+    _copy(model, small, graph, kept, everything=not fresh)
+    return small
+
+
+def check_fits(model: nn.Module, graph: ChannelGraph) -> None:
+    """The graph must be one of this model: same tensors, same shapes."""
+    for name, tensor in _tensors(model).items():
+        layout = graph.layouts.get(name)
+        shape = tuple(sum(run.length for run in runs) for runs in layout) if layout is not None else None
+        if shape != tuple(tensor.shape):
+            found = "is not in it" if shape is None else f"has shape {shape} there and {tuple(tensor.shape)} here"
+            raise WidthsError(f"the graph was not traced from this model: {name} {found}. Trace this model and use its own graph.")
+
+
+def new_shapes(graph: ChannelGraph, units: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Parameter or buffer name -> its shape at the given units."""
+    return {name: tuple(_length(runs, units) for runs in layout) for name, layout in graph.layouts.items()}
+
+
+def _length(runs: tuple[Run, ...], units: Sequence[int]) -> int:
+    return sum((run.size if run.tie < 0 else units[run.tie]) * run.inner for run in runs)
+
+
+def rebuild(
+    model: nn.Module,
+    graph: ChannelGraph,
+    units: list[int],
+    make: Callable[[Tensor, tuple[int, ...]], Tensor],
+    *,
+    keep_hooks: bool = True,
+) -> nn.Module:
+    """The model with tensors of new shapes, made by `make(original, shape)`, and attributes to match."""
+    shapes = new_shapes(graph, units)
+    replaced: dict[int, Tensor] = {}
+    for name, tensor in _tensors(model).items():
+        replaced[id(tensor)] = make(tensor, shapes[name])
+    twin = copy.deepcopy(model, dict(replaced)) if keep_hooks else structural_copy(model, replaced)
+    for name, attributes in evaluate(graph.attributes, units).items():
+        set_attributes(twin.get_submodule(name), attributes)
+    return twin
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _empty(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    new = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(new, requires_grad=tensor.requires_grad)
+    return new
+
+
+def initialise(model: nn.Module) -> None:
+    """Weights as training recipes from scratch draw them: He (fan-out) for convolutions, torch's own for linear layers, norms at 1 and 0."""
+    for module in model.modules():
+        if isinstance(module, _ConvNd):
+            receptive = math.prod(module.kernel_size)
+            fan_out = receptive * module.out_channels // module.groups
+            _fill(module, "weight", lambda weight, fan=fan_out: nn.init.normal_(weight, 0.0, math.sqrt(2.0 / fan)))
+            _fill(module, "bias", nn.init.zeros_)
+        elif isinstance(module, nn.Linear):
+            bound = 1 / math.sqrt(max(1, module.in_features))
+            for name in ("weight", "bias"):
+                _fill(module, name, lambda tensor, bound=bound: nn.init.uniform_(tensor, -bound, bound))
+        elif isinstance(module, _NormBase | nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
+            for name, value in {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0, "num_batches_tracked": 0}.items():
+                _fill(module, name, lambda tensor, value=value: nn.init.constant_(tensor, value))
+
+
+def _fill(module: nn.Module, name: str, fill: Callable[[Tensor], Any]) -> None:
+    tensor = module._parameters.get(name)
+    if tensor is None:
+        tensor = module._buffers.get(name)
+    if tensor is not None:
+        with torch.no_grad():
+            fill(tensor)
+
+
+def is_initialised(module: nn.Module) -> bool:
+    """Whether `initialise` knows what to put into the tensors that this module itself holds."""
+    return isinstance(module, _ConvNd | nn.Linear | _NormBase | nn.LayerNorm | nn.RMSNorm | nn.GroupNorm)
+
+
+def _copy(model: nn.Module, small: nn.Module, graph: ChannelGraph, kept: Kept | None, *, everything: bool) -> None:
+    """Fill the tensors of the small model from the original: all of them, or those that no initialiser is known for."""
+    known = {id(t) for m in small.modules() if is_initialised(m) for t in (*m._parameters.values(), *m._buffers.values())}
+    targets = _tensors(small)
+    for name, source in _tensors(model).items():
+        target = targets[name]
+        if not everything and id(target) in known:
+            continue
+        with torch.no_grad():
+            _copy_tensor(source, target, graph.layouts[name], kept)
+
+
+def _copy_tensor(source: Tensor, target: Tensor, layout: Layout, kept: Kept | None) -> None:
+    if kept is None:
+        # Fresh weights, but nothing is known of how this tensor is drawn (a layer scale, a position embedding): its first channels.
+        index = [torch.arange(new) % max(1, old) for new, old in zip(target.shape, source.shape, strict=True)]
+    else:
+        index = [kept.positions(runs) for runs in layout]
+    index = [places.to(source.device) for places in index]
+    if all(bool((places >= 0).all()) for places in index):
+        for axis, places in enumerate(index):
+            if len(places) != source.shape[axis] or not torch.equal(places, torch.arange(len(places), device=places.device)):
+                source = source.index_select(axis, places)
+        target.copy_(source)
+        return
+    old = [places[places >= 0] for places in index]
+    new = [torch.nonzero(places >= 0).flatten() for places in index]
+    for axis, places in enumerate(old):
+        source = source.index_select(axis, places)
+    grid = torch.meshgrid(*new, indexing="ij")
+    target[grid] = source

@@ -1,0 +1,170 @@
+"""`trace`: model and example input -> `ChannelGraph`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.fx import Node
+
+from ..cost import Form
+from ..errors import TraceError
+from .attributes import guessed_attributes, is_layer_of_torch, layer_attributes
+from .axes import Axis, Unit, expand, is_free, root
+from .capture import Capture, as_args, capture, with_batch
+from .channel_graph import ChannelGraph
+from .interpreter import Interpreter, module_of
+from .probe import Failure, probe, probing_units
+from .rules import RULES, Rule
+from .ties import Builder, input_shapes
+
+__all__ = ["trace"]
+
+
+def trace(
+    model: nn.Module,
+    example_input: Any,
+    *,
+    groups: Mapping[str, Iterable[str]] | None = None,
+    rules: Mapping[str, Rule] | None = None,
+) -> ChannelGraph:
+    """Find out which channels of a model are tied, what they cost, and what must not change. The model is left exactly as it was.
+
+    `example_input` is a tensor with a batch axis first, a tuple of positional arguments or a dict of keyword arguments; costs are
+    those of one sample. `groups` overrides the grouping by spatial size (group name -> tie names). `rules` adds or replaces channel
+    rules of operators (`{"mylib::op": rule}`).
+
+    >>> graph = peel.trace(torchvision.models.resnet18(), torch.randn(1, 3, 224, 224))
+    >>> graph
+    ChannelGraph(12 free ties in 4 groups, 1 fixed, 1,814,073,344 MACs, 11,689,512 params)
+    """
+    if not isinstance(model, nn.Module):
+        raise TraceError(f"model is a {type(model).__name__}, not a torch.nn.Module.")
+    as_args(example_input)
+    captures = [capture(model, example_input)]
+    interpreter = Interpreter(model, {**RULES, **(rules or {})})
+    interpreter.run(captures[0])
+    if _has_unused_parameters(captures[0], model):
+        # Heads that exist only in training (the auxiliary classifiers of Inception): their channels are tied all the same.
+        try:
+            captures.append(capture(model, example_input, training=True))
+        except TraceError:
+            pass
+        else:
+            interpreter.run(captures[1])
+    graph = _Prober(model, example_input, interpreter, captures).settle()
+    return graph if groups is None else graph.regroup(groups)
+
+
+def _has_unused_parameters(captured: Capture, model: nn.Module) -> bool:
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return any(captured.tensors.get(node.name) in parameters and not node.users for node in captured.nodes)
+
+
+class _Prober:
+    """Rebuilds the graph and runs the probe until the user's code follows the widths wherever they are free."""
+
+    def __init__(self, model: nn.Module, example_input: Any, interpreter: Interpreter, captures: list[Capture]) -> None:
+        self.model = model
+        self.example_input = example_input
+        self.interpreter = interpreter
+        self.captures = captures
+        self.choice: dict[tuple[str, str], int] = {}
+        """(module, attribute) -> which guess is in use"""
+        self.shapes = input_shapes(*with_batch(example_input, 1))
+
+    def settle(self) -> ChannelGraph:
+        graph = self.build()
+        while graph.widths:
+            failure = probe(self.model, graph, self.example_input)
+            if failure is None:
+                break
+            if not self._next_guess(failure):
+                self._fix_culprits(graph, failure)
+            graph = self.build()
+        return graph
+
+    def build(self) -> ChannelGraph:
+        self.builder = Builder(self.model, self.interpreter, self.captures)
+        self.guesses: dict[tuple[str, str], list[Any]] = {}
+        return replace(self.builder.build(self.shapes), attributes=self._attributes(self.builder))
+
+    def _attributes(self, builder: Builder) -> dict[str, dict[str, Any]]:
+        tensors = self.interpreter.tensors
+        lengths: dict[str, dict[int, list[Form]]] = {}
+        for module, number, axis in self.interpreter.findings.literals:
+            form = builder.form(axis)
+            forms = lengths.setdefault(module, {}).setdefault(number, [])
+            if form.units and form not in forms:
+                forms.append(form)
+        found: dict[str, dict[str, Any]] = {}
+        for name, module in self.model.named_modules():
+            attributes = layer_attributes(name, module, lambda tensor, axis: builder.form(tensors[tensor][axis]))
+            for attribute, guesses in guessed_attributes(module, lengths.get(name, {})).items():
+                if attribute in attributes or not guesses:
+                    continue
+                self.guesses[name, attribute] = guesses
+                place = self.choice.get((name, attribute), 0)
+                if place < len(guesses):
+                    attributes[attribute] = guesses[place]
+            if attributes:
+                found[name] = attributes
+        return found
+
+    def _next_guess(self, failure: Failure) -> bool:
+        """Where an attribute of a module on the way may mirror something else, try that."""
+        for module in reversed(failure.modules):
+            for (name, attribute), guesses in self.guesses.items():
+                place = self.choice.get((name, attribute), 0)
+                if name == module and place + 1 < len(guesses):
+                    self.choice[name, attribute] = place + 1
+                    return True
+        return False
+
+    def _fix_culprits(self, graph: ChannelGraph, failure: Failure) -> None:
+        reason = f"the code of {failure.modules[-1] or 'the model'} does not follow it"
+        if failure.line:
+            reason = f"{reason}: {failure.line}"
+        for axes in self._suspects(failure):
+            units = {root(atom.unit) for axis in axes for atom, _ in expand(axis) if is_free(axis)}
+            units = {unit for unit in units if unit.fixed is None}
+            if units:
+                guilty = [unit for unit in units if self._fails_alone(graph, unit)]
+                for unit in guilty or units:
+                    unit.fixed = reason
+                return
+        raise TraceError(f"{type(self.model).__name__} does not run at other widths, and no width explains it: {failure.line}")
+
+    def _suspects(self, failure: Failure) -> Iterable[list[Axis]]:
+        """Axes at the place of failure, nearest first: lengths in calls, then whatever operators touched, then everything."""
+        for module in reversed(failure.modules):
+            yield [axis for name, _, axis in self.interpreter.findings.literals if name == module]
+            yield [axis for node in self._nodes(module) for axis in self._axes(node)]
+        yield [axis for axes in self.interpreter.tensors.values() for axis in axes]
+
+    def _nodes(self, module: str) -> list[Node]:
+        return [node for node in self.captures[0].nodes if node.op == "call_function" and module_of(node) == module]
+
+    def _axes(self, node: Node) -> list[Axis]:
+        values = self.interpreter.values()
+        near = [node, *node.all_input_nodes]
+        return [axis for item in near for axis in _flat(values.get(item))]
+
+    def _fails_alone(self, graph: ChannelGraph, unit: Unit) -> bool:
+        """Whether the code stops when only this tie changes."""
+        tie = self.builder.index.get(unit)
+        if tie is None:
+            return False
+        units = graph.units()
+        units[tie] = probing_units(graph)[tie]
+        return probe(self.model, graph, self.example_input, units) is not None
+
+
+def _flat(value: Any) -> list[Axis]:
+    if not isinstance(value, tuple):
+        return []
+    if value and isinstance(value[0], tuple) and value[0] and isinstance(value[0][0], tuple) and isinstance(value[0][0][0], tuple):
+        return [axis for item in value for axis in item]
+    return [axis for axis in value if isinstance(axis, tuple)]
