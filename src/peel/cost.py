@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = ["CostModel", "Form", "Term"]
 
+Number = TypeVar("Number", int, float)
 IntArray = npt.NDArray[np.int64]
 
 
@@ -28,8 +29,11 @@ class Form(NamedTuple):
     units: tuple[tuple[int, int], ...] = ()
     """(index of the tie, times)"""
 
-    def value(self, units: Sequence[int]) -> int:
-        return self.constant + sum(units[tie] * times for tie, times in self.units)
+    def value(self, units: Sequence[Number]) -> Number:
+        total: Any = self.constant
+        for tie, times in self.units:
+            total += units[tie] * times
+        return total  # type: ignore[no-any-return]
 
 
 class Term(NamedTuple):
@@ -88,14 +92,16 @@ class CostModel:
         self._indexed = [(times, [index[form] for form in factors]) for factors, times in self._products]
         self._compiled: _Compiled | None = None
 
-    def total(self, units: Sequence[int]) -> int:
+    def total(self, units: Sequence[Number]) -> Number:
+        """Exact on whole units; on fractions of them, the polynomial between."""
         values = [form.value(units) for form in self._forms]
-        total = self._constant
+        total: Any = self._constant
         for times, factors in self._indexed:
+            product: Any = times
             for i in factors:
-                times *= values[i]
-            total += times
-        return total
+                product *= values[i]
+            total += product
+        return total  # type: ignore[no-any-return]
 
     def many(self, units: npt.NDArray[np.integer]) -> IntArray:
         """The total of each row of units. Exact while the cost stays below 2**63."""

@@ -8,6 +8,7 @@ module's code at other widths and finds out whether that was right.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -68,35 +69,37 @@ def layer_attributes(name: str, module: nn.Module, form_of: FormOf) -> dict[str,
     return {key: form for key, form in found.items() if _changes(form)}
 
 
-def guessed_attributes(module: nn.Module, lengths: Mapping[int, list[Form]]) -> dict[str, list[Any]]:
+def guessed_attributes(module: nn.Module, lengths: Lengths) -> dict[str, list[Any]]:
     """Attribute -> what it may mirror, best guess first: lengths that operators of the module were called with."""
     guesses: dict[str, list[Any]] = {}
     for name, value in vars(module).items():
         if _is_integer(value):
-            forms = [*lengths.get(value, ()), *_multiples(value, lengths)]
+            forms = [*lengths.single.get(value, ()), *_multiples(value, lengths.single)]
             if forms:
-                guesses[name] = forms
+                guesses[name] = list(forms)
         elif isinstance(value, list | tuple) and 0 < len(value) <= _MAX_LIST and all(_is_integer(item) for item in value):
-            listed = tuple(lengths[item][0] if lengths.get(item) else Form(item) for item in value)
-            if _changes(listed):
-                guesses[name] = [listed]
+            listed = lengths.lists.get(tuple(value))
+            if listed:
+                guesses[name] = list(listed)
     return guesses
+
+
+@dataclass
+class Lengths:
+    """What operators of one module were called with -> what that is in terms of widths."""
+
+    single: dict[int, list[Form]] = field(default_factory=dict)
+    lists: dict[tuple[int, ...], list[tuple[Form, ...]]] = field(default_factory=dict)
 
 
 def _multiples(value: int, lengths: Mapping[int, list[Form]]) -> list[Form]:
     """Code that says `torch.split(x, self.channels // 2, 1)` mirrors twice the length it calls with."""
-    factors = [factor for factor in range(2, 9) if value % factor == 0]
+    factors = [factor for factor in range(2, 9) if value > 1 and value % factor == 0]
     return [times(form, factor) for factor in factors for form in lengths.get(value // factor, ())]
 
 
-def is_layer_of_torch(module: nn.Module) -> bool:
-    return isinstance(
-        module, _ConvNd | nn.Linear | _NormBase | nn.LayerNorm | nn.RMSNorm | nn.GroupNorm | nn.PReLU | nn.Embedding
-    )
-
-
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 1
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _changes(form: Any) -> bool:

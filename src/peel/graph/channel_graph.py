@@ -232,16 +232,19 @@ class ChannelGraph:
         It adds up what is alive between operators: the input, intermediate results and nothing else. Workspaces of kernels, the
         allocator's rounding and fused operators are not in it, so a measured peak differs; ratios between widths are what it is good for.
         """
-        units = self.units(widths)
+        return int(self.peak_bytes(self.units(widths)))
+
+    def peak_bytes(self, units: Sequence[float]) -> float:
+        """`activation_bytes` in units of the ties, which may be fractions of a channel."""
         last = max((tensor.dies for tensor in self.buffered), default=0)
-        change = [0] * (last + 2)
+        change: list[float] = [0] * (last + 2)
         for forms, element_bytes, born, dies in self.buffered:
-            size = element_bytes
+            size: float = element_bytes
             for form in forms:
                 size *= form.value(units)
             change[born] += size
             change[dies + 1] -= size
-        peak = alive = 0
+        peak = alive = 0.0
         for delta in change:
             alive += delta
             peak = max(peak, alive)

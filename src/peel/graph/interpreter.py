@@ -7,12 +7,12 @@ so a second capture (in training mode, for heads that only exist there) adds to 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.fx import Node
+from torch.fx import Graph, GraphModule, Node
 from torch.nn.modules.conv import _ConvNd
 
 from .axes import Axis, AxisSolver, axis_size, constant, is_free, unknown
@@ -39,7 +39,6 @@ class Charge:
     """What a layer costs: one multiply-add for each element of the product of these axes."""
 
     layer: str
-    node: Node
     axes: Value
     output: Axis
     """The channels that the layer produces; empty where it is a product of computed tensors."""
@@ -57,6 +56,8 @@ class Findings:
     """Weights of norm layers, in order."""
     literals: list[tuple[str, int, Axis]] = field(default_factory=list)
     """(module, number, axis): lengths that an operator was called with, perhaps from an attribute of the module."""
+    lists: list[tuple[str, tuple[int, ...], Value]] = field(default_factory=list)
+    """(module, numbers, axes): whole lists of lengths, likewise."""
     unknown_operators: dict[str, str] = field(default_factory=dict)
     """Operator without a rule -> the first place it was met."""
 
@@ -68,6 +69,15 @@ def module_of(node: Node) -> str:
         return ""
     name: str = list(stack.values())[-1][0]
     return name.split("@")[0]
+
+
+def _graph_of(node: Node) -> Graph | None:
+    """The graph that a `get_attr` node refers to, if it refers to one."""
+    owner = node.graph.owning_module
+    if node.op != "get_attr" or owner is None:
+        return None
+    target = getattr(owner, str(node.target), None)
+    return target.graph if isinstance(target, GraphModule) else None
 
 
 def _rule_name(target: Any) -> str:
@@ -87,6 +97,7 @@ class Interpreter:
         self._names: dict[int, str] = {}
         self._values: dict[Node, Any] = {}
         self._tensor_of: dict[Node, str] = {}
+        self._counting = True
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self.tensors[name] = tuple(unknown(size) if size > 1 else constant(1, "a single channel") for size in tensor.shape)
         # A tensor under two names (tied weights) is one tensor; export may name it by either.
@@ -99,7 +110,9 @@ class Interpreter:
                 for axis in self.tensors.get(f"{name}.weight" if name else "weight", ())[2:]:
                     self.solver.fix(axis, "kernel size")
 
-    def run(self, capture: Capture) -> None:
+    def run(self, capture: Capture, *, counting: bool = True) -> None:
+        """Apply the rules to every operator. Costs are taken from the captures that count."""
+        self._counting = counting
         for node in capture.nodes:
             if node.op == "placeholder":
                 name = capture.tensors.get(node.name)
@@ -108,12 +121,39 @@ class Interpreter:
                     self._tensor_of[node] = name
                 else:
                     self._values[node] = self._constants(node, "it enters the model")
-            elif node.op == "call_function":
-                self._values[node] = self._apply(node)
-            elif node.op == "get_attr":
-                self._values[node] = self._constants(node, "a constant of the code")
+            else:
+                self._evaluate(node)
         for node in capture.outputs:
             self._fix_all(self._values[node], "it leaves the model (its output)")
+
+    def _evaluate(self, node: Node) -> None:
+        if node.op == "call_function":
+            self._values[node] = self._apply(node)
+        elif node.op == "get_attr":
+            self._values[node] = self._constants(node, "a constant of the code")
+
+    def _inline(self, node: Node) -> Any:
+        """A region run under another setting (autocast, no_grad) is captured as a call of a graph of its own: go through it."""
+        region = next((i for i, arg in enumerate(node.args) if isinstance(arg, Node) and _graph_of(arg) is not None), None)
+        if region is None:
+            return None
+        called = node.args[region]
+        assert isinstance(called, Node)
+        graph = _graph_of(called)
+        assert graph is not None
+        given = iter(node.args[region + 1 :])
+        result: Any = None
+        for inner in graph.nodes:
+            if inner.op == "placeholder":
+                arg = next(given)
+                self._values[inner] = self._read(arg)
+                if isinstance(arg, Node) and arg in self._tensor_of:
+                    self._tensor_of[inner] = self._tensor_of[arg]
+            elif inner.op == "output":
+                result = tuple(self._values[item] for item in inner.args[0])  # type: ignore[union-attr, index]
+            else:
+                self._evaluate(inner)
+        return result
 
     def _constants(self, node: Node, reason: str) -> Any:
         value = node.meta.get("val")
@@ -129,6 +169,8 @@ class Interpreter:
         name = _rule_name(node.target)
         if name in _IGNORED:
             return None
+        if (result := self._inline(node)) is not None:
+            return result
         rule = self.rules.get(name)
         args = [self._read(arg) for arg in node.args]
         options = {key: self._read(arg) for key, arg in node.kwargs.items()}
@@ -210,7 +252,8 @@ class Interpreter:
     def charge(self, node: Node, axes: Value) -> None:
         """The operator does one multiply-add for each element of the product of these axes."""
         output = self.findings.births[-1].axis if self.findings.births and self.findings.births[-1].node is node else ()
-        self.findings.charges.append(Charge(self.layer(node), node, axes, output))
+        if self._counting:
+            self.findings.charges.append(Charge(self.layer(node), axes, output))
 
     def contract(self, node: Node, weight: Value, place: int) -> None:
         """The operator sums over this axis of its weight: a channel whose slice is zero there has no effect."""
@@ -230,6 +273,13 @@ class Interpreter:
         """The operator was called with this length for this axis."""
         if number > 1 and is_free(axis):
             self.findings.literals.append((module_of(node), number, axis))
+
+    def literals(self, node: Node, numbers: Sequence[int], axes: Value) -> None:
+        """The operator was called with these lengths for these axes, one by one or as a list."""
+        for number, axis in zip(numbers, axes, strict=True):
+            self.literal(node, number, axis)
+        if any(is_free(axis) for axis in axes):
+            self.findings.lists.append((module_of(node), tuple(numbers), axes))
 
     def values(self) -> dict[Node, Any]:
         return self._values

@@ -45,7 +45,7 @@ def keep(graph: ChannelGraph, units: Sequence[int], scores: Sequence[Tensor]) ->
     channels = [torch.zeros(0, dtype=torch.long)] * graph.num_atoms
     for atom, run in _atoms(graph).items():
         wanted = units[run.tie]
-        best = torch.topk(scores[atom].float(), min(wanted, run.size)).indices.sort().values.cpu()
+        best = torch.topk(scores[atom][: run.size].float(), min(wanted, run.size)).indices.sort().values.cpu()
         channels[atom] = torch.cat([best, torch.full((max(0, wanted - run.size),), -1)])
     return Kept(tuple(channels))
 

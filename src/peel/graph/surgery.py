@@ -50,10 +50,10 @@ def slim(
     units = graph.units(widths)
     fresh = weights == "fresh"
     kept = keep_best(model, graph, units, scores) if not fresh else None
-    small = rebuild(model, graph, units, _empty)
+    small = rebuild(model, graph, units, empty_as)
     if fresh or any(new > old for new, old in zip(units, graph.units(), strict=True)):
         initialise(small)
-    _copy(model, small, graph, kept, everything=not fresh)
+    copy_weights(model, small, graph, kept, everything=not fresh)
     return small
 
 
@@ -99,7 +99,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _empty(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def empty_as(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     new = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(new, requires_grad=tensor.requires_grad)
@@ -137,7 +137,7 @@ def is_initialised(module: nn.Module) -> bool:
     return isinstance(module, _ConvNd | nn.Linear | _NormBase | nn.LayerNorm | nn.RMSNorm | nn.GroupNorm)
 
 
-def _copy(model: nn.Module, small: nn.Module, graph: ChannelGraph, kept: Kept | None, *, everything: bool) -> None:
+def copy_weights(model: nn.Module, small: nn.Module, graph: ChannelGraph, kept: Kept | None, *, everything: bool) -> None:
     """Fill the tensors of the small model from the original: all of them, or those that no initialiser is known for."""
     known = {id(t) for m in small.modules() if is_initialised(m) for t in (*m._parameters.values(), *m._buffers.values())}
     targets = _tensors(small)

@@ -177,11 +177,9 @@ class Builder:
         return blurred
 
     def _mac_terms(self) -> tuple[Term, ...]:
-        nodes = set(self.capture.nodes)
         return tuple(
             product(charge.layer, self.charged_tie(charge.output, *charge.axes), [self.form(axis) for axis in charge.axes])
             for charge in self.findings.charges
-            if charge.node in nodes
         )
 
     def _param_terms(self) -> tuple[Term, ...]:

@@ -9,10 +9,9 @@ from typing import Any
 from torch import nn
 from torch.fx import Node
 
-from ..cost import Form
 from ..errors import TraceError
-from .attributes import guessed_attributes, is_layer_of_torch, layer_attributes
-from .axes import Axis, Unit, expand, is_free, root
+from .attributes import Lengths, guessed_attributes, layer_attributes
+from .axes import Axis, Unit, expand, root
 from .capture import Capture, as_args, capture, with_batch
 from .channel_graph import ChannelGraph
 from .interpreter import Interpreter, module_of
@@ -21,6 +20,9 @@ from .rules import RULES, Rule
 from .ties import Builder, input_shapes
 
 __all__ = ["trace"]
+
+#: How many ties are tried one by one to find those that the code fixes; beyond that, all ties of the place are fixed.
+_MAX_TRIALS = 60
 
 
 def trace(
@@ -53,7 +55,7 @@ def trace(
         except TraceError:
             pass
         else:
-            interpreter.run(captures[1])
+            interpreter.run(captures[1], counting=False)
     graph = _Prober(model, example_input, interpreter, captures).settle()
     return graph if groups is None else graph.regroup(groups)
 
@@ -73,6 +75,7 @@ class _Prober:
         self.captures = captures
         self.choice: dict[tuple[str, str], int] = {}
         """(module, attribute) -> which guess is in use"""
+        self.trials = _MAX_TRIALS
         self.shapes = input_shapes(*with_batch(example_input, 1))
 
     def settle(self) -> ChannelGraph:
@@ -93,16 +96,21 @@ class _Prober:
 
     def _attributes(self, builder: Builder) -> dict[str, dict[str, Any]]:
         tensors = self.interpreter.tensors
-        lengths: dict[str, dict[int, list[Form]]] = {}
+        lengths: dict[str, Lengths] = {}
         for module, number, axis in self.interpreter.findings.literals:
             form = builder.form(axis)
-            forms = lengths.setdefault(module, {}).setdefault(number, [])
+            forms = lengths.setdefault(module, Lengths()).single.setdefault(number, [])
             if form.units and form not in forms:
                 forms.append(form)
+        for module, numbers, axes in self.interpreter.findings.lists:
+            listed = tuple(builder.form(axis) for axis in axes)
+            lists = lengths.setdefault(module, Lengths()).lists.setdefault(numbers, [])
+            if any(form.units for form in listed) and listed not in lists:
+                lists.append(listed)
         found: dict[str, dict[str, Any]] = {}
         for name, module in self.model.named_modules():
             attributes = layer_attributes(name, module, lambda tensor, axis: builder.form(tensors[tensor][axis]))
-            for attribute, guesses in guessed_attributes(module, lengths.get(name, {})).items():
+            for attribute, guesses in guessed_attributes(module, lengths.get(name, Lengths())).items():
                 if attribute in attributes or not guesses:
                     continue
                 self.guesses[name, attribute] = guesses
@@ -128,10 +136,10 @@ class _Prober:
         if failure.line:
             reason = f"{reason}: {failure.line}"
         for axes in self._suspects(failure):
-            units = {root(atom.unit) for axis in axes for atom, _ in expand(axis) if is_free(axis)}
-            units = {unit for unit in units if unit.fixed is None}
+            units = list(dict.fromkeys(root(atom.unit) for axis in axes for atom, _ in expand(axis)))
+            units = [unit for unit in units if unit.fixed is None and unit in self.builder.index]
             if units:
-                guilty = [unit for unit in units if self._fails_alone(graph, unit)]
+                guilty = [unit for unit in units if self._fails_alone(graph, unit)] if self.trials > 0 else []
                 for unit in guilty or units:
                     unit.fixed = reason
                 return
@@ -154,9 +162,8 @@ class _Prober:
 
     def _fails_alone(self, graph: ChannelGraph, unit: Unit) -> bool:
         """Whether the code stops when only this tie changes."""
-        tie = self.builder.index.get(unit)
-        if tie is None:
-            return False
+        self.trials -= 1
+        tie = self.builder.index[unit]
         units = graph.units()
         units[tie] = probing_units(graph)[tie]
         return probe(self.model, graph, self.example_input, units) is not None

@@ -66,9 +66,9 @@ def _layer_norm(
             for axis, own in zip(value[-len(shape) :], vector, strict=True):
                 interpreter.solver.unify(axis, own, cause)
     interpreter.scale(node, 2)
-    for place, size in zip(range(-len(shape), 0), shape, strict=True):
-        interpreter.literal(node, size, value[place])
-        interpreter.solver.blur(value[place], f"{cause} takes statistics over the channels")
+    interpreter.literals(node, shape, value[-len(shape) :])
+    for axis in value[-len(shape) :]:
+        interpreter.solver.blur(axis, f"{cause} takes statistics over the channels")
     return value
 
 

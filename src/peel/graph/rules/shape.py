@@ -40,8 +40,7 @@ def _reshape(interpreter: Interpreter, node: Node, value: Value, *rest: Any, **o
                     after, j = after * target[j], j + 1
             merged = interpreter.solver.merge(value[first_i:i], cause)
             result.extend(interpreter.solver.unmerge(merged, target[first_j:j], cause))
-    for dim, axis in zip(target, result, strict=True):
-        interpreter.literal(node, dim, axis)
+    interpreter.literals(node, target, tuple(result))
     return tuple(result)
 
 
@@ -82,8 +81,7 @@ def _expand(interpreter: Interpreter, node: Node, value: Value, *rest: Any, **op
     shape = interpreter.shape(node)
     aligned: list[Axis] = [constant(1)] * (len(shape) - len(value)) + list(value)
     result = tuple(axis if axis_size(axis) == size else unknown(size) for axis, size in zip(aligned, shape, strict=True))
-    for dim, axis in zip(shape, result, strict=True):
-        interpreter.literal(node, dim, axis)
+    interpreter.literals(node, shape, result)
     return result
 
 
@@ -130,8 +128,7 @@ def _pieces(interpreter: Interpreter, node: Node, value: Value, dim: int, length
         for piece, length in zip(pieces[1:], lengths[1:], strict=True):
             if length == lengths[0]:
                 interpreter.solver.same_size(pieces[0], piece, cause)
-    for piece, length in zip(pieces, lengths, strict=True):
-        interpreter.literal(node, length, piece)
+    interpreter.literals(node, lengths, tuple(pieces))
     return tuple(_replace(value, dim, piece) for piece in pieces)
 
 
@@ -266,8 +263,7 @@ def _channel_shuffle(interpreter: Interpreter, node: Node, value: Value, groups:
 def _create(interpreter: Interpreter, node: Node, *args: Any, **options: Any) -> Value:
     """A new tensor: its axes take whatever length the code computes, which the probe after the analysis checks."""
     result = tuple(unknown(size) if size > 1 else constant(1) for size in interpreter.shape(node))
-    for size, axis in zip(interpreter.shape(node), result, strict=True):
-        interpreter.literal(node, size, axis)
+    interpreter.literals(node, interpreter.shape(node), result)
     return result
 
 

@@ -1,0 +1,184 @@
+"""Widths that meet a budget: the uniform network, and the rounding that every plan uses.
+
+The promise of every function here: never above the budget, and so close below it that no tie could take one more step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import floor, lcm
+
+from .budget import Budget, format_count, parse_budget
+from .errors import BudgetError, did_you_mean
+from .graph import ChannelGraph
+from .widths import Widths
+
+__all__ = ["RESOURCES", "cost_of", "resolve_budget", "round_to_budget", "uniform"]
+
+Cost = Callable[[Sequence[float]], float]
+"""Units of the ties -> cost. Exact on whole units, continuous between them."""
+
+RESOURCES: dict[str, str] = {
+    "macs": "multiply-adds of one sample",
+    "params": "number of parameters",
+    "memory": "bytes of activations at the peak of a forward pass (an estimate)",
+}
+
+
+def cost_of(graph: ChannelGraph, resource: str) -> Cost:
+    """The cost function of a resource, in units of the ties."""
+    if resource == "macs":
+        return graph.mac_cost.total  # type: ignore[return-value]
+    if resource == "params":
+        return graph.param_cost.total  # type: ignore[return-value]
+    if resource == "memory":
+        return graph.peak_bytes
+    raise BudgetError(f"unknown resource {resource!r}; known are {', '.join(RESOURCES)}.{did_you_mean(resource, RESOURCES)}")
+
+
+def resolve_budget(graph: ChannelGraph, budget: Budget, resource: str = "macs") -> int:
+    """The budget as a whole number of the resource."""
+    return parse_budget(budget, int(cost_of(graph, resource)(graph.units())))
+
+
+def uniform(
+    graph: ChannelGraph,
+    budget: Budget,
+    *,
+    resource: str = "macs",
+    divisor: int = 1,
+    hold: Iterable[str] = (),
+    cap: float | None = 1.0,
+) -> Widths:
+    """One factor for all ties, chosen so that the network meets the budget.
+
+    `budget` is `"1.1G"`, `"87M"`, `"50%"`, a fraction or a whole number. Widths are multiples of `divisor`; ties in `hold` keep
+    their width (the last convolution of MobileNetV2 is one that the literature holds). No tie grows beyond `cap` times its
+    original width; `cap=None` lifts that.
+
+    >>> peel.uniform(graph, "50%")
+    Widths(conv1=45, layer1.0.conv1=45, ...)
+    """
+    cost = cost_of(graph, resource)
+    target = resolve_budget(graph, budget, resource)
+    ladder = _Ladder(graph, divisor, hold, cap)
+    original = graph.units()
+    _check_reachable(ladder, cost, target, resource)
+
+    def ideal(factor: float) -> list[float]:
+        return ladder.clamp([units * factor for units in original])
+
+    low, high = 0.0, 1.0
+    while high < 64 and cost(ideal(high)) < target:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if cost(ideal(middle)) <= target else (low, middle)
+    return _widths(graph, _fill(ladder, ideal(low), cost, target))
+
+
+def round_to_budget(
+    graph: ChannelGraph,
+    ideal: Mapping[str, float],
+    budget: Budget,
+    *,
+    resource: str = "macs",
+    divisor: int = 1,
+    at_least: Mapping[str, int] | None = None,
+    cap: float | None = None,
+) -> Widths:
+    """Whole widths near the ideal ones: none below `at_least`, together never above the budget, and close to it."""
+    cost = cost_of(graph, resource)
+    target = resolve_budget(graph, budget, resource)
+    ladder = _Ladder(graph, divisor, (), cap, at_least)
+    _check_reachable(ladder, cost, target, resource)
+    units = [ideal[name] / step for name, step in graph.steps.items()]
+    return _widths(graph, _fill(ladder, ladder.clamp(units), cost, target))
+
+
+class _Ladder:
+    """The widths that each tie may take, in units: from `bottom` to `top` in steps of `quantum`."""
+
+    def __init__(
+        self,
+        graph: ChannelGraph,
+        divisor: int,
+        hold: Iterable[str],
+        cap: float | None,
+        at_least: Mapping[str, int] | None = None,
+    ) -> None:
+        if isinstance(divisor, bool) or not isinstance(divisor, int) or divisor < 1:
+            raise BudgetError(f"divisor must be a whole number of at least 1, not {divisor!r}.")
+        if cap is not None and not cap > 0:
+            raise BudgetError(f"cap must be positive or None, not {cap!r}.")
+        held = set(hold)
+        for name in held - set(graph.widths):
+            raise BudgetError(f"hold: no free tie is called {name!r}.{did_you_mean(name, graph.widths)}")
+        floor_units = graph.units(at_least) if at_least is not None else None
+        self.quantum: list[int] = []
+        self.bottom: list[int] = []
+        self.top: list[float] = []
+        for i, (name, width) in enumerate(graph.widths.items()):
+            step = graph.steps[name]
+            units = width // step
+            quantum = lcm(step, divisor) // step
+            top = float("inf") if cap is None else floor(cap * units / quantum + 1e-9) * quantum
+            bottom = quantum
+            if floor_units is not None:
+                bottom = max(bottom, -(-floor_units[i] // quantum) * quantum)
+            if name in held or top < bottom:
+                # Too narrow for the divisor, or to be held: the original width is the only one.
+                bottom = top = units if floor_units is None or name in held else floor_units[i]
+            self.quantum.append(quantum)
+            self.bottom.append(bottom)
+            self.top.append(top)
+
+    def clamp(self, units: Sequence[float]) -> list[float]:
+        return [min(max(u, low), high) for u, low, high in zip(units, self.bottom, self.top, strict=True)]
+
+    def floor(self, units: Sequence[float]) -> list[int]:
+        return [
+            min(max(bottom, floor(u / quantum + 1e-9) * quantum), int(min(top, 2**62)))
+            for u, quantum, bottom, top in zip(units, self.quantum, self.bottom, self.top, strict=True)
+        ]
+
+
+def _check_reachable(ladder: _Ladder, cost: Cost, target: int, resource: str) -> None:
+    smallest = int(cost(ladder.bottom))
+    if target < smallest:
+        raise BudgetError(
+            f"a budget of {format_count(target)} {resource} cannot be reached: the smallest network has "
+            f"{format_count(smallest)} ({smallest:,})."
+        )
+    if all(top < float("inf") for top in ladder.top):
+        largest = int(cost([int(top) for top in ladder.top]))
+        if target > largest:
+            raise BudgetError(
+                f"a budget of {format_count(target)} {resource} is more than the network has: {format_count(largest)} "
+                f"({largest:,}). Pass cap=None to let layers grow beyond their original width."
+            )
+
+
+def _fill(ladder: _Ladder, ideal: Sequence[float], cost: Cost, target: int) -> list[int]:
+    """Round down, then hand out single steps, first to the ties that lost most, while the budget allows."""
+    units = ladder.floor(ideal)
+    while cost(units) > target:
+        # Ties that may not go below their bottom cost more than their share: the others give way, the most generous first.
+        able = [i for i, u in enumerate(units) if u - ladder.quantum[i] >= ladder.bottom[i]]
+        i = max(able, key=lambda i: units[i] / max(ideal[i], 1e-9))
+        units[i] -= ladder.quantum[i]
+    grown = True
+    while grown:
+        grown = False
+        for i in sorted(range(len(units)), key=lambda i: (units[i] - ideal[i]) / max(ideal[i], 1e-9)):
+            if units[i] + ladder.quantum[i] <= ladder.top[i]:
+                units[i] += ladder.quantum[i]
+                if cost(units) <= target:
+                    grown = True
+                else:
+                    units[i] -= ladder.quantum[i]
+    return units
+
+
+def _widths(graph: ChannelGraph, units: Sequence[int]) -> Widths:
+    return Widths({name: units[i] * step for i, (name, step) in enumerate(graph.steps.items())})
