@@ -1,1 +1,81 @@
-__version__ = "0.1.0"
+"""Make a convolutional network fit a budget.
+
+    graph = peel.trace(model, example_input)         which channels are tied, what they cost, what is fixed and why
+    widths = peel.uniform(graph, budget="50%")       one integer per tie
+    small = peel.slim(model, widths, graph=graph)    a new model of the same class
+    peel.save(small, "slim"); peel.load("slim")      safetensors and JSON
+
+Names are imported when they are first used: `import peel` is cheap, and neither torchvision nor timm is loaded before a model of theirs is.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .version import __version__
+
+if TYPE_CHECKING:
+    from .allocation import round_to_budget, uniform
+    from .budget import parse_budget
+    from .errors import BudgetError, ModelError, PeelError, StoreError, TraceError, WidthsError
+    from .graph import ChannelGraph, Tie, Verification, slim, trace, verify
+    from .store import load, save
+    from .widths import Widths
+
+_HOME = {
+    "BudgetError": "errors",
+    "ChannelGraph": "graph",
+    "ModelError": "errors",
+    "PeelError": "errors",
+    "StoreError": "errors",
+    "Tie": "graph",
+    "TraceError": "errors",
+    "Verification": "graph",
+    "Widths": "widths",
+    "WidthsError": "errors",
+    "load": "store",
+    "parse_budget": "budget",
+    "round_to_budget": "allocation",
+    "save": "store",
+    "slim": "graph",
+    "trace": "graph",
+    "uniform": "allocation",
+    "verify": "graph",
+}
+
+__all__ = [
+    "BudgetError",
+    "ChannelGraph",
+    "ModelError",
+    "PeelError",
+    "StoreError",
+    "Tie",
+    "TraceError",
+    "Verification",
+    "Widths",
+    "WidthsError",
+    "__version__",
+    "load",
+    "parse_budget",
+    "round_to_budget",
+    "save",
+    "slim",
+    "trace",
+    "uniform",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "zoo":
+        return importlib.import_module(".zoo", __name__)
+    if name not in _HOME:
+        raise AttributeError(f"module 'peel' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, "zoo"})

@@ -167,16 +167,21 @@ def _fill(ladder: _Ladder, ideal: Sequence[float], cost: Cost, target: int) -> l
         able = [i for i, u in enumerate(units) if u - ladder.quantum[i] >= ladder.bottom[i]]
         i = max(able, key=lambda i: units[i] / max(ideal[i], 1e-9))
         units[i] -= ladder.quantum[i]
+    spent = cost(units)
     grown = True
     while grown:
         grown = False
         for i in sorted(range(len(units)), key=lambda i: (units[i] - ideal[i]) / max(ideal[i], 1e-9)):
-            if units[i] + ladder.quantum[i] <= ladder.top[i]:
-                units[i] += ladder.quantum[i]
-                if cost(units) <= target:
-                    grown = True
-                else:
-                    units[i] -= ladder.quantum[i]
+            if units[i] + ladder.quantum[i] > ladder.top[i]:
+                continue
+            is_short = units[i] + ladder.quantum[i] / 2 <= ideal[i]
+            units[i] += ladder.quantum[i]
+            new = cost(units)
+            # A step that costs nothing (a head that only runs in training) is taken to come nearer to the ideal, not to use up the budget.
+            if new <= target and (new > spent or is_short):
+                grown, spent = True, new
+            else:
+                units[i] -= ladder.quantum[i]
     return units
 
 

@@ -74,7 +74,7 @@ def channel_scores(model: nn.Module, graph: ChannelGraph) -> list[Tensor]:
             continue
         producing = 1 if graph.consumers.get(name) == (0,) else 0
         others = [axis for axis in range(tensor.ndim) if axis != producing]
-        _add(norms, graph.layouts[name][producing], tensor.detach().float().norm(dim=others).cpu())
+        _add(norms, graph.layouts[name][producing], torch.linalg.vector_norm(tensor.detach().float(), dim=others).cpu())
     return [scale if has else norm for scale, norm, has in zip(scales, norms, has_scale, strict=True)]
 
 

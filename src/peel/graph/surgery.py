@@ -54,7 +54,22 @@ def slim(
     if fresh or any(new > old for new, old in zip(units, graph.units(), strict=True)):
         initialise(small)
     copy_weights(model, small, graph, kept, everything=not fresh)
+    _remember(small, graph, units)
     return small
+
+
+def _remember(small: nn.Module, graph: ChannelGraph, units: list[int]) -> None:
+    """Note on the model what `peel.save` writes beside its weights; what an earlier slimming noted is kept beneath."""
+    before: dict[str, Any] = getattr(small, "peel_record", {})
+    modules = {**before.get("modules", {})}
+    for name, attributes in evaluate(graph.attributes, units).items():
+        modules[name] = {**modules.get(name, {}), **attributes}
+    widths = {name: unit * step for unit, (name, step) in zip(units, graph.steps.items(), strict=True)}
+    small.peel_record = {  # type: ignore[assignment]
+        "widths": {**before.get("widths", {}), **widths},
+        "modules": modules,
+        "costs": {"macs": graph.mac_cost.total(units), "params": graph.param_cost.total(units), "input_shapes": graph.input_shapes},
+    }
 
 
 def check_fits(model: nn.Module, graph: ChannelGraph) -> None:

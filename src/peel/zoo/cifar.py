@@ -1,0 +1,118 @@
+"""The networks that the literature trains on images of 32 pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["CIFAR_MODELS"]
+
+
+class _BasicBlock(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(out)) + self.shortcut(x))
+
+
+class CifarResNet(nn.Module):
+    """ResNet of He et al. for CIFAR: three stages of 16, 32 and 64 channels, with projection shortcuts where the size changes.
+
+    The original pads shortcuts with zero channels, which would tie the widths of all three stages to each other.
+    """
+
+    def __init__(self, depth: int, num_classes: int = 10) -> None:
+        super().__init__()
+        blocks = (depth - 2) // 6
+        self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(16)
+        inputs = 16
+        for stage, (outputs, stride) in enumerate(((16, 1), (32, 2), (64, 2)), start=1):
+            layers = []
+            for block in range(blocks):
+                layers.append(_BasicBlock(inputs, outputs, stride if block == 0 else 1))
+                inputs = outputs
+            setattr(self, f"layer{stage}", nn.Sequential(*layers))
+        self.fc = nn.Linear(64, num_classes)
+        _initialise(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = self.layer3(self.layer2(self.layer1(x)))
+        return self.fc(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))  # type: ignore[no-any-return]
+
+
+class CifarVGG(nn.Module):
+    """VGG-16 with batch norm and one linear layer, as it is used on CIFAR."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        inputs = 3
+        for outputs in (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0):
+            if outputs == 0:
+                layers.append(nn.MaxPool2d(2))
+                continue
+            layers += [nn.Conv2d(inputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+            inputs = outputs
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Linear(512, num_classes)
+        _initialise(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(torch.flatten(self.features(x), 1))  # type: ignore[no-any-return]
+
+
+def _initialise(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
+def _resnet_32(name: str) -> Callable[[int], nn.Module]:
+    """A torchvision ResNet whose stem keeps the resolution: a 3x3 convolution without stride, no pooling."""
+
+    def build(num_classes: int = 10) -> nn.Module:
+        from torchvision.models import get_model
+
+        model: nn.Module = get_model(name, num_classes=num_classes)
+        model.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
+        model.maxpool = nn.Identity()
+        _initialise(model)
+        return model
+
+    return build
+
+
+def _mobilenet_v2_32(num_classes: int = 10) -> nn.Module:
+    """MobileNetV2 with the stride of its stem and of its first strided block taken out."""
+    from torchvision.models import MobileNetV2
+
+    settings = [[1, 16, 1, 1], [6, 24, 2, 1], [6, 32, 3, 2], [6, 64, 4, 2], [6, 96, 3, 1], [6, 160, 3, 2], [6, 320, 1, 1]]
+    model: nn.Module = MobileNetV2(num_classes=num_classes, inverted_residual_setting=settings)
+    model.features[0][0].stride = (1, 1)  # type: ignore[index, union-attr]
+    return model
+
+
+CIFAR_MODELS: dict[str, Callable[[int], nn.Module]] = {
+    "cifar_resnet20": lambda num_classes=10: CifarResNet(20, num_classes),
+    "cifar_resnet56": lambda num_classes=10: CifarResNet(56, num_classes),
+    "cifar_resnet110": lambda num_classes=10: CifarResNet(110, num_classes),
+    "cifar_resnet18": _resnet_32("resnet18"),
+    "cifar_resnet50": _resnet_32("resnet50"),
+    "cifar_mobilenet_v2": _mobilenet_v2_32,
+    "cifar_vgg16_bn": CifarVGG,
+}
+"""Name -> function of the number of classes."""
