@@ -2,7 +2,8 @@
 
     python benchmarks/coverage.py                                  all of them, about an hour on two cores
     python benchmarks/coverage.py --only resnet18 densenet121      some of them
-    python benchmarks/coverage.py --peer                           with Torch-Pruning beside (pip install torch-pruning==1.6.1)
+    python benchmarks/coverage.py --tools peel torch-pruning       with Torch-Pruning beside (pip install torch-pruning==1.6.1)
+    python benchmarks/coverage.py --jobs 8                         eight networks at a time
     python benchmarks/coverage.py --render docs/coverage.md        the table of the results kept so far
 
 A network is *handled* when all of this holds, with weights drawn at random:
@@ -28,6 +29,7 @@ import sys
 import time
 import traceback
 import warnings
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -247,25 +249,30 @@ def run_one(tool: str, name: str) -> None:
     print("RESULT " + json.dumps(result))
 
 
-def run_all(names: list[str], tools: list[str], results: Path) -> None:
+def run_all(names: list[str], tools: list[str], results: Path, jobs: int) -> None:
     done = {(row["tool"], row["name"]) for row in read(results)}
     results.parent.mkdir(parents=True, exist_ok=True)
-    pending = [(tool, name) for name in names for tool in tools if (tool, name) not in done]
-    for i, (tool, name) in enumerate(pending, start=1):
-        began = time.perf_counter()
-        try:
-            output = subprocess.run(
-                [sys.executable, __file__, "--one", tool, name], capture_output=True, text=True, timeout=TIME_LIMIT_S[tool]
-            )
-            line = next((line for line in output.stdout.splitlines() if line.startswith("RESULT ")), None)
-            result = json.loads(line[7:]) if line else {"ok": False, "problem": f"the process ended with {output.returncode}"}
-        except subprocess.TimeoutExpired:
-            result = {"ok": False, "problem": f"no result after {TIME_LIMIT_S[tool]} s"}
-        row = {"tool": tool, "name": name, "total_s": round(time.perf_counter() - began, 1), **result}
-        with results.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        verdict = "ok" if row["ok"] else f"NOT OK: {row['problem'][:150]}"
-        print(f"[{i}/{len(pending)}] {tool:14}{name:32}{row['total_s']:7.1f} s  {verdict}", flush=True)
+    pending = [(tool, name) for tool in tools for name in names if (tool, name) not in done]
+    with ThreadPoolExecutor(jobs) as pool:
+        rows = [pool.submit(run_process, tool, name) for tool, name in pending]
+        for i, row in enumerate((future.result() for future in as_completed(rows)), start=1):
+            with results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            verdict = "ok" if row["ok"] else f"NOT OK: {row['problem'][:200]} {row.get('where', '')}"
+            print(f"[{i}/{len(pending)}] {row['tool']:14}{row['name']:32}{row['total_s']:7.1f} s  {verdict}", flush=True)
+
+
+def run_process(tool: str, name: str) -> dict[str, Any]:
+    """One check in a process of its own, within its limits."""
+    began = time.perf_counter()
+    command = [sys.executable, __file__, "--one", tool, name]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_S[tool])
+        line = next((line for line in output.stdout.splitlines() if line.startswith("RESULT ")), None)
+        result = json.loads(line[7:]) if line else {"ok": False, "problem": f"the process ended with {output.returncode}"}
+    except subprocess.TimeoutExpired:
+        result = {"ok": False, "problem": f"no result after {TIME_LIMIT_S[tool]} s"}
+    return {"tool": tool, "name": name, "total_s": round(time.perf_counter() - began, 1), **result}
 
 
 def read(results: Path) -> list[dict[str, Any]]:
@@ -306,7 +313,8 @@ def render(results: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME")
-    parser.add_argument("--peer", action="store_true", help="Torch-Pruning beside")
+    parser.add_argument("--tools", nargs="+", choices=list(CHECKS), default=["peel"])
+    parser.add_argument("--jobs", type=int, default=1, help="networks at a time")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--render", type=Path, metavar="FILE", help="put the table between the markers of this file")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
@@ -321,7 +329,7 @@ def main() -> None:
         print(table.splitlines()[0])
     else:
         names = options.only or [name for family in CNNS.values() for name in family] + HYBRIDS
-        run_all(names, ["peel", "torch-pruning"] if options.peer else ["peel"], options.results)
+        run_all(names, options.tools, options.results, options.jobs)
 
 
 if __name__ == "__main__":

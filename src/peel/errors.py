@@ -50,5 +50,5 @@ class StoreError(PeelError):
 
 def did_you_mean(name: str, known: Iterable[str], limit: int = 3) -> str:
     """A hint with the names nearest to an unknown one; empty where nothing is near."""
-    near = get_close_matches(name, list(known), n=limit, cutoff=0.6)
+    near = get_close_matches(name, sorted(set(known)), n=limit, cutoff=0.6)
     return f" Did you mean {' or '.join(near)}?" if near else ""

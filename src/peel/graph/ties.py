@@ -183,12 +183,16 @@ class Builder:
         )
 
     def _param_terms(self) -> tuple[Term, ...]:
-        terms = []
-        for name, parameter in self.model.named_parameters():
-            axes = self.interpreter.tensors[name]
-            layer = name.rpartition(".")[0] or name
-            terms.append(product(layer, self.charged_tie(*axes), [self.form(axis) for axis in axes]) if parameter.ndim else Term(layer, -1, 1, ()))
-        return tuple(terms)
+        layer_of = {name: name.rpartition(".")[0] or name for name, _ in self.model.named_parameters()}
+        charged: dict[str, int] = {}
+        for name, layer in layer_of.items():
+            # A layer is charged to one tie as a whole: the bias of a classifier goes where its weight does.
+            if charged.get(layer, -1) < 0:
+                charged[layer] = self.charged_tie(*self.interpreter.tensors[name])
+        return tuple(
+            product(layer, charged[layer], [self.form(axis) for axis in self.interpreter.tensors[name]])
+            for name, layer in layer_of.items()
+        )
 
     def _buffered(self) -> tuple[Buffered, ...]:
         """Results of operators with the span in which they are alive; views and in-place results prolong what they share."""
