@@ -1,3 +1,0 @@
-from .function import *
-from .algorithms import *
-from . import importance
