@@ -23,6 +23,9 @@ FormOf = Callable[[str, int], Form]
 #: A list of integers longer than this is data, not a description of widths.
 _MAX_LIST = 16
 
+#: Smaller numbers are strides, kernels and counts more often than widths.
+_MIN_SEEN = 8
+
 
 def times(form: Form, factor: int) -> Form:
     return Form(form.constant * factor, tuple((tie, n * factor) for tie, n in form.units))
@@ -74,7 +77,8 @@ def guessed_attributes(module: nn.Module, lengths: Lengths) -> dict[str, list[An
     guesses: dict[str, list[Any]] = {}
     for name, value in vars(module).items():
         if _is_integer(value):
-            forms = [*lengths.single.get(value, ()), *_multiples(value, lengths.single)]
+            seen = lengths.seen.get(value, []) if value >= _MIN_SEEN else []
+            forms = dict.fromkeys([*lengths.single.get(value, ()), *_multiples(value, lengths.single), *seen])
             if forms:
                 guesses[name] = list(forms)
         elif isinstance(value, list | tuple) and 0 < len(value) <= _MAX_LIST and all(_is_integer(item) for item in value):
@@ -90,6 +94,8 @@ class Lengths:
 
     single: dict[int, list[Form]] = field(default_factory=dict)
     lists: dict[tuple[int, ...], list[tuple[Form, ...]]] = field(default_factory=dict)
+    seen: dict[int, list[Form]] = field(default_factory=dict)
+    """Lengths of axes that operators of the module worked on, latest first. Taking the first 16 of 16 channels leaves no other trace."""
 
 
 def _multiples(value: int, lengths: Mapping[int, list[Form]]) -> list[Form]:

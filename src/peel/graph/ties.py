@@ -38,6 +38,7 @@ class Builder:
         self.names, self.widths = self._name_units()
         self.free = [unit for unit in self.names if unit.fixed is None]
         self.index = {unit: i for i, unit in enumerate(self.free)}
+        self.original = [unit.size for unit in self.free]
         self.atoms: dict[Atom, int] = {}
 
     def _fix_leftovers(self) -> None:

@@ -75,6 +75,8 @@ class _Prober:
         self.captures = captures
         self.choice: dict[tuple[str, str], int] = {}
         """(module, attribute) -> which guess is in use"""
+        self.use_seen, self.tried_without_seen = True, False
+        """Whether attributes may mirror axes that operators of their module merely worked on."""
         self.trials = _MAX_TRIALS
         self.shapes = input_shapes(*with_batch(example_input, 1))
 
@@ -84,10 +86,19 @@ class _Prober:
             failure = probe(self.model, graph, self.example_input)
             if failure is None:
                 break
-            if not self._next_guess(failure):
+            if not self._next_guess(failure) and not self._without_seen():
                 self._fix_culprits(graph, failure)
             graph = self.build()
         return graph
+
+    def _without_seen(self) -> bool:
+        """Perhaps a number only looked like a width: where the code runs without such guesses, do without them."""
+        if not self.use_seen or self.tried_without_seen:
+            return False
+        self.tried_without_seen = True
+        self.use_seen = False
+        self.use_seen = probe(self.model, self.build(), self.example_input) is not None
+        return not self.use_seen
 
     def build(self) -> ChannelGraph:
         self.builder = Builder(self.model, self.interpreter, self.captures)
@@ -107,6 +118,15 @@ class _Prober:
             lists = lengths.setdefault(module, Lengths()).lists.setdefault(numbers, [])
             if any(form.units for form in listed) and listed not in lists:
                 lists.append(listed)
+        if self.use_seen:
+            for node in reversed(self.captures[0].nodes):
+                if node.op == "call_function":
+                    seen = lengths.setdefault(module_of(node), Lengths()).seen
+                    for axis in self._axes(node):
+                        form = builder.form(axis)
+                        forms = seen.setdefault(form.value(builder.original), [])
+                        if form.units and form not in forms:
+                            forms.append(form)
         found: dict[str, dict[str, Any]] = {}
         for name, module in self.model.named_modules():
             attributes = layer_attributes(name, module, lambda tensor, axis: builder.form(tensors[tensor][axis]))
@@ -122,11 +142,11 @@ class _Prober:
         return found
 
     def _next_guess(self, failure: Failure) -> bool:
-        """Where an attribute of a module on the way may mirror something else, try that."""
+        """Where an attribute of a module on the way may mirror something else, or nothing, try that."""
         for module in reversed(failure.modules):
             for (name, attribute), guesses in self.guesses.items():
                 place = self.choice.get((name, attribute), 0)
-                if name == module and place + 1 < len(guesses):
+                if name == module and place < len(guesses):
                     self.choice[name, attribute] = place + 1
                     return True
         return False

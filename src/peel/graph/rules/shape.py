@@ -151,6 +151,7 @@ def _slice(
     start = 0 if start is None else max(0, start + total if start < 0 else start)
     end = total if end is None else min(total, end + total if end < 0 else end)
     if (start, end, step) == (0, total, 1):
+        interpreter.literal(node, total, value[dim])
         return value
     if not is_free(value[dim]):
         return _replace(value, dim, constant(interpreter.shape(node)[dim]))
