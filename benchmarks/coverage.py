@@ -27,73 +27,24 @@ import resource
 import subprocess
 import sys
 import time
+import tomllib
 import traceback
 import warnings
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-CNNS: dict[str, list[str]] = {
-    "torchvision": [
-        "alexnet", "vgg11", "vgg16_bn", "squeezenet1_0", "squeezenet1_1", "googlenet", "inception_v3", "resnet18", "resnet34", "resnet50",
-        "wide_resnet50_2", "resnext50_32x4d", "densenet121", "densenet161", "mobilenet_v2", "mobilenet_v3_small", "mobilenet_v3_large",
-        "mnasnet0_5", "mnasnet1_0", "shufflenet_v2_x0_5", "shufflenet_v2_x1_0", "efficientnet_b0", "efficientnet_b1", "efficientnet_v2_s",
-        "regnet_x_400mf", "regnet_y_400mf", "regnet_y_1_6gf", "convnext_tiny",
-    ],
-    "cifar": ["cifar_resnet20", "cifar_resnet56", "cifar_resnet18", "cifar_mobilenet_v2", "cifar_vgg16_bn"],
-    "ResNet": ["timm:resnet26", "resnet50d", "seresnet50", "ecaresnet50d", "ecaresnet26t", "gcresnet33ts", "resnetaa50", "resnetv2_50", "resnetrs50"],
-    "ResNeXt": ["timm:resnext50_32x4d", "seresnext26d_32x4d", "bat_resnext26ts"],
-    "Res2Net": ["res2net50_26w_4s", "res2next50"],
-    "ResNeSt": ["resnest14d", "resnest50d_1s4x24d"],
-    "SK": ["skresnet18", "skresnext50_32x4d"],
-    "RegNet": ["regnetx_004", "regnety_004", "regnetz_b16"],
-    "DenseNet": ["timm:densenet121", "densenetblur121d"],
-    "DLA": ["dla34", "dla46x_c", "dla60_res2net"],
-    "DPN": ["dpn68", "dpn68b"],
-    "HRNet": ["hrnet_w18_small", "hrnet_w18_small_v2"],
-    "Inception": ["timm:inception_v3", "inception_v4", "inception_resnet_v2"],
-    "Xception": ["xception41", "legacy_xception", "xception41p"],
-    "VGG": ["timm:vgg11_bn", "vgg16"],
-    "MobileNet": ["mobilenetv2_100", "mobilenetv3_large_100", "mobilenetv3_small_075", "mobilenetv4_conv_small", "mobilenetv4_conv_medium"],
-    "MNASNet": ["mnasnet_small", "semnasnet_100"],
-    "FBNet": ["fbnetc_100", "fbnetv3_b"],
-    "EfficientNet": [
-        "timm:efficientnet_b0", "efficientnet_es", "efficientnetv2_rw_t", "tf_efficientnetv2_b0", "tf_efficientnet_lite0", "gc_efficientnetv2_rw_t",
-    ],
-    "MixNet": ["mixnet_s"],
-    "HardCoRe": ["hardcorenas_a"],
-    "SPNASNet": ["spnasnet_100"],
-    "GhostNet": ["ghostnet_100", "ghostnetv2_100", "ghostnetv3_100"],
-    "RexNet": ["rexnet_100", "rexnetr_200"],
-    "LCNet": ["lcnet_050", "lcnet_100", "tinynet_a"],
-    "HGNet": ["hgnet_tiny", "hgnetv2_b0"],
-    "VoVNet": ["ese_vovnet19b_dw", "ese_vovnet39b"],
-    "SelecSLS": ["selecsls42b", "selecsls60"],
-    "CSP": ["cspresnet50", "cspresnext50", "cs3darknet_m", "cspdarknet53"],
-    "DarkNet": ["darknet53", "darknetaa53"],
-    "RepVGG": ["repvgg_a0", "repvgg_b1g4"],
-    "MobileOne": ["mobileone_s0", "mobileone_s1"],
-    "RepViT": ["repvit_m0_9", "repvit_m1"],
-    "ConvNeXt": ["convnext_atto", "convnext_atto_ols", "convnextv2_atto"],
-    "ConvMixer": ["convmixer_768_32", "convmixer_1024_20_ks9_p14"],
-    "NFNet": ["dm_nfnet_f0", "nf_resnet50", "nf_regnet_b1", "eca_nfnet_l0"],
-    "GerNet": ["gernet_s"],
-    "StarNet": ["starnet_s1", "starnet_s4"],
-    "InceptionNeXt": ["inception_next_atto", "inception_next_tiny"],
-    "PoolFormer": ["poolformer_s12", "poolformerv2_s12"],
-    "FasterNet": ["fasternet_t0"],
-}  # fmt: skip
+NETWORKS = tomllib.loads((Path(__file__).parent / "networks.toml").read_text())
+CNNS: dict[str, list[str]] = NETWORKS["cnns"]
+HYBRIDS: dict[str, list[str]] = NETWORKS["hybrids"]
 
-HYBRIDS: list[str] = [
-    "swin_t", "vit_b_16", "maxvit_t", "swin_tiny_patch4_window7_224", "vit_tiny_patch16_224", "deit_tiny_patch16_224", "maxvit_pico_rw_256",
-    "coatnet_pico_rw_224", "mobilevit_xxs", "mobilevitv2_050", "efficientformer_l1", "efficientformerv2_s0", "efficientvit_b0", "efficientvit_m0",
-    "levit_128s", "pvt_v2_b0", "tiny_vit_5m_224", "edgenext_xx_small", "fastvit_t8", "mobilenetv4_hybrid_medium", "pit_ti_224", "xcit_nano_12_p16_224",
-    "twins_pcpvt_small", "cait_xxs24_224", "volo_d1_224", "mixer_s32_224", "convit_tiny", "nextvit_small", "visformer_tiny", "botnet26t_256",
-]  # fmt: skip
+#: Networks that only take inputs of the size they were made for.
+OWN_SIZE = {"alexnet", "bat_resnext26ts", "inception_resnet_v2", "inception_v3", "inception_v4", "timm:inception_v3"}
+OWN_SIZE.update(name for names in HYBRIDS.values() for name in names)
 
 RESULTS = Path("benchmarks/results/coverage.jsonl")
 TIME_LIMIT_S = {"peel": 420, "torch-pruning": 180}
-MEMORY_LIMIT_GIB = 20
+MEMORY_LIMIT_GIB = 24
 #: Inputs are made smaller where the network allows it: the channels do not depend on it.
 SMALL = 128
 
@@ -102,8 +53,11 @@ def input_size(name: str) -> tuple[int, int, int]:
     from peel import zoo
 
     channels, height, width = zoo.find(name).input_size
-    free = name not in HYBRIDS and not name.startswith(("inception_resnet", "inception_v", "timm:inception")) and name not in ("alexnet", "bat_resnext26ts")
-    return (channels, min(height, SMALL), min(width, SMALL)) if free else (channels, height, width)
+        name not in HYBRIDS
+        and not name.startswith(("inception_resnet", "inception_v", "timm:inception"))
+        and name not in ("alexnet", "bat_resnext26ts")
+    )
+    return (channels, height, width) if name in OWN_SIZE else (channels, min(height, SMALL), min(width, SMALL))
 
 
 def logits(output: Any) -> Any:
@@ -282,9 +236,12 @@ def read(results: Path) -> list[dict[str, Any]]:
 def render(results: Path) -> str:
     """The table of the docs."""
     rows = {(row["tool"], row["name"]): row for row in read(results)}
-    lines = ["| family | network | peel | free channels | free MACs | ties, exact | cut = zeroed | trace | Torch-Pruning 1.6.1 |", "|---" * 9 + "|"]
+    lines = [
+        "| family | network | peel | free channels | free MACs | ties, exact | cut = zeroed | trace | Torch-Pruning 1.6.1 |",
+        "|---" * 9 + "|",
+    ]
     counts = {"peel": [0, 0], "torch-pruning": [0, 0]}
-    for family, names in {**CNNS, "hybrids and transformers": HYBRIDS}.items():
+    for family, names in {**CNNS, **HYBRIDS}.items():
         for name in names:
             own, peer = rows.get(("peel", name)), rows.get(("torch-pruning", name))
             if own is None:
@@ -328,7 +285,7 @@ def main() -> None:
         options.render.write_text(f"{before}<!-- coverage -->\n{table}<!-- /coverage -->{after}")
         print(table.splitlines()[0])
     else:
-        names = options.only or [name for family in CNNS.values() for name in family] + HYBRIDS
+        names = options.only or [name for names in (*CNNS.values(), *HYBRIDS.values()) for name in names]
         run_all(names, options.tools, options.results, options.jobs)
 
 

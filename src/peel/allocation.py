@@ -28,9 +28,9 @@ RESOURCES: dict[str, str] = {
 def cost_of(graph: ChannelGraph, resource: str) -> Cost:
     """The cost function of a resource, in units of the ties."""
     if resource == "macs":
-        return graph.mac_cost.total  # type: ignore[return-value]
+        return graph.mac_cost.total
     if resource == "params":
-        return graph.param_cost.total  # type: ignore[return-value]
+        return graph.param_cost.total
     if resource == "memory":
         return graph.peak_bytes
     raise BudgetError(f"unknown resource {resource!r}; known are {', '.join(RESOURCES)}.{did_you_mean(resource, RESOURCES)}")

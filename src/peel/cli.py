@@ -26,8 +26,8 @@ app = App(
     name="peel",
     help="Make a convolutional network fit a budget.",
     version=__version__,
-    help_epilogue="MODEL is a name of torchvision or timm, a network of peel.zoo such as cifar_resnet20, or your own as package.module:callable "
-    "or path/to/file.py:callable.",
+    help_epilogue="MODEL is a name of torchvision or timm, a network of peel.zoo such as cifar_resnet20, or your own as "
+    "package.module:callable or path/to/file.py:callable.",
 )
 
 
@@ -156,5 +156,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return OK
     return code if isinstance(code, int) else OK
-
-

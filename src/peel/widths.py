@@ -85,6 +85,6 @@ class Widths(Mapping[str, int]):
 
 def _is_whole(value: Any) -> bool:
     try:
-        return int(value) == value
+        return bool(int(value) == value)
     except (TypeError, ValueError):
         return False

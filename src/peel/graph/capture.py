@@ -130,9 +130,7 @@ def capture(model: nn.Module, example_input: Any, *, training: bool = False) -> 
 
 def _explain(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Why the capture failed, with the line of the user's code and what to do about it."""
-    given = ", ".join(
-        str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__ for value in (*args, *kwargs.values())
-    )
+    given = ", ".join(str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__ for value in (*args, *kwargs.values()))
     summary = str(error).strip().split("\n")[0] or type(error).__name__
     where = ""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

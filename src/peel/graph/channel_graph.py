@@ -195,9 +195,7 @@ class ChannelGraph:
         if wrong.any():
             row, column = np.argwhere(wrong)[0]
             name = list(self.steps)[column]
-            raise WidthsError(
-                f"row {row}: the width of {name} must be a positive multiple of {steps[column]}, not {widths[row, column]}."
-            )
+            raise WidthsError(f"row {row}: the width of {name} must be a positive multiple of {steps[column]}, not {widths[row, column]}.")
         rows: IntArray = widths.astype(np.int64) // steps
         return rows
 

@@ -39,10 +39,10 @@ def count_macs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
-    return counter.get_total_flops() // 2
+    return int(counter.get_total_flops()) // 2
 
 
-class OperatorCount(TorchDispatchMode):
+class OperatorCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """torch's formulas per operator without its bookkeeping per module: a third of the time on a network without data."""
 
     macs = 0

@@ -68,9 +68,7 @@ def _blocks(capture: Capture, interpreter: Interpreter) -> dict[str, tuple[str, 
             outputs[ancestor] = node
             if any(ancestor not in _ancestors(module_of(user)) for user in node.users):
                 leaving.setdefault(ancestor, set()).add(node)
-    return {
-        name: (kind, _spatial(outputs[name], interpreter)) for name, kind in kinds.items() if len(leaving.get(name, ())) == 1
-    }
+    return {name: (kind, _spatial(outputs[name], interpreter)) for name, kind in kinds.items() if len(leaving.get(name, ())) == 1}
 
 
 def _spatial(node: Node, interpreter: Interpreter) -> Size:
@@ -108,5 +106,3 @@ def group_ties(ties: Iterable[Tie]) -> dict[str, tuple[str, ...]]:
     if len(sizes) > 1 and len(groups[sizes[0]]) == 1:
         groups[sizes[1]] = groups.pop(sizes[0]) + groups[sizes[1]]
     return {"x".join(map(str, size)): tuple(groups[size]) for size in sizes if size in groups}
-
-

@@ -19,6 +19,8 @@ from .axes import Axis, AxisSolver, axis_size, constant, is_free, unknown
 from .capture import Capture
 
 Value = tuple[Axis, ...]
+Rule = Callable[..., Any]
+"""(interpreter, node, values of the arguments) -> value of the result"""
 
 #: Checks that export leaves in the graph: they return nothing.
 _IGNORED = {"aten::_assert_tensor_metadata", "aten::_assert_async", "aten::sym_constrain_range_for_size"}
@@ -150,7 +152,7 @@ class Interpreter:
                 if isinstance(arg, Node) and arg in self._tensor_of:
                     self._tensor_of[inner] = self._tensor_of[arg]
             elif inner.op == "output":
-                result = tuple(self._values[item] for item in inner.args[0])  # type: ignore[union-attr, index]
+                result = tuple(self._values[item] for item in inner.args[0])
             else:
                 self._evaluate(inner)
         return result
@@ -190,9 +192,7 @@ class Interpreter:
             self._fix_all(arg, reason)
         value = node.meta.get("val")
         if isinstance(value, list | tuple):
-            return tuple(
-                tuple(constant(size, reason) for size in item.shape) if isinstance(item, Tensor) else item for item in value
-            )
+            return tuple(tuple(constant(size, reason) for size in item.shape) if isinstance(item, Tensor) else item for item in value)
         return self._constants(node, reason)
 
     def _check(self, node: Node, result: Any) -> None:

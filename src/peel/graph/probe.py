@@ -71,11 +71,11 @@ def _run(model: nn.Module, graph: ChannelGraph, example_input: Any, units: list[
         failed: list[str] = []
         with _watched(twin, running, failed):
             try:
-                with plain_attention(), OperatorCount() as counter:
+                with plain_attention(), OperatorCount() as counter:  # type: ignore[no-untyped-call]
                     twin(*args, **kwargs)
             except Exception as error:
                 return Failure(tuple(failed or running), _line(error))
-    return counter.macs
+    return int(counter.macs)
 
 
 def _meta(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

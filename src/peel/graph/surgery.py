@@ -9,17 +9,18 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd
 
 from ..errors import WidthsError
 from .attributes import evaluate, set_attributes
-from .channel_graph import ChannelGraph, Layout, Run
 from .capture import structural_copy
+from .channel_graph import ChannelGraph, Layout, Run
 from .selection import Kept, keep_best
 
 __all__ = ["new_shapes", "rebuild", "slim"]
@@ -68,7 +69,11 @@ def _remember(small: nn.Module, graph: ChannelGraph, units: list[int]) -> None:
     small.peel_record = {  # type: ignore[assignment]
         "widths": {**before.get("widths", {}), **widths},
         "modules": modules,
-        "costs": {"macs": graph.mac_cost.total(units), "params": graph.param_cost.total(units), "input_shapes": graph.input_shapes},
+        "costs": {
+            "macs": graph.mac_cost.total(units),
+            "params": graph.param_cost.total(units),
+            "input_shapes": graph.input_shapes,
+        },
     }
 
 
@@ -122,26 +127,30 @@ def empty_as(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def initialise(model: nn.Module) -> None:
-    """Weights as training recipes from scratch draw them: He (fan-out) for convolutions, torch's own for linear layers, norms at 1 and 0."""
+    """Weights as recipes from scratch draw them: He (fan-out) for convolutions, torch's own for linear layers, 1 and 0 for norms."""
     for module in model.modules():
         if isinstance(module, _ConvNd):
             receptive = math.prod(module.kernel_size)
             fan_out = receptive * module.out_channels // module.groups
-            _fill(module, "weight", lambda weight, fan=fan_out: nn.init.normal_(weight, 0.0, math.sqrt(2.0 / fan)))
+            _fill(module, "weight", partial(nn.init.normal_, mean=0.0, std=math.sqrt(2.0 / fan_out)))
             _fill(module, "bias", nn.init.zeros_)
         elif isinstance(module, nn.Linear):
             bound = 1 / math.sqrt(max(1, module.in_features))
             for name in ("weight", "bias"):
-                _fill(module, name, lambda tensor, bound=bound: nn.init.uniform_(tensor, -bound, bound))
+                _fill(module, name, partial(nn.init.uniform_, a=-bound, b=bound))
         elif isinstance(module, _NormBase | nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
-            for name, value in {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0, "num_batches_tracked": 0}.items():
-                _fill(module, name, lambda tensor, value=value: nn.init.constant_(tensor, value))
+            for name, value in {
+                "weight": 1.0,
+                "bias": 0.0,
+                "running_mean": 0.0,
+                "running_var": 1.0,
+                "num_batches_tracked": 0,
+            }.items():
+                _fill(module, name, partial(nn.init.constant_, val=value))
 
 
 def _fill(module: nn.Module, name: str, fill: Callable[[Tensor], Any]) -> None:
-    tensor = module._parameters.get(name)
-    if tensor is None:
-        tensor = module._buffers.get(name)
+    tensor = {**module._buffers, **module._parameters}.get(name)
     if tensor is not None:
         with torch.no_grad():
             fill(tensor)

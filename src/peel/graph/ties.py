@@ -191,8 +191,7 @@ class Builder:
             if charged.get(layer, -1) < 0:
                 charged[layer] = self.charged_tie(*self.interpreter.tensors[name])
         return tuple(
-            product(layer, charged[layer], [self.form(axis) for axis in self.interpreter.tensors[name]])
-            for name, layer in layer_of.items()
+            product(layer, charged[layer], [self.form(axis) for axis in self.interpreter.tensors[name]]) for name, layer in layer_of.items()
         )
 
     def _buffered(self) -> tuple[Buffered, ...]:
@@ -225,7 +224,18 @@ def _shares(node: Node) -> bool:
     if schema is None:
         return node.op == "call_function"  # getitem of a split
     name = schema.name.split("::")[-1]
-    if name in ("contiguous", "reshape", "flatten", "to", "dropout", "chunk", "split", "split_with_sizes", "expand_as", "type_as"):
+    if name in (
+        "contiguous",
+        "reshape",
+        "flatten",
+        "to",
+        "dropout",
+        "chunk",
+        "split",
+        "split_with_sizes",
+        "expand_as",
+        "type_as",
+    ):
         return True
     return any(result.alias_info is not None for result in schema.returns)
 

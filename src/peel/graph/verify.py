@@ -186,7 +186,8 @@ def _double(value: Any) -> Any:
 def _randomised(model: nn.Module) -> nn.Module:
     """Scales, shifts and statistics of ordinary size: what was initialised at zero hides mistakes."""
     with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        for name, tensor in tensors.items():
             if not tensor.is_floating_point() or tensor.ndim != 1:
                 continue
             if name.endswith(("bias", "running_mean")):
@@ -215,8 +216,8 @@ def _zeroed(model: nn.Module, graph: ChannelGraph, kept: Kept) -> Iterator[None]
                 gone[kept.positions(graph.layouts[name][place])] = False
                 tensor.index_fill_(place, gone.nonzero().flatten().to(tensor.device), 0.0)
         yield
-        for tensor, old in saved:
-            tensor.copy_(old)
+        for weight, old in saved:
+            weight.copy_(old)
 
 
 def _difference(first: list[Tensor], second: list[Tensor]) -> float:

@@ -75,8 +75,9 @@ def find(reference: str) -> ModelSpec:
     if source in ("", TIMM) and name.split(".")[0] in _timm_names():
         import timm
 
-        size = timm.get_pretrained_cfg(name).input_size
-        return ModelSpec(TIMM, name, tuple(size))
+        config = timm.get_pretrained_cfg(name, allow_unregistered=False)
+        channels, height, width = config.input_size if config is not None else (3, 224, 224)
+        return ModelSpec(TIMM, name, (channels, height, width))
     known = [model for group in names().values() for model in group]
     raise ModelError(
         f"no model is called {reference!r}.{did_you_mean(name, known)} Models are named as in torchvision and timm; for "
@@ -160,4 +161,6 @@ def _load_module(name: str, reference: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name and not name.startswith(error.name):
             raise
-        raise ModelError(f"{reference}: there is no module {name!r}; it is looked for in this folder and among installed packages.") from error
+        raise ModelError(
+            f"{reference}: there is no module {name!r}; it is looked for in this folder and among installed packages."
+        ) from error

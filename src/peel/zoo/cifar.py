@@ -39,12 +39,14 @@ class CifarResNet(nn.Module):
         self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
         inputs = 16
-        for stage, (outputs, stride) in enumerate(((16, 1), (32, 2), (64, 2)), start=1):
+        stages = []
+        for outputs, stride in ((16, 1), (32, 2), (64, 2)):
             layers = []
             for block in range(blocks):
                 layers.append(_BasicBlock(inputs, outputs, stride if block == 0 else 1))
                 inputs = outputs
-            setattr(self, f"layer{stage}", nn.Sequential(*layers))
+            stages.append(nn.Sequential(*layers))
+        self.layer1, self.layer2, self.layer3 = stages
         self.fc = nn.Linear(64, num_classes)
         _initialise(self)
 
@@ -81,7 +83,14 @@ def _initialise(model: nn.Module) -> None:
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
-def _resnet_32(name: str) -> Callable[[int], nn.Module]:
+def _resnet(depth: int) -> Callable[..., nn.Module]:
+    def build(num_classes: int = 10) -> nn.Module:
+        return CifarResNet(depth, num_classes)
+
+    return build
+
+
+def _resnet_32(name: str) -> Callable[..., nn.Module]:
     """A torchvision ResNet whose stem keeps the resolution: a 3x3 convolution without stride, no pooling."""
 
     def build(num_classes: int = 10) -> nn.Module:
@@ -102,14 +111,15 @@ def _mobilenet_v2_32(num_classes: int = 10) -> nn.Module:
 
     settings = [[1, 16, 1, 1], [6, 24, 2, 1], [6, 32, 3, 2], [6, 64, 4, 2], [6, 96, 3, 1], [6, 160, 3, 2], [6, 320, 1, 1]]
     model: nn.Module = MobileNetV2(num_classes=num_classes, inverted_residual_setting=settings)
-    model.features[0][0].stride = (1, 1)  # type: ignore[index, union-attr]
+    stem: nn.Conv2d = model.get_submodule("features.0.0")  # type: ignore[assignment]
+    stem.stride = (1, 1)
     return model
 
 
-CIFAR_MODELS: dict[str, Callable[[int], nn.Module]] = {
-    "cifar_resnet20": lambda num_classes=10: CifarResNet(20, num_classes),
-    "cifar_resnet56": lambda num_classes=10: CifarResNet(56, num_classes),
-    "cifar_resnet110": lambda num_classes=10: CifarResNet(110, num_classes),
+CIFAR_MODELS: dict[str, Callable[..., nn.Module]] = {
+    "cifar_resnet20": _resnet(20),
+    "cifar_resnet56": _resnet(56),
+    "cifar_resnet110": _resnet(110),
     "cifar_resnet18": _resnet_32("resnet18"),
     "cifar_resnet50": _resnet_32("resnet50"),
     "cifar_mobilenet_v2": _mobilenet_v2_32,

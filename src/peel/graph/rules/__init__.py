@@ -7,12 +7,8 @@ table makes every channel that reaches it fixed: the analysis is sometimes conse
 Users add operators of their own with `peel.trace(..., rules={"mylib::op": rule})`.
 """
 
-from collections.abc import Callable
-from typing import Any
-
+from ..interpreter import Rule
 from . import attention, contraction, elementwise, normalisation, reduction, shape
-
-Rule = Callable[..., Any]
 
 RULES: dict[str, Rule] = {
     **elementwise.RULES,

@@ -7,7 +7,7 @@ from typing import Any
 from torch.fx import Node
 
 from ..axes import constant
-from ..interpreter import Interpreter, Value
+from ..interpreter import Interpreter, Rule, Value
 
 
 def _attention(interpreter: Interpreter, node: Node, query: Value, key: Value, value: Value, *rest: Any, **options: Any) -> Value:
@@ -39,7 +39,7 @@ def _index(interpreter: Interpreter, node: Node, value: Value, indices: list[Val
     return (*value[: indexed[0]], *middle, *tail)
 
 
-RULES = {
+RULES: dict[str, Rule] = {
     "aten::scaled_dot_product_attention": _attention,
     "aten::index": _index,
 }

@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import Node
 
 from ..axes import Axis, Segment, axis_size, constant, expand, is_free
-from ..interpreter import Interpreter, Value
+from ..interpreter import Interpreter, Rule, Value
 
 
 def _spatial(interpreter: Interpreter, node: Node, value: Value, rank: int) -> tuple[Axis, ...]:
@@ -167,7 +167,7 @@ def _einsum(interpreter: Interpreter, node: Node, equation: str, values: list[Va
     return tuple(axis_of[letter] for letter in right)
 
 
-RULES = {
+RULES: dict[str, Rule] = {
     **{f"aten::conv{n}d": _conv for n in (1, 2, 3)},
     **{f"aten::conv_transpose{n}d": _conv_transpose for n in (1, 2, 3)},
     "aten::linear": _linear,

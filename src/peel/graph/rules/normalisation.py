@@ -7,7 +7,7 @@ from typing import Any
 from torch.fx import Node
 
 from ..axes import Axis, axis_size
-from ..interpreter import Interpreter, Value
+from ..interpreter import Interpreter, Rule, Value
 
 
 def _per_channel(interpreter: Interpreter, node: Node, channels: Axis, *vectors: Value | None) -> None:
@@ -93,7 +93,7 @@ def _group_norm(
     return value
 
 
-RULES = {
+RULES: dict[str, Rule] = {
     "aten::batch_norm": _batch_norm,
     "aten::instance_norm": _instance_norm,
     "aten::layer_norm": _layer_norm,

@@ -7,7 +7,7 @@ from typing import Any
 from torch.fx import Node
 
 from ..axes import Axis, axis_size, constant, is_free
-from ..interpreter import Interpreter, Value
+from ..interpreter import Interpreter, Rule, Value
 from .elementwise import stretch
 
 
@@ -73,7 +73,7 @@ def _resample(rank: int) -> Any:
 
 _POOLS = ("avg_pool", "max_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool")
 
-RULES = {
+RULES: dict[str, Rule] = {
     **{f"aten::{name}": _reduce for name in ("mean", "sum", "amax", "amin", "prod", "logsumexp", "all", "any", "std", "var", "argmax")},
     **{f"aten::{name}": _reduce_pair for name in ("var_mean", "std_mean")},
     "aten::max": _max,

@@ -7,7 +7,7 @@ from typing import Any
 from torch.fx import Node
 
 from ..axes import Axis, Segment, axis_size, constant, expand, is_free, unknown
-from ..interpreter import Interpreter, Value
+from ..interpreter import Interpreter, Rule, Value
 
 
 def _size(value: Value) -> list[int]:
@@ -87,9 +87,7 @@ def _expand(interpreter: Interpreter, node: Node, value: Value, *rest: Any, **op
 
 def _expand_as(interpreter: Interpreter, node: Node, value: Value, other: Value) -> Value:
     aligned: list[Axis] = [constant(1)] * (len(other) - len(value)) + list(value)
-    return tuple(
-        own if axis_size(own) == axis_size(target) else target for own, target in zip(aligned, other, strict=True)
-    )
+    return tuple(own if axis_size(own) == axis_size(target) else target for own, target in zip(aligned, other, strict=True))
 
 
 def _reshape_as(interpreter: Interpreter, node: Node, value: Value, other: Value) -> Value:
@@ -144,9 +142,7 @@ def _chunk(interpreter: Interpreter, node: Node, value: Value, chunks: int, dim:
     return _split(interpreter, node, value, -(-axis_size(value[dim]) // chunks), dim)
 
 
-def _slice(
-    interpreter: Interpreter, node: Node, value: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
-) -> Value:
+def _slice(interpreter: Interpreter, node: Node, value: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Value:
     total = axis_size(value[dim])
     start = 0 if start is None else max(0, start + total if start < 0 else start)
     end = total if end is None else min(total, end + total if end < 0 else end)
@@ -273,7 +269,7 @@ def _embedding(interpreter: Interpreter, node: Node, weight: Value, indices: Val
     return (*indices, weight[1])
 
 
-RULES = {
+RULES: dict[str, Rule] = {
     **{f"aten::{name}": _reshape for name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_copy")},
     "aten::reshape_as": _reshape_as,
     "aten::view_as": _reshape_as,
@@ -302,7 +298,19 @@ RULES = {
     "aten::channel_shuffle": _channel_shuffle,
     **{
         f"aten::{name}": _create
-        for name in ("zeros", "ones", "full", "empty", "rand", "randn", "new_zeros", "new_ones", "new_full", "new_empty", "arange")
+        for name in (
+            "zeros",
+            "ones",
+            "full",
+            "empty",
+            "rand",
+            "randn",
+            "new_zeros",
+            "new_ones",
+            "new_full",
+            "new_empty",
+            "arange",
+        )
     },
     "aten::embedding": _embedding,
 }
