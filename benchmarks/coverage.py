@@ -53,10 +53,6 @@ def input_size(name: str) -> tuple[int, int, int]:
     from peel import zoo
 
     channels, height, width = zoo.find(name).input_size
-        name not in HYBRIDS
-        and not name.startswith(("inception_resnet", "inception_v", "timm:inception"))
-        and name not in ("alexnet", "bat_resnext26ts")
-    )
     return (channels, height, width) if name in OWN_SIZE else (channels, min(height, SMALL), min(width, SMALL))
 
 
