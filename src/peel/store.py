@@ -57,7 +57,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     try:
         json_path.parent.mkdir(parents=True, exist_ok=True)
         _write(weights_path, data)
-        _write(json_path, (json.dumps(document, indent=1) + "\n").encode())
+        _write(json_path, json.dumps(document, indent=1).encode())
     except OSError as error:
         raise StoreError(f"cannot write {error.filename or json_path}: {error.strerror}.") from error
     return json_path
@@ -177,7 +177,7 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 def _read_weights(path: Path, sha256: str) -> dict[str, Tensor]:
     data = _read(path)
-    if data[:2] == b"PK" or data[:1] == b"\x80":
+    if _looks_like_pickle(data):
         raise StoreError(
             f"{path} is a pickle (a .pt or .pth file of torch), not safetensors: reading it could run code, so it is refused. "
             "Load it yourself with torch.load(..., weights_only=True) and save the model with peel.save."
@@ -188,6 +188,11 @@ def _read_weights(path: Path, sha256: str) -> dict[str, Tensor]:
         return load_tensors(data)
     except safetensors.SafetensorError as error:
         raise StoreError(f"{path} is not a safetensors file: {error}.") from error
+
+
+def _looks_like_pickle(data: bytes) -> bool:
+    """The magic of a zip file or a pickle, where safetensors would have the length of its header."""
+    return (data[:2] == b"PK" or data[:1] == b"\x80") and int.from_bytes(data[:8], "little") > len(data)
 
 
 def _write(path: Path, data: bytes) -> None:

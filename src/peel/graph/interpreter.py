@@ -96,16 +96,17 @@ class Interpreter:
         self.findings = Findings()
         self.rules = rules
         self.tensors: dict[str, Value] = {}
-        self._names: dict[int, str] = {}
+        self._first_name: dict[str, str] = {}
         self._values: dict[Node, Any] = {}
         self._tensor_of: dict[Node, str] = {}
         self._counting = True
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self.tensors[name] = tuple(unknown(size) if size > 1 else constant(1, "a single channel") for size in tensor.shape)
-        # A tensor under two names (tied weights) is one tensor; export may name it by either.
+        # A tensor under two names (tied weights) is one tensor, known by its first name; export may use either.
+        first: dict[int, str] = {}
         for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
-            first = self._names.setdefault(id(tensor), name)
-            self.tensors[name] = self.tensors[first]
+            self._first_name[name] = first.setdefault(id(tensor), name)
+            self.tensors[name] = self.tensors[first[id(tensor)]]
         # Kernel axes are fixed before anything is computed from a weight (weight standardisation flattens inputs and kernel).
         for name, module in model.named_modules():
             if isinstance(module, _ConvNd):
@@ -117,8 +118,8 @@ class Interpreter:
         self._counting = counting
         for node in capture.nodes:
             if node.op == "placeholder":
-                name = capture.tensors.get(node.name)
-                if name is not None and name in self.tensors:
+                name = self._first_name.get(capture.tensors.get(node.name, ""))
+                if name is not None:
                     self._values[node] = self.tensors[name]
                     self._tensor_of[node] = name
                 else:
@@ -236,10 +237,12 @@ class Interpreter:
         return f"{name} in {where}" if where else name
 
     def layer(self, node: Node, place: int = 1) -> str:
-        """The layer an operator belongs to, by its weight, else by its module."""
+        """The layer an operator belongs to: by its weight, or the parameter this was computed from, else by its module."""
         weight = node.args[place] if len(node.args) > place else None
-        if isinstance(weight, Node) and weight in self._tensor_of:
-            return self._tensor_of[weight].removesuffix(".weight")
+        while isinstance(weight, Node):
+            if weight in self._tensor_of:
+                return self._tensor_of[weight].removesuffix(".weight")
+            weight = next(iter(weight.all_input_nodes), None) if weight.op == "call_function" else None
         return module_of(node) or node.name
 
     def produce(self, node: Node, axis: Axis) -> None:

@@ -156,14 +156,13 @@ def _slice(interpreter: Interpreter, node: Node, value: Value, dim: int = 0, sta
         interpreter.solver.fix(value[dim], f"{cause} takes every {step}th channel")
         return _replace(value, dim, constant(interpreter.shape(node)[dim]))
     length = end - start
-    whole_parts = start % length == 0 and total % length == 0
-    lengths = [length] * (total // length) if whole_parts else [n for n in (start, length, total - end) if n]
+    half = 2 * length == total and start % length == 0
+    lengths = [n for n in (start, length, total - end) if n]
     pieces = interpreter.solver.cut(value[dim], lengths, cause)
-    if whole_parts:
+    if half:
         # Code that takes the first half says `[:, : channels // 2]` more often than it names a number.
-        for piece in pieces[1:]:
-            interpreter.solver.same_size(pieces[0], piece, cause)
-    at = start // length if whole_parts else int(start > 0)
+        interpreter.solver.same_size(pieces[0], pieces[1], cause)
+    at = int(start > 0)
     before = tuple(segment for piece in pieces[:at] for segment in piece)
     interpreter.literal(node, length, pieces[at])
     interpreter.literal(node, start, before)

@@ -1,0 +1,407 @@
+"""Tiny networks, each with one awkward construction, carrying what the analysis must find in it.
+
+`expected` is {tie: (width, step)} for the free ties; `shape` is the shape of one input.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Net(nn.Module):
+    shape: tuple[int, ...] = (3, 8, 8)
+    expected: dict[str, tuple[int, int]] = {}
+    exact = True
+    """Whether cutting is zeroing for every tie."""
+
+    def head(self, x: Tensor) -> Tensor:
+        return self.fc(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
+
+
+class Chain(Net):
+    expected = {"conv1": (8, 1), "conv2": (12, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.conv2, self.act = nn.Conv2d(8, 12, 3, stride=2), nn.PReLU(12)
+        self.fc = nn.Linear(12, 5)
+
+    def forward(self, x):
+        return self.head(self.act(self.conv2(F.relu(self.bn(self.conv1(x))))))
+
+
+class Residual(Net):
+    expected = {"stem": (8, 1), "inner": (6, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.inner, self.outer = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 6, 1), nn.Conv2d(6, 8, 1)
+        self.scale = nn.Parameter(torch.full((8, 1, 1), 0.5))
+        self.fc = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        y = self.scale * self.outer(F.relu(self.inner(x)))
+        y += x
+        return self.head(y)
+
+
+class Depthwise(Net):
+    """A depthwise convolution with two outputs per channel, and a squeeze-excite gate."""
+
+    expected = {"expand": (8, 1), "squeeze": (4, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.expand, self.depthwise = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 16, 3, groups=8)
+        self.squeeze, self.excite = nn.Conv2d(16, 4, 1), nn.Conv2d(4, 16, 1)
+        self.fc = nn.Linear(16, 5)
+
+    def forward(self, x):
+        x = F.relu6(self.depthwise(self.expand(x)))
+        gate = torch.sigmoid(self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(x, 1)))))
+        return self.head(x * gate)
+
+
+class Grouped(Net):
+    expected = {"reduce": (12, 4), "grouped": (16, 4)}
+
+    def __init__(self):
+        super().__init__()
+        self.reduce, self.grouped = nn.Conv2d(3, 12, 1), nn.Conv2d(12, 16, 3, groups=4)
+        self.fc = nn.Linear(16, 5)
+
+    def forward(self, x):
+        return self.head(F.relu(self.grouped(F.relu(self.reduce(x)))))
+
+
+class Dense(Net):
+    """Concatenation, and a layer that reads only the middle of it."""
+
+    expected = {"a": (4, 1), "b": (6, 1), "c": (8, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 6, 3, padding=1)
+        self.bn = nn.BatchNorm2d(13)
+        self.c = nn.Conv2d(13, 8, 1)
+        self.fc = nn.Linear(8, 5)
+
+    def forward(self, x):
+        a = self.a(x)
+        b = self.b(F.relu(a))
+        return self.head(self.c(F.relu(self.bn(torch.cat([x, a, b], 1)))))
+
+
+class Flattened(Net):
+    """A classifier on a flattened map: every channel counts sixteen times."""
+
+    shape = (3, 4, 4)
+    expected = {"conv": (6, 1), "hidden": (7, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.hidden, self.fc = nn.Conv2d(3, 6, 3, padding=1), nn.Linear(96, 7), nn.Linear(7, 5)
+
+    def forward(self, x):
+        return self.fc(F.relu(self.hidden(self.conv(x).flatten(1))))
+
+
+class Split(Net):
+    """Two halves by chunk: they stay equal."""
+
+    expected = {"conv": (12, 2), "left": (6, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.left, self.fc = nn.Conv2d(3, 12, 1), nn.Conv2d(6, 6, 1), nn.Linear(12, 5)
+
+    def forward(self, x):
+        left, right = self.conv(x).chunk(2, 1)
+        return self.head(torch.cat([self.left(F.relu(left)), torch.sigmoid(right)], 1))
+
+
+class SplitByAttribute(Net):
+    """Pieces whose sizes the block remembers: the attribute must follow."""
+
+    expected = {"conv[0:4]": (4, 1), "conv[4:12]": (8, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.first = [4, 8], 4
+        self.conv, self.fc = nn.Conv2d(3, 12, 1), nn.Linear(12, 5)
+        self.dw = nn.Conv2d(4, 4, 3, padding=1, groups=4)
+
+    def forward(self, x):
+        x = F.relu(self.conv(x))
+        a, b = torch.split(x, self.sizes, 1)
+        x = torch.cat([self.dw(a), b], 1)
+        return self.head(torch.cat([x[:, : self.first] * 2, x[:, self.first :]], 1))
+
+
+class Shuffled(Net):
+    """Channel shuffle of two branches, twice, with halves in between, as ShuffleNetV2 does it."""
+
+    expected = {"a": (6, 1), "inner": (6, 1)}
+    exact = False
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.inner, self.outer = nn.Conv2d(3, 6, 1), nn.Conv2d(3, 6, 1), nn.Conv2d(6, 6, 1), nn.Conv2d(6, 6, 1)
+        self.fc = nn.Linear(12, 5)
+
+    def shuffle(self, x):
+        n, c, h, w = x.shape
+        return x.view(n, 2, c // 2, h, w).transpose(1, 2).reshape(n, c, h, w)
+
+    def forward(self, x):
+        x = self.shuffle(torch.cat([self.a(x), self.b(x)], 1))
+        left, right = x.chunk(2, 1)
+        return self.head(self.shuffle(torch.cat([left, self.outer(F.relu(self.inner(right)))], 1)))
+
+
+class ChannelsLast(Net):
+    """A ConvNeXt block: permuted, layer norm, linear layers, layer scale."""
+
+    expected = {"stem": (8, 1), "up": (16, 1)}
+    exact = False
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.dw, self.norm = nn.Conv2d(3, 8, 2, 2), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.LayerNorm(8)
+        self.up, self.down, self.gamma = nn.Linear(8, 16), nn.Linear(16, 8), nn.Parameter(torch.ones(8))
+        self.fc = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        y = self.norm(self.dw(x).permute(0, 2, 3, 1))
+        y = self.gamma * self.down(F.gelu(self.up(y)))
+        return self.head(x + y.permute(0, 3, 1, 2))
+
+
+class GroupNormed(Net):
+    expected = {"conv": (12, 3)}
+    exact = False
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.fc = nn.Conv2d(3, 12, 3), nn.GroupNorm(3, 12), nn.Linear(12, 5)
+
+    def forward(self, x):
+        return self.head(self.norm(self.conv(x)))
+
+
+class Shared(Net):
+    """One convolution used twice ties its inputs to its outputs; a norm follows each."""
+
+    expected = {"stem": (8, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.conv, self.fc = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.head(self.conv(F.relu(self.conv(F.relu(self.stem(x))))))
+
+
+class Standardised(Net):
+    """A weight that is computed from its parameter before it is used."""
+
+    expected = {"conv1": (6, 1), "conv2": (8, 1)}
+    exact = False
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2, self.fc = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 8, 3), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = F.relu(self.conv1(x))
+        w = self.conv2.weight
+        w = F.batch_norm(w.reshape(1, w.shape[0], -1), None, None, training=True).reshape_as(w)
+        return self.head(F.conv2d(x, w, self.conv2.bias))
+
+
+class PaddedShortcut(Net):
+    """Option A of ResNets: zero channels around the shortcut."""
+
+    expected = {"stem": (4, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.conv, self.fc = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 8, 3, padding=1), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = F.relu(self.stem(x))
+        return self.head(F.pad(x, (0, 0, 0, 0, 2, 2)) + self.conv(x))
+
+
+class Decoder(Net):
+    """Transposed convolutions, grouped and depthwise among them, interpolation and a skip connection."""
+
+    expected = {"down": (8, 2), "up": (8, 2), "dw": (6, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.dw = nn.Conv2d(3, 8, 2, 2), nn.Conv2d(3, 6, 1)
+        self.up = nn.ConvTranspose2d(8, 8, 2, 2, groups=2)
+        self.spread = nn.ConvTranspose2d(6, 6, 3, 1, 1, groups=6)
+        self.fc = nn.Linear(14, 5)
+
+    def forward(self, x):
+        up = F.interpolate(self.up(F.relu(self.down(x))), scale_factor=1.0)
+        return self.head(torch.cat([up, self.spread(F.relu(self.dw(x)))], 1))
+
+
+class Volume(Net):
+    shape = (2, 4, 6, 6)
+    expected = {"conv1": (6, 1), "conv2": (4, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.norm, self.conv2 = nn.Conv3d(2, 6, 3, padding=1), nn.InstanceNorm3d(6, affine=True), nn.Conv3d(6, 4, 1)
+        self.fc = nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.fc(self.conv2(F.relu(self.norm(self.conv1(x)))).mean((2, 3, 4)))
+
+
+class Signal(Net):
+    shape = (2, 16)
+    expected = {"conv1": (6, 1), "conv2": (4, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2, self.fc = nn.Conv1d(2, 6, 3), nn.Conv1d(6, 4, 3), nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.fc(F.max_pool1d(self.conv2(F.relu(self.conv1(x))), 2).amax(-1))
+
+
+class SelectiveKernel(Net):
+    """Branches weighed against each other by a softmax over stacked features."""
+
+    expected = {"a": (6, 1), "squeeze": (4, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 6, 1), nn.Conv2d(3, 6, 3, padding=1)
+        self.squeeze, self.excite, self.fc = nn.Conv2d(6, 4, 1), nn.Conv2d(4, 12, 1), nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = torch.stack([self.a(x), self.b(x)], 1)
+        gate = self.excite(F.relu(self.squeeze(x.sum(1).mean((2, 3), keepdim=True))))
+        gate = gate.view(x.shape[0], 2, -1, 1, 1).softmax(1)
+        return self.head((x * gate).sum(1))
+
+
+class Gated(Net):
+    """A gated linear unit: two halves of one layer, tied channel by channel."""
+
+    expected = {"conv": (12, 2)}
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 12, 1), nn.Linear(6, 5)
+
+    def forward(self, x):
+        return self.head(F.glu(self.conv(x), 1))
+
+
+class PixelShuffled(Net):
+    expected = {"conv": (12, 4)}
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 12, 1), nn.Linear(3, 5)
+
+    def forward(self, x):
+        return self.head(F.pixel_shuffle(self.conv(x), 2))
+
+
+class Efficient(Net):
+    """ECA: a convolution that slides over the channels."""
+
+    expected = {"conv": (8, 1)}
+    exact = False
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.eca, self.fc = nn.Conv2d(3, 8, 1), nn.Conv1d(1, 1, 3, padding=1), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.conv(x)
+        gate = self.eca(x.mean((2, 3)).view(x.shape[0], 1, -1)).view(x.shape[0], -1, 1, 1)
+        return self.head(x * gate.sigmoid().expand_as(x))
+
+
+class HardCoded(Net):
+    """A width written down in forward: it cannot change, everything else can."""
+
+    expected = {"free": (6, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.free, self.rigid, self.fc = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 8, 1), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.rigid(F.relu(self.free(x)))
+        return self.head(x.view(x.shape[0], 8, x.shape[2], x.shape[3]))
+
+
+class UnknownOperator(Net):
+    expected = {"free": (6, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.free, self.rigid, self.fc = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 8, 1), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.rigid(F.relu(self.free(x)))
+        return self.head(torch.cumsum(x, 1))
+
+
+class Attention(Net):
+    """Heads are fixed; the stream and the hidden layer of the MLP are free."""
+
+    shape = (3, 4, 4)
+    expected = {"up": (12, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.qkv, self.proj = nn.Conv2d(3, 8, 1), nn.Linear(8, 24), nn.Linear(8, 8)
+        self.up, self.down, self.fc = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.stem(x).flatten(2).transpose(1, 2)
+        n, t, c = x.shape
+        q, k, v = self.qkv(x).reshape(n, t, 3, 2, c // 2).permute(2, 0, 3, 1, 4).unbind(0)
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, t, c))
+        x = x + self.down(F.gelu(self.up(x)))
+        return self.fc(x.mean(1))
+
+
+class AuxiliaryHead(Net):
+    """A head that exists only in training is tied to the rest all the same."""
+
+    expected = {"conv": (8, 1), "aux": (6, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 8, 3), nn.Linear(8, 5)
+        self.aux, self.aux_fc = nn.Conv2d(8, 6, 1), nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = F.relu(self.conv(x))
+        if self.training:
+            return self.head(x), self.aux_fc(self.aux(x).mean((2, 3)))
+        return self.head(x)
+
+
+NETS: list[type[Net]] = [
+    Chain, Residual, Depthwise, Grouped, Dense, Flattened, Split, SplitByAttribute, Shuffled, ChannelsLast, GroupNormed, Shared,
+    Standardised, PaddedShortcut, Decoder, Volume, Signal, SelectiveKernel, Gated, PixelShuffled, Efficient, HardCoded,
+    UnknownOperator, Attention, AuxiliaryHead,
+]  # fmt: skip
