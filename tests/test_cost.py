@@ -19,7 +19,10 @@ from peel.widths import make_divisible
 def net_and_widths(draw: st.DrawFn) -> tuple[type[Net], dict[str, int]]:
     kind = draw(st.sampled_from(NETS))
     _, graph = traced_net(kind)
-    widths = {name: step * draw(st.integers(1, 2 * width // step)) for (name, width), step in zip(graph.widths.items(), graph.steps.values())}
+    widths = {
+        name: step * draw(st.integers(1, 2 * width // step))
+        for (name, width), step in zip(graph.widths.items(), graph.steps.values(), strict=False)
+    }
     return kind, widths
 
 
@@ -55,8 +58,8 @@ def test_layers_and_groups_add_up(kind: type[Net]) -> None:
 def test_many_candidates_at_once_agree_with_one_at_a_time() -> None:
     _, graph = traced_zoo("mobilenet_v2")
     rows = np.random.default_rng(0).integers(1, 2000, size=(50, len(graph.widths)))
-    assert graph.macs_many(rows).tolist() == [graph.macs(dict(zip(graph.widths, map(int, row)))) for row in rows]
-    assert graph.params_many(rows).tolist() == [graph.params(dict(zip(graph.widths, map(int, row)))) for row in rows]
+    assert graph.macs_many(rows).tolist() == [graph.macs(dict(zip(graph.widths, map(int, row), strict=False))) for row in rows]
+    assert graph.params_many(rows).tolist() == [graph.params(dict(zip(graph.widths, map(int, row), strict=False))) for row in rows]
     dicts = [graph.widths.scale(factor) for factor in (0.3, 0.7)]
     assert graph.macs_many(dicts).tolist() == [graph.macs(widths) for widths in dicts]
 
@@ -179,7 +182,7 @@ def test_the_polynomial_of_a_whole_network(name: str, hold: tuple[str, ...], squ
     _, graph = traced_zoo(name)
 
     def cost(factor: float) -> float:
-        units = [u if tie in hold else u * factor for tie, u in zip(graph.widths, graph.units())]
+        units = [u if tie in hold else u * factor for tie, u in zip(graph.widths, graph.units(), strict=False)]
         return graph.mac_cost.total(units) / 1e6
 
     # Fit a w^2 + b w + c through three points.

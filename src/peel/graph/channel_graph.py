@@ -14,7 +14,10 @@ from ..cost import CostModel, Form, IntArray, Term
 from ..errors import WidthsError, did_you_mean
 from ..widths import Widths
 
-__all__ = ["Buffered", "ChannelGraph", "Layout", "Member", "Run", "Tie"]
+#: Why channels that leave the model are fixed.
+OUTPUT = "it leaves the model (its output)"
+
+__all__ = ["OUTPUT", "Buffered", "ChannelGraph", "Layout", "Member", "Run", "Tie"]
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,8 @@ class ChannelGraph:
 
     @cached_property
     def free_share(self) -> float:
-        """The part of all channels that can change."""
-        total = sum(tie.width for tie in self.ties.values())
+        """The part of all channels that can change; those that leave the model (class scores) are not counted."""
+        total = sum(tie.width for tie in self.ties.values() if tie.fixed != OUTPUT)
         return sum(self.widths.values()) / total if total else 0.0
 
     def __repr__(self) -> str:

@@ -17,6 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from .axes import Axis, AxisSolver, axis_size, constant, is_free, unknown
 from .capture import Capture
+from .channel_graph import OUTPUT
 
 Value = tuple[Axis, ...]
 Rule = Callable[..., Any]
@@ -127,7 +128,7 @@ class Interpreter:
             else:
                 self._evaluate(node)
         for node in capture.outputs:
-            self._fix_all(self._values[node], "it leaves the model (its output)")
+            self._fix_all(self._values[node], OUTPUT)
 
     def _evaluate(self, node: Node) -> None:
         if node.op == "call_function":

@@ -71,11 +71,31 @@ def _run(model: nn.Module, graph: ChannelGraph, example_input: Any, units: list[
         failed: list[str] = []
         with _watched(twin, running, failed):
             try:
-                with plain_attention(), OperatorCount() as counter:  # type: ignore[no-untyped-call]
+                with plain_attention(), _ShapesOnly() as counter:  # type: ignore[no-untyped-call]
                     twin(*args, **kwargs)
             except Exception as error:
                 return Failure(tuple(failed or running), _line(error))
     return int(counter.macs)
+
+
+class _ShapesOnly(OperatorCount):  # type: ignore[no-untyped-call]
+    """Counts, and passes over what does not change a shape: on tensors without data torch takes a detour for each such operator."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = func._overloadpacket
+        if packet in _SHAPE_PRESERVING:
+            return args[0]
+        if packet is torch.ops.aten.native_batch_norm:
+            value, *vectors = args[:5]
+            if all(vector is None or vector.shape[0] == value.shape[1] for vector in vectors):
+                return value, value.new_empty(0), value.new_empty(0)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+_SHAPE_PRESERVING = {
+    getattr(torch.ops.aten, name)
+    for name in ("relu", "relu_", "hardtanh", "hardtanh_", "silu", "silu_", "hardswish", "hardswish_", "gelu", "sigmoid", "hardsigmoid")
+}
 
 
 def _meta(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
