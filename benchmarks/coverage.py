@@ -12,7 +12,7 @@ keeps its output shape, and has exactly the predicted MACs (as torch.utils.flop_
 inherited weights it gives the same outputs; and with half of its channels cut it gives the outputs of the full network with those
 channels zeroed (relative difference below 1e-5; over the ties for which cutting is exactly zeroing).
 
-For Torch-Pruning: its high-level call with a ratio of 0.3, the classifier ignored as its documentation shows, must return a network that
+For Torch-Pruning: its high-level call with a ratio of 0.3, the classifier ignored, must return a network that
 runs, gives outputs of the same shape, and has fewer MACs.
 
 Each network is checked in a process of its own, with limits on time and memory. Results are kept in a JSON lines file, so a run that is
@@ -164,7 +164,8 @@ def check_torch_pruning(name: str) -> dict[str, Any]:
     with torch.no_grad():
         shape = tuple(logits(model(example)).shape)
     before = count_macs(model, (example,), {})
-    ignored = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m.out_features == shape[-1]]
+    # Its documentation ignores the last linear layer; classifiers that are convolutions are given the same help here.
+    ignored = [m for m in model.modules() if shape[-1] in (getattr(m, "out_features", 0), getattr(m, "out_channels", 0))]
     began = time.perf_counter()
     pruner = tp.pruner.MagnitudePruner(
         model, example, importance=tp.importance.MagnitudeImportance(p=2), pruning_ratio=0.3, ignored_layers=ignored

@@ -383,6 +383,22 @@ class Attention(Net):
         return self.fc(x.mean(1))
 
 
+class NeedsData(Net):
+    """Code that does not run on tensors without data; its hard-coded width is found all the same."""
+
+    expected = {"free": (6, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.free, self.rigid, self.fc = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 8, 1), nn.Linear(8, 5)
+
+    def forward(self, x):
+        if x.is_meta:
+            raise RuntimeError("no data")
+        x = self.rigid(F.relu(self.free(x)))
+        return self.head(x.reshape(x.shape[0], 8, -1, 1))
+
+
 class AuxiliaryHead(Net):
     """A head that exists only in training is tied to the rest all the same."""
 
@@ -403,5 +419,5 @@ class AuxiliaryHead(Net):
 NETS: list[type[Net]] = [
     Chain, Residual, Depthwise, Grouped, Dense, Flattened, Split, SplitByAttribute, Shuffled, ChannelsLast, GroupNormed, Shared,
     Standardised, PaddedShortcut, Decoder, Volume, Signal, SelectiveKernel, Gated, PixelShuffled, Efficient, HardCoded,
-    UnknownOperator, Attention, AuxiliaryHead,
+    UnknownOperator, Attention, NeedsData, AuxiliaryHead,
 ]  # fmt: skip

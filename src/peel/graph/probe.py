@@ -46,27 +46,34 @@ def probing_units(graph: ChannelGraph) -> list[int]:
     return [units + max(1, int(units * (0.1 + 0.4 * ((i + 1) * _GOLDEN % 1)))) for i, units in enumerate(graph.units())]
 
 
-def probe(model: nn.Module, graph: ChannelGraph, example_input: Any, units: list[int] | None = None) -> Failure | None:
-    """Run the model at other widths; None where it does what the graph predicts."""
+def probe(
+    model: nn.Module, graph: ChannelGraph, example_input: Any, units: list[int] | None = None, *, with_data: bool = False
+) -> Failure | None:
+    """Run the model at other widths; None where it does what the graph predicts.
+
+    `with_data` runs on real zeros, for code that does not run on tensors without data at any widths.
+    """
     units = probing_units(graph) if units is None else units
-    counted = _run(model, graph, example_input, units)
+    counted = _run(model, graph, example_input, units, with_data)
     if isinstance(counted, Failure):
         return counted
     if counted == graph.mac_cost.total(units):
         return None
     # An operator without a rule may cost something that the graph does not count, at any widths.
     original = graph.units()
-    uncounted = _run(model, graph, example_input, original)
+    uncounted = _run(model, graph, example_input, original, with_data)
     if not isinstance(uncounted, Failure) and uncounted != graph.mac_cost.total(original):
         return None
     return Failure(("",), "it costs something else than predicted")
 
 
-def _run(model: nn.Module, graph: ChannelGraph, example_input: Any, units: list[int]) -> int | Failure:
+def _run(model: nn.Module, graph: ChannelGraph, example_input: Any, units: list[int], with_data: bool) -> int | Failure:
     """The MACs that the model does at the given units, or where its code stopped."""
     with untouched(), torch.no_grad():
-        twin = rebuild(model, graph, units, _meta, keep_hooks=False).eval()
-        args, kwargs = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, with_batch(example_input, 1))
+        twin = rebuild(model, graph, units, _zeros if with_data else _meta, keep_hooks=False).eval()
+        args, kwargs = with_batch(example_input, 1)
+        if not with_data:
+            args, kwargs = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
         running: list[str] = []
         failed: list[str] = []
         with _watched(twin, running, failed):
@@ -83,6 +90,8 @@ class _ShapesOnly(OperatorCount):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = func._overloadpacket
+        if not (args and isinstance(args[0], Tensor) and args[0].is_meta):
+            return super().__torch_dispatch__(func, types, args, kwargs)
         if packet in _SHAPE_PRESERVING:
             return args[0]
         if packet is torch.ops.aten.native_batch_norm:
@@ -100,6 +109,13 @@ _SHAPE_PRESERVING = {
 
 def _meta(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     new = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
+
+
+def _zeros(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if tuple(tensor.shape) == shape:
+        return tensor
+    new = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
     return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
 
 

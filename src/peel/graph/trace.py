@@ -96,19 +96,33 @@ class _Prober:
         """(module, attribute) -> which guess is in use"""
         self.use_seen, self.tried_without_seen = True, False
         """Whether attributes may mirror axes that operators of their module merely worked on."""
+        self.with_data, self.asked_for_data = False, False
         self.trials = _MAX_TRIALS
         self.shapes = input_shapes(*with_batch(example_input, 1))
 
     def settle(self) -> ChannelGraph:
         graph = self.build()
         while graph.widths:
-            failure = probe(self.model, graph, self.example_input)
+            failure = self._probe(graph)
             if failure is None:
                 break
+            if self._needs_data(graph):
+                continue
             if not self._next_guess(failure) and not self._without_seen():
                 self._fix_culprits(graph, failure)
             graph = self.build()
         return graph
+
+    def _probe(self, graph: ChannelGraph, units: list[int] | None = None) -> Failure | None:
+        return probe(self.model, graph, self.example_input, units, with_data=self.with_data)
+
+    def _needs_data(self, graph: ChannelGraph) -> bool:
+        """Code that does not run without data at its original widths either must be probed with data. Asked once."""
+        if self.asked_for_data:
+            return False
+        self.asked_for_data = True
+        self.with_data = self._probe(graph, graph.units()) is not None
+        return self.with_data
 
     def _without_seen(self) -> bool:
         """Perhaps a number only looked like a width: where the code runs without such guesses, do without them."""
@@ -116,7 +130,7 @@ class _Prober:
             return False
         self.tried_without_seen = True
         self.use_seen = False
-        self.use_seen = probe(self.model, self.build(), self.example_input) is not None
+        self.use_seen = self._probe(self.build()) is not None
         return not self.use_seen
 
     def build(self) -> ChannelGraph:
@@ -205,7 +219,7 @@ class _Prober:
         tie = self.builder.index[unit]
         units = graph.units()
         units[tie] = probing_units(graph)[tie]
-        return probe(self.model, graph, self.example_input, units) is not None
+        return self._probe(graph, units) is not None
 
 
 def _flat(value: Any) -> list[Axis]:
