@@ -108,6 +108,7 @@ def check_peel(name: str) -> dict[str, Any]:
         "free_share": round(graph.free_share, 4),
         "free_macs": round(1 - graph.macs(smallest(graph)) / graph.macs(), 4),
         "input": list(size),
+        "torch": torch.__version__.split("+")[0],
         "reasons": sorted({reason.split(" in ")[0] for reason in graph.fixed.values()}),
     }
     problems = []
@@ -237,16 +238,11 @@ def render(results: Path) -> str:
         "| family | network | peel | free channels | free MACs | ties, exact | cut = zeroed | trace | Torch-Pruning 1.6.1 |",
         "|---" * 9 + "|",
     ]
-    counts = {"peel": [0, 0], "torch-pruning": [0, 0]}
     for family, names in {**CNNS, **HYBRIDS}.items():
         for name in names:
             own, peer = rows.get(("peel", name)), rows.get(("torch-pruning", name))
             if own is None:
                 continue
-            for tool, row in (("peel", own), ("torch-pruning", peer)):
-                if row is not None:
-                    counts[tool][0] += row["ok"]
-                    counts[tool][1] += 1
             cells = [family, name.replace("timm:", ""), "yes" if own["ok"] else f"no: {own['problem'][:80]}"]
             if "free_share" in own:
                 cells += [
@@ -260,8 +256,16 @@ def render(results: Path) -> str:
                 cells += ["-"] * 5
             cells.append("-" if peer is None else "yes" if peer["ok"] else f"no: {peer['problem'][:90]}".replace("|", "/"))
             lines.append("| " + " | ".join(cells) + " |")
-    total = "; ".join(f"{tool}: {ok} of {tried}" for tool, (ok, tried) in counts.items() if tried)
-    return f"Handled: {total}.\n\n" + "\n".join(lines) + "\n"
+
+    def handled(tool: str, families: dict[str, list[str]]) -> str:
+        tried = [rows[tool, name]["ok"] for names in families.values() for name in names if (tool, name) in rows]
+        return f"{sum(tried)} of {len(tried)}"
+
+    totals = "\n".join(
+        f"- {kind}: peel {handled('peel', families)}, Torch-Pruning {handled('torch-pruning', families)}"
+        for kind, families in (("CNNs", CNNS), ("hybrids and transformers", HYBRIDS))
+    )
+    return f"Handled:\n\n{totals}\n\n" + "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -280,7 +284,7 @@ def main() -> None:
         before, _, rest = options.render.read_text().partition("<!-- coverage -->\n")
         after = rest.partition("<!-- /coverage -->")[2]
         options.render.write_text(f"{before}<!-- coverage -->\n{table}<!-- /coverage -->{after}")
-        print(table.splitlines()[0])
+        print(table.partition("|")[0])
     else:
         names = options.only or [name for names in (*CNNS.values(), *HYBRIDS.values()) for name in names]
         run_all(names, options.tools, options.results, options.jobs)

@@ -40,6 +40,7 @@ class Builder:
         self.index = {unit: i for i, unit in enumerate(self.free)}
         self.original = [unit.size for unit in self.free]
         self.atoms: dict[Atom, int] = {}
+        self._forms: dict[int, tuple[Axis, Form]] = {}
 
     def _fix_leftovers(self) -> None:
         """What no layer produces cannot be chosen, and one channel cannot be divided."""
@@ -74,6 +75,13 @@ class Builder:
 
     def form(self, axis: Axis) -> Form:
         """The length of an axis as a constant plus units of ties."""
+        # Values share axes: most are asked for many times. The axis is kept, so that its identity stays its own.
+        known = self._forms.get(id(axis))
+        if known is None:
+            known = self._forms[id(axis)] = (axis, self._form(axis))
+        return known[1]
+
+    def _form(self, axis: Axis) -> Form:
         constant = 0
         times: dict[int, int] = {}
         for atom, inner in expand(axis):

@@ -188,7 +188,7 @@ def _randomised(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         for name, tensor in tensors.items():
-            if not tensor.is_floating_point() or tensor.ndim != 1:
+            if not tensor.is_floating_point() or sum(size > 1 for size in tensor.shape) > 1:
                 continue
             if name.endswith(("bias", "running_mean")):
                 tensor.normal_(0.0, 0.1)
