@@ -117,7 +117,7 @@ def _ties_table(ties: list[dict[str, Any]]) -> Any:
         if tie["step"] > 1:
             remarks.insert(0, f"multiple of {tie['step']}")
         if tie["inexact"]:
-            remarks.append(f"cutting is not exactly zeroing: {tie['inexact']}")
+            remarks.insert(0, f"cutting is not exactly zeroing: {tie['inexact']}")
         others = [layer for layer in tie["layers"] if layer != tie["name"]]
         layers = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
         table.add_row(tie["name"], tie["group"], str(tie["width"]), layers and f"+ {layers}", "; ".join(list(dict.fromkeys(remarks))[:4]))

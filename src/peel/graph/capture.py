@@ -79,6 +79,7 @@ def structural_copy(model: nn.Module, replace: dict[int, Tensor] | None = None) 
     The user's forward hooks stay behind; torch's own (weight norm is one) are part of how the model computes and are kept.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    memo.update(computed_tensors(model))
     memo.update(replace or {})
     twin = copy.deepcopy(model, memo)
     for module in twin.modules():
@@ -88,6 +89,17 @@ def structural_copy(model: nn.Module, replace: dict[int, Tensor] | None = None) 
                 if not (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch."):
                     del hooks[key]
     return twin
+
+
+def computed_tensors(model: nn.Module) -> dict[int, Tensor]:
+    """Tensors that a module keeps as attributes and computed from parameters (the weight of weight norm), without their history:
+    they are computed anew in each forward, and could not be copied otherwise."""
+    return {
+        id(value): value.detach()
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, Tensor) and value.grad_fn is not None
+    }
 
 
 @contextmanager

@@ -19,8 +19,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from ..errors import WidthsError
 from .attributes import evaluate, set_attributes
-from .capture import structural_copy
-from .channel_graph import ChannelGraph, Layout, Run
+from .capture import computed_tensors, structural_copy
+from .channel_graph import ChannelGraph, Run
 from .selection import Kept, keep_best
 
 __all__ = ["new_shapes", "rebuild", "slim"]
@@ -52,9 +52,8 @@ def slim(
     fresh = weights == "fresh"
     kept = keep_best(model, graph, units, scores) if not fresh else None
     small = rebuild(model, graph, units, empty_as)
-    if fresh or any(new > old for new, old in zip(units, graph.units(), strict=True)):
-        initialise(small)
-    copy_weights(model, small, graph, kept, everything=not fresh)
+    drawn = initialise(small) if fresh or any(new > old for new, old in zip(units, graph.units(), strict=True)) else set()
+    copy_weights(model, small, graph, kept, drawn)
     _remember(small, graph, units)
     return small
 
@@ -106,7 +105,7 @@ def rebuild(
 ) -> nn.Module:
     """The model with tensors of new shapes, made by `make(original, shape)`, and attributes to match."""
     shapes = new_shapes(graph, units)
-    replaced: dict[int, Tensor] = {}
+    replaced = computed_tensors(model)
     for name, tensor in _tensors(model).items():
         replaced[id(tensor)] = make(tensor, shapes[name])
     twin = copy.deepcopy(model, dict(replaced)) if keep_hooks else structural_copy(model, replaced)
@@ -126,59 +125,49 @@ def empty_as(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return new
 
 
-def initialise(model: nn.Module) -> None:
+def initialise(model: nn.Module) -> set[int]:
     """Weights as recipes from scratch draw them: He (fan-out) for convolutions, torch's own for linear layers, 1 and 0 for norms."""
+    drawn: set[int] = set()
+
+    def fill(module: nn.Module, name: str, draw: Callable[[Tensor], Any]) -> None:
+        tensor = {**module._buffers, **module._parameters}.get(name)
+        if tensor is not None:
+            with torch.no_grad():
+                draw(tensor)
+            drawn.add(id(tensor))
+
     for module in model.modules():
         if isinstance(module, _ConvNd):
-            receptive = math.prod(module.kernel_size)
-            fan_out = receptive * module.out_channels // module.groups
-            _fill(module, "weight", partial(nn.init.normal_, mean=0.0, std=math.sqrt(2.0 / fan_out)))
-            _fill(module, "bias", nn.init.zeros_)
+            fan_out = math.prod(module.kernel_size) * module.out_channels // module.groups
+            fill(module, "weight", partial(nn.init.normal_, mean=0.0, std=math.sqrt(2.0 / fan_out)))
+            fill(module, "bias", nn.init.zeros_)
         elif isinstance(module, nn.Linear):
             bound = 1 / math.sqrt(max(1, module.in_features))
             for name in ("weight", "bias"):
-                _fill(module, name, partial(nn.init.uniform_, a=-bound, b=bound))
+                fill(module, name, partial(nn.init.uniform_, a=-bound, b=bound))
         elif isinstance(module, _NormBase | nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
-            for name, value in {
-                "weight": 1.0,
-                "bias": 0.0,
-                "running_mean": 0.0,
-                "running_var": 1.0,
-                "num_batches_tracked": 0,
-            }.items():
-                _fill(module, name, partial(nn.init.constant_, val=value))
+            for name, value in {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1, "num_batches_tracked": 0}.items():
+                fill(module, name, partial(nn.init.constant_, val=value))
+    return drawn
 
 
-def _fill(module: nn.Module, name: str, fill: Callable[[Tensor], Any]) -> None:
-    tensor = {**module._buffers, **module._parameters}.get(name)
-    if tensor is not None:
-        with torch.no_grad():
-            fill(tensor)
-
-
-def is_initialised(module: nn.Module) -> bool:
-    """Whether `initialise` knows what to put into the tensors that this module itself holds."""
-    return isinstance(module, _ConvNd | nn.Linear | _NormBase | nn.LayerNorm | nn.RMSNorm | nn.GroupNorm)
-
-
-def copy_weights(model: nn.Module, small: nn.Module, graph: ChannelGraph, kept: Kept | None, *, everything: bool) -> None:
-    """Fill the tensors of the small model from the original: all of them, or those that no initialiser is known for."""
-    known = {id(t) for m in small.modules() if is_initialised(m) for t in (*m._parameters.values(), *m._buffers.values())}
+def copy_weights(model: nn.Module, small: nn.Module, graph: ChannelGraph, kept: Kept | None, drawn: set[int]) -> None:
+    """Fill the tensors of the small model from the original: the channels that are kept; or, where none are (fresh weights), whatever
+    was not drawn."""
     targets = _tensors(small)
     for name, source in _tensors(model).items():
         target = targets[name]
-        if not everything and id(target) in known:
-            continue
+        is_drawn = id(target) in drawn
         with torch.no_grad():
-            _copy_tensor(source, target, graph.layouts[name], kept)
+            if not is_drawn:
+                # Nothing is known of how this tensor is drawn (a layer scale, a position embedding): its first channels, over again.
+                _fill_from(source, target, [torch.arange(new) % max(1, old) for new, old in zip(target.shape, source.shape, strict=True)])
+            if kept is not None:
+                _fill_from(source, target, [kept.positions(runs) for runs in graph.layouts[name]])
 
 
-def _copy_tensor(source: Tensor, target: Tensor, layout: Layout, kept: Kept | None) -> None:
-    if kept is None:
-        # Fresh weights, but nothing is known of how this tensor is drawn (a layer scale, a position embedding): its first channels.
-        index = [torch.arange(new) % max(1, old) for new, old in zip(target.shape, source.shape, strict=True)]
-    else:
-        index = [kept.positions(runs) for runs in layout]
+def _fill_from(source: Tensor, target: Tensor, index: list[Tensor]) -> None:
+    """Each place of the target from the place of the source that `index` gives for each axis; places at -1 are left as they are."""
     index = [places.to(source.device) for places in index]
     if all(bool((places >= 0).all()) for places in index):
         for axis, places in enumerate(index):
@@ -186,9 +175,6 @@ def _copy_tensor(source: Tensor, target: Tensor, layout: Layout, kept: Kept | No
                 source = source.index_select(axis, places)
         target.copy_(source)
         return
-    old = [places[places >= 0] for places in index]
-    new = [torch.nonzero(places >= 0).flatten() for places in index]
-    for axis, places in enumerate(old):
-        source = source.index_select(axis, places)
-    grid = torch.meshgrid(*new, indexing="ij")
-    target[grid] = source
+    for axis, places in enumerate(index):
+        source = source.index_select(axis, places[places >= 0])
+    target[torch.meshgrid(*(torch.nonzero(places >= 0).flatten() for places in index), indexing="ij")] = source

@@ -132,7 +132,8 @@ def _matmul(interpreter: Interpreter, node: Node, first: Value, second: Value) -
         batch[place] = a if axis_size(a) > 1 else b
     rows = first[-2:-1] if len(first) > 1 else ()
     columns = second[-1:] if len(second) > 1 else ()
-    interpreter.charge(node, (*batch, *rows, first[-1], *columns))
+    if rows and columns:  # torch does not count products with vectors, and so they are not counted here
+        interpreter.charge(node, (*batch, *rows, first[-1], *columns))
     return (*batch, *rows, *columns)
 
 
@@ -149,7 +150,7 @@ def _einsum(interpreter: Interpreter, node: Node, equation: str, values: list[Va
     left, right = equation.replace(" ", "").split("->")
     terms = left.split(",")
     cause = interpreter.describe(node)
-    if "." in equation or any(len(term) != len(value) for term, value in zip(terms, values, strict=True)):
+    if "." in equation or len(terms) > 2 or any(len(term) != len(value) for term, value in zip(terms, values, strict=True)):
         raise NotImplementedError(equation)
     axis_of: dict[str, Axis] = {}
     for term, value in zip(terms, values, strict=True):

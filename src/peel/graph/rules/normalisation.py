@@ -31,7 +31,7 @@ def _batch_norm(
     interpreter.scale(node, 1)
     if training:
         # Weight standardisation: batch norm over the inputs of each filter.
-        for axis in value[2:]:
+        for axis in (value[0], *value[2:]):
             interpreter.solver.blur(axis, f"{interpreter.describe(node)} takes statistics over it")
     return value
 
@@ -48,6 +48,8 @@ def _instance_norm(
 ) -> Value:
     _per_channel(interpreter, node, value[1], weight, bias, mean, variance)
     interpreter.scale(node, 1)
+    for axis in value[2:]:
+        interpreter.solver.blur(axis, f"{interpreter.describe(node)} takes statistics over it")
     return value
 
 
@@ -88,6 +90,8 @@ def _group_norm(
         rows = interpreter.solver.cut(value[1], [axis_size(value[1]) // groups] * groups, cause)
         for row in rows[1:]:
             interpreter.solver.same_size(rows[0], row, f"groups of {cause}")
+    for axis in value[2:]:
+        interpreter.solver.blur(axis, f"{cause} takes statistics over it")
     if groups < axis_size(value[1]):
         interpreter.solver.blur(value[1], f"{cause} takes statistics over the channels")
     return value

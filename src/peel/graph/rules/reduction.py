@@ -28,8 +28,10 @@ def _reduce(interpreter: Interpreter, node: Node, value: Value, dims: Any = None
     return tuple(axis for i, axis in enumerate(value) if i not in places)
 
 
-def _reduce_pair(interpreter: Interpreter, node: Node, value: Value, dims: Any = None, keepdim: bool = False) -> tuple[Value, Value]:
-    result = _reduce(interpreter, node, value, dims, keepdim)
+def _reduce_pair(
+    interpreter: Interpreter, node: Node, value: Value, dims: Any = None, keepdim: bool = False, **options: Any
+) -> tuple[Value, Value]:
+    result = _reduce(interpreter, node, value, dims, options.get("keepdim", keepdim))
     return result, result
 
 
@@ -71,7 +73,7 @@ def _resample(rank: int) -> Any:
     return rule
 
 
-_POOLS = ("avg_pool", "max_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool")
+_POOLS = ("avg_pool", "max_pool", "adaptive_avg_pool", "adaptive_max_pool")
 
 RULES: dict[str, Rule] = {
     **{f"aten::{name}": _reduce for name in ("mean", "sum", "amax", "amin", "prod", "logsumexp", "all", "any", "std", "var", "argmax")},
@@ -93,7 +95,6 @@ RULES: dict[str, Rule] = {
             "bilinear2d": 2,
             "bicubic2d": 2,
             "trilinear3d": 3,
-            "_nearest_exact2d": 2,
         }.items()
     },
     "aten::_upsample_nearest_exact2d": _resample(2),

@@ -135,6 +135,8 @@ def _split(interpreter: Interpreter, node: Node, value: Value, size: Any, dim: i
         return _pieces(interpreter, node, value, dim, list(size), equal=False)
     total = axis_size(value[dim])
     lengths = [min(size, total - start) for start in range(0, total, size)]
+    if lengths[-1] != lengths[0]:
+        interpreter.solver.fix(value[dim], f"{interpreter.describe(node)} leaves a last piece of another size")
     return _pieces(interpreter, node, value, dim, lengths, equal=True)
 
 
@@ -208,16 +210,19 @@ def _stack(interpreter: Interpreter, node: Node, values: list[Value], dim: int =
     return (*values[0][:place], constant(len(values)), *values[0][place:])
 
 
-def _pad(interpreter: Interpreter, node: Node, value: Value, padding: list[int], *rest: Any, **options: Any) -> Value:
+def _pad(
+    interpreter: Interpreter, node: Node, value: Value, padding: list[int], mode: Any = "constant", *rest: Any, **options: Any
+) -> Value:
     axes = list(value)
+    fills = mode == "constant" and "reflection" not in str(node.target) and "replication" not in str(node.target)
     for i in range(0, len(padding), 2):
         before, after = padding[i], padding[i + 1]
         place = len(axes) - 1 - i // 2
-        if before < 0 or after < 0:
-            interpreter.solver.fix(axes[place], f"{interpreter.describe(node)} crops the channels")
+        if before < 0 or after < 0 or (not fills and (before or after)):
+            interpreter.solver.fix(axes[place], f"{interpreter.describe(node)} crops or repeats the channels")
             axes[place] = constant(interpreter.shape(node)[place])
             continue
-        reason = f"zero channels that {interpreter.describe(node)} puts in"
+        reason = f"constant channels that {interpreter.describe(node)} puts in"
         ends = [constant(n, reason) if n else () for n in (before, after)]
         axes[place] = (*ends[0], *axes[place], *ends[1])
     return tuple(axes)
@@ -259,6 +264,9 @@ def _channel_shuffle(interpreter: Interpreter, node: Node, value: Value, groups:
 def _create(interpreter: Interpreter, node: Node, *args: Any, **options: Any) -> Value:
     """A new tensor: its axes take whatever length the code computes, which the probe after the analysis checks."""
     result = tuple(unknown(size) if size > 1 else constant(1) for size in interpreter.shape(node))
+    if not any(word in str(node.target) for word in ("zeros", "ones", "full")):
+        for axis in result:
+            interpreter.solver.blur(axis, f"{interpreter.describe(node)} makes channels that differ by their place")
     interpreter.literals(node, interpreter.shape(node), result)
     return result
 
@@ -273,7 +281,7 @@ RULES: dict[str, Rule] = {
     "aten::reshape_as": _reshape_as,
     "aten::view_as": _reshape_as,
     "aten::permute": _permute,
-    **{f"aten::{name}": _transpose for name in ("transpose", "t", "swapaxes", "numpy_T")},
+    **{f"aten::{name}": _transpose for name in ("transpose", "t", "swapaxes")},
     "aten::movedim": _movedim,
     **{f"aten::{name}": _squeeze for name in ("squeeze", "squeeze_")},
     **{f"aten::{name}": _unsqueeze for name in ("unsqueeze", "unsqueeze_")},
