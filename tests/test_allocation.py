@@ -41,7 +41,7 @@ def test_budgets_are_read_as_people_write_them(written: str | float, meant: int)
 
 
 @pytest.mark.parametrize(
-    "written", ["", "half", "5X", "-5M", "0%", 0, -1, 0.0, -0.5, 1.5, float("nan"), float("inf"), None, True, "1.1GG", [5]]
+    "written", ["", "half", "5X", "-5M", "0%", 0, -1, 0.0, -0.5, 1.5, float("nan"), float("inf"), None, True, "1.1GG", [5], "1,5G"]
 )
 def test_what_is_not_a_budget_is_refused(written: object) -> None:
     with pytest.raises(peel.BudgetError):

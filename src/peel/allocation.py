@@ -1,6 +1,7 @@
 """Widths that meet a budget: the uniform network, and the rounding that every plan uses.
 
-The promise of every function here: never above the budget, and so close below it that no tie could take one more step.
+The promise of every function here: never above the budget, and so close below it that no tie could take one more step that
+costs anything.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def uniform(
         return ladder.clamp([units * factor for units in original])
 
     low, high = 0.0, 1.0
-    while high < 64 and cost(ideal(high)) < target:
+    while high < 2**40 and cost(ideal(high)) < target:
         high *= 2
     for _ in range(60):
         middle = (low + high) / 2

@@ -12,7 +12,7 @@ __all__ = ["Budget", "format_count", "parse_budget"]
 Budget = str | int | float
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
-_NUMBER = re.compile(r"([0-9][0-9_,]*\.?[0-9]*(?:e[+-]?[0-9]+)?|\.[0-9]+)\s*(%|[kmgbt]?)", re.IGNORECASE)
+_NUMBER = re.compile(r"((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*)(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|\.[0-9]+)\s*(%|[kmgbt]?)", re.IGNORECASE)
 _HELP = 'Write "1.1G", "87M", "50%", a fraction such as 0.5, or a whole number such as 1_100_000_000.'
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-#: Exit codes, documented in docs/cli.md.
+#: Exit codes, documented in the README.
 OK, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 app = App(

@@ -53,7 +53,10 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
         "weights": {"file": weights_path.name, "sha256": hashlib.sha256(data).hexdigest()},
         "made_by": {"peel": __version__, "torch": torch.__version__.split("+")[0]},
     }
-    document["checksum"] = _checksum(document)
+    try:
+        document["checksum"] = _checksum(document)
+    except TypeError as error:
+        raise StoreError(f"how the model was built cannot be written as JSON: {document['model']}: {error}.") from error
     try:
         json_path.parent.mkdir(parents=True, exist_ok=True)
         _write(weights_path, data)

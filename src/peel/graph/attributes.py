@@ -7,6 +7,7 @@ module's code at other widths and finds out whether that was right.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +24,8 @@ FormOf = Callable[[str, int], Form]
 #: A list of integers longer than this is data, not a description of widths.
 _MAX_LIST = 16
 
-#: Smaller numbers are strides, kernels and counts more often than widths.
-_MIN_SEEN = 8
+#: What is not a length in a call itself is taken for a width only under a name that says so: `self.scale = 64` is none.
+_WIDTH_NAME = re.compile(r"chan|chs|feature|plane|width|dim|hidden|filters|inp|oup|in_c|out_c|_c$")
 
 
 def times(form: Form, factor: int) -> Form:
@@ -77,8 +78,10 @@ def guessed_attributes(module: nn.Module, lengths: Lengths) -> dict[str, list[An
     guesses: dict[str, list[Any]] = {}
     for name, value in vars(module).items():
         if _is_integer(value):
-            seen = lengths.seen.get(value, []) if value >= _MIN_SEEN else []
-            forms = dict.fromkeys([*lengths.single.get(value, ()), *_multiples(value, lengths.single), *seen])
+            forms = dict.fromkeys(lengths.single.get(value, ()))
+            if _WIDTH_NAME.search(name):
+                forms.update(dict.fromkeys(_multiples(value, lengths.single)))
+                forms.update(dict.fromkeys(lengths.seen.get(value, ())))
             if forms:
                 guesses[name] = list(forms)
         elif isinstance(value, list | tuple) and 0 < len(value) <= _MAX_LIST and all(_is_integer(item) for item in value):

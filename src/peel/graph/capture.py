@@ -23,8 +23,8 @@ from torch.fx import Node
 
 from ..errors import TraceError
 
-_PEEL = str(Path(__file__).resolve().parents[1])
-_TORCH = str(Path(torch.__file__).resolve().parent)
+PEEL = str(Path(__file__).resolve().parents[1])
+TORCH = str(Path(torch.__file__).resolve().parent)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _explain(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: 
     summary = str(error).strip().split("\n")[0] or type(error).__name__
     where = ""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((_TORCH, _PEEL, "<")):
+        if not frame.filename.startswith((TORCH, PEEL, "<")):
             where = f"\n  at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
             break
     name = type(model).__name__

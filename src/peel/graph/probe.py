@@ -19,13 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .capture import untouched, with_batch
+from .capture import PEEL, TORCH, untouched, with_batch
 from .channel_graph import ChannelGraph
 from .count import OperatorCount, plain_attention
 from .surgery import rebuild
 
-_PEEL = str(Path(__file__).resolve().parents[1])
-_TORCH = str(Path(torch.__file__).resolve().parent)
 _GOLDEN = 0.6180339887
 
 
@@ -59,10 +57,10 @@ def probe(
         return counted
     if counted == graph.mac_cost.total(units):
         return None
-    # An operator without a rule may cost something that the graph does not count, at any widths.
+    # An operator without a rule may cost something that the graph does not count: then what is added must agree.
     original = graph.units()
-    uncounted = _run(model, graph, example_input, original, with_data)
-    if not isinstance(uncounted, Failure) and uncounted != graph.mac_cost.total(original):
+    before = _run(model, graph, example_input, original, with_data)
+    if not isinstance(before, Failure) and counted - before == graph.mac_cost.total(units) - graph.mac_cost.total(original):
         return None
     return Failure(("",), "it costs something else than predicted")
 
@@ -153,7 +151,7 @@ def _watched(model: nn.Module, running: list[str], failed: list[str]) -> Any:
 
 def _line(error: Exception) -> str:
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((_TORCH, _PEEL, "<")):
+        if not frame.filename.startswith((TORCH, PEEL, "<")):
             return f"{Path(frame.filename).name}:{frame.lineno} `{frame.line}`"
     return ""
 

@@ -66,8 +66,12 @@ def channel_scores(model: nn.Module, graph: ChannelGraph) -> list[Tensor]:
     for atom, run in _atoms(graph).items():
         scales[atom], norms[atom] = torch.zeros(run.size), torch.zeros(run.size)
     for name in graph.scales:
-        if name in tensors:
-            for atom in _add(scales, graph.layouts[name][0], tensors[name].detach().abs().float().cpu()):
+        if name not in tensors:
+            continue
+        scale = tensors[name].detach().abs().float().cpu()
+        for axis, runs in enumerate(graph.layouts[name]):
+            others = [other for other in range(scale.ndim) if other != axis]
+            for atom in _add(scales, runs, scale.mean(dim=others) if others else scale):
                 has_scale[atom] = True
     for name, tensor in tensors.items():
         if tensor.ndim < 2:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Node
 
 from ..errors import TraceError
 from .attributes import Lengths, guessed_attributes, layer_attributes
-from .axes import Axis, Unit, expand, root
-from .capture import Capture, as_args, capture, with_batch
+from .axes import Axis, Unit, expand, is_free, root
+from .capture import TORCH, Capture, as_args, capture, with_batch
 from .channel_graph import ChannelGraph
 from .interpreter import Interpreter, module_of
 from .probe import Failure, probe, probing_units
 from .rules import RULES, Rule
+from .surgery import empty_as, rebuild
 from .ties import Builder, input_shapes
 
 __all__ = ["trace"]
@@ -94,8 +97,8 @@ class _Prober:
         self.captures = captures
         self.choice: dict[tuple[str, str], int] = {}
         """(module, attribute) -> which guess is in use"""
-        self.use_seen, self.tried_without_seen = True, False
-        """Whether attributes may mirror axes that operators of their module merely worked on."""
+        self.use_seen: bool | None = None
+        """Whether attributes may mirror axes that operators of their module merely worked on; None: not asked yet."""
         self.with_data, self.asked_for_data = False, False
         self.trials = _MAX_TRIALS
         self.shapes = input_shapes(*with_batch(example_input, 1))
@@ -105,16 +108,56 @@ class _Prober:
         while graph.widths:
             failure = self._probe(graph)
             if failure is None:
-                break
+                if self._confirmed(graph):
+                    break
+                graph = self.build()
+                continue
             if self._needs_data(graph):
                 continue
-            if not self._next_guess(failure) and not self._without_seen():
+            if not self._next_guess(failure) and not self._with_seen(failure):
                 self._fix_culprits(graph, failure)
             graph = self.build()
         return graph
 
     def _probe(self, graph: ChannelGraph, units: list[int] | None = None) -> Failure | None:
         return probe(self.model, graph, self.example_input, units, with_data=self.with_data)
+
+    def _confirmed(self, graph: ChannelGraph) -> bool:
+        """Capture the network once more at other widths and compare every shape with what was predicted.
+
+        Code may run at other widths and yet do something else: `x[:, :8]` and `x[:, 8:]` always fit together. Only operators that
+        are called with lengths can hide that, so networks without any need no second capture.
+        """
+        if not self.interpreter.findings.literals:
+            return True
+        mismatch = self._first_mismatch(graph)
+        if mismatch is None:
+            return True
+        node, axes = mismatch
+        suspects = [axis for axis in axes if is_free(axis)] or [axis for axis in self._axes(node) if is_free(axis)]
+        if not suspects:
+            suspects = [axis for _, _, axis in self.interpreter.findings.literals]
+        for axis in suspects:
+            self.interpreter.solver.fix(axis, f"the code of {module_of(node) or 'the model'} does not follow it: {_line_of(node)}")
+        return not any(unit.fixed is not None for unit in self.builder.free)
+
+    def _first_mismatch(self, graph: ChannelGraph) -> tuple[Node, list[Axis]] | None:
+        """The first operator whose result has another shape than predicted, with the axes that differ."""
+        units = probing_units(graph)
+        twin = rebuild(self.model, graph, units, empty_as, keep_hooks=False)
+        values = self.interpreter.values()
+        second = [node for node in capture(twin, self.example_input).nodes if node.op == "call_function"]
+        first = [node for node in self.captures[0].nodes if node.op == "call_function"]
+        for node, other in zip(first, second, strict=False):
+            if node.target is not other.target:
+                return node, self._axes(node)
+            shapes = _shapes(other.meta.get("val"))
+            predicted = _flat_values(values.get(node))
+            for shape, axes in zip(shapes, predicted, strict=False):
+                wrong = [axis for axis, size in zip(axes, shape, strict=True) if self.builder.form(axis).value(units) != size]
+                if wrong:
+                    return node, wrong
+        return None if len(first) == len(second) else (first[-1], [])
 
     def _needs_data(self, graph: ChannelGraph) -> bool:
         """Code that does not run without data at its original widths either must be probed with data. Asked once."""
@@ -124,14 +167,13 @@ class _Prober:
         self.with_data = self._probe(graph, graph.units()) is not None
         return self.with_data
 
-    def _without_seen(self) -> bool:
-        """Perhaps a number only looked like a width: where the code runs without such guesses, do without them."""
-        if not self.use_seen or self.tried_without_seen:
+    def _with_seen(self, failure: Failure) -> bool:
+        """Attributes may also mirror axes that operators merely worked on. Asked once, and kept where the code gets further."""
+        if self.use_seen is not None:
             return False
-        self.tried_without_seen = True
-        self.use_seen = False
-        self.use_seen = self._probe(self.build()) is not None
-        return not self.use_seen
+        self.use_seen = True
+        self.use_seen = self._probe(self.build()) != failure
+        return self.use_seen
 
     def build(self) -> ChannelGraph:
         self.builder = Builder(self.model, self.interpreter, self.captures)
@@ -222,9 +264,28 @@ class _Prober:
         return self._probe(graph, units) is not None
 
 
-def _flat(value: Any) -> list[Axis]:
+def _flat_values(value: Any) -> list[tuple[Axis, ...]]:
+    """The values in what an operator returned: one, or a tuple of them."""
     if not isinstance(value, tuple):
         return []
-    if value and isinstance(value[0], tuple) and value[0] and isinstance(value[0][0], tuple) and isinstance(value[0][0][0], tuple):
-        return [axis for item in value for axis in item]
-    return [axis for axis in value if isinstance(axis, tuple)]
+    many = value and isinstance(value[0], tuple) and value[0] and isinstance(value[0][0], tuple) and isinstance(value[0][0][0], tuple)
+    return list(value) if many else [value]
+
+
+def _flat(value: Any) -> list[Axis]:
+    return [axis for item in _flat_values(value) for axis in item]
+
+
+def _shapes(value: Any) -> list[tuple[int, ...]]:
+    tensors = value if isinstance(value, list | tuple) else [value]
+    return [tuple(tensor.shape) for tensor in tensors if isinstance(tensor, Tensor)]
+
+
+def _line_of(node: Node) -> str:
+    """The last line of the user's code on the way to an operator."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.stack_trace or "")
+    own = [(path, line, code) for path, line, code in frames if not path.startswith(TORCH)]
+    if not own:
+        return str(node.target)
+    path, line, code = own[-1]
+    return f"{Path(path).name}:{line} `{code.strip()}`"

@@ -40,7 +40,8 @@ def _reshape(interpreter: Interpreter, node: Node, value: Value, *rest: Any, **o
                     after, j = after * target[j], j + 1
             merged = interpreter.solver.merge(value[first_i:i], cause)
             result.extend(interpreter.solver.unmerge(merged, target[first_j:j], cause))
-    interpreter.literals(node, target, tuple(result))
+    if "flatten" not in str(node.target) or "unflatten" in str(node.target):
+        interpreter.literals(node, target, tuple(result))
     return tuple(result)
 
 
