@@ -16,6 +16,9 @@ from .widths import Widths
 
 __all__ = ["RESOURCES", "cost_of", "resolve_budget", "round_to_budget", "uniform"]
 
+#: The part of the budget that may be left over where smaller steps could use it.
+GAP = 1e-3
+
 Cost = Callable[[Sequence[float]], float]
 """Units of the ties -> cost. Exact on whole units, continuous between them."""
 
@@ -28,13 +31,15 @@ RESOURCES: dict[str, str] = {
 
 def cost_of(graph: ChannelGraph, resource: str) -> Cost:
     """The cost function of a resource, in units of the ties."""
+    if not isinstance(graph, ChannelGraph):
+        raise BudgetError(f"the first argument is a ChannelGraph from peel.trace, not a {type(graph).__name__}.")
     if resource == "macs":
         return graph.mac_cost.total
     if resource == "params":
         return graph.param_cost.total
     if resource == "memory":
         return graph.peak_bytes
-    raise BudgetError(f"unknown resource {resource!r}; known are {', '.join(RESOURCES)}.{did_you_mean(resource, RESOURCES)}")
+    raise BudgetError(f"unknown resource {resource!r}; known are {', '.join(RESOURCES)}.{did_you_mean(str(resource), RESOURCES)}")
 
 
 def resolve_budget(graph: ChannelGraph, budget: Budget, resource: str = "macs") -> int:
@@ -75,7 +80,7 @@ def uniform(
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if cost(ideal(middle)) <= target else (low, middle)
-    return _widths(graph, _fill(ladder, ideal(low), cost, target))
+    return _widths(graph, _exchange(ladder, ideal(low), cost, target))
 
 
 def round_to_budget(
@@ -94,7 +99,7 @@ def round_to_budget(
     ladder = _Ladder(graph, divisor, (), cap, at_least)
     _check_reachable(ladder, cost, target, resource)
     units = [ideal[name] / step for name, step in graph.steps.items()]
-    return _widths(graph, _fill(ladder, ladder.clamp(units), cost, target))
+    return _widths(graph, _exchange(ladder, ladder.clamp(units), cost, target))
 
 
 class _Ladder:
@@ -112,7 +117,7 @@ class _Ladder:
             raise BudgetError(f"divisor must be a whole number of at least 1, not {divisor!r}.")
         if cap is not None and not cap > 0:
             raise BudgetError(f"cap must be positive or None, not {cap!r}.")
-        held = set(hold)
+        held = {hold} if isinstance(hold, str) else set(hold)
         for name in held - set(graph.widths):
             raise BudgetError(f"hold: no free tie is called {name!r}.{did_you_mean(name, graph.widths)}")
         floor_units = graph.units(at_least) if at_least is not None else None
@@ -149,14 +154,14 @@ def _check_reachable(ladder: _Ladder, cost: Cost, target: int, resource: str) ->
     if target < smallest:
         raise BudgetError(
             f"a budget of {format_count(target)} {resource} cannot be reached: the smallest network has "
-            f"{format_count(smallest)} ({smallest:,})."
+            f"{format_count(smallest)} ({smallest:,}){' at multiples of the divisor' if max(ladder.quantum) > 1 else ''}."
         )
     if all(top < float("inf") for top in ladder.top):
         largest = int(cost([int(top) for top in ladder.top]))
         if target > largest:
             raise BudgetError(
-                f"a budget of {format_count(target)} {resource} is more than the network has: {format_count(largest)} "
-                f"({largest:,}). Pass cap=None to let layers grow beyond their original width."
+                f"a budget of {format_count(target)} {resource} is more than these widths can use: {format_count(largest)} "
+                f"({largest:,}). Pass a larger cap, or cap=None, to let layers grow beyond their original width."
             )
 
 
@@ -183,6 +188,30 @@ def _fill(ladder: _Ladder, ideal: Sequence[float], cost: Cost, target: int) -> l
                 grown, spent = True, new
             else:
                 units[i] -= ladder.quantum[i]
+    return units
+
+
+def _exchange(ladder: _Ladder, ideal: Sequence[float], cost: Cost, target: int) -> list[int]:
+    """Fill, and where a gap is left, as in very small networks, take a step from one tie to give one to another, while that helps."""
+    units = _fill(ladder, ideal, cost, target)
+    for _ in range(len(units)):
+        if target - cost(units) <= target * GAP:
+            break
+        best, best_cost = units, cost(units)
+        for i in range(len(units)):
+            if units[i] - ladder.quantum[i] < ladder.bottom[i]:
+                continue
+            for j in range(len(units)):
+                if j == i or units[j] + ladder.quantum[j] > ladder.top[j]:
+                    continue
+                tried = list(units)
+                tried[i] -= ladder.quantum[i]
+                tried[j] += ladder.quantum[j]
+                if best_cost < (tried_cost := cost(tried)) <= target:
+                    best, best_cost = tried, tried_cost
+        if best is units:
+            break
+        units = best
     return units
 
 

@@ -43,6 +43,8 @@ def parse_budget(budget: Budget, original: int) -> int:
         value = budget * original if budget <= 1 else budget
     else:
         raise BudgetError(f"{budget!r} is neither a fraction of the original (0 to 1) nor a whole number. {_HELP}")
+    if not math.isfinite(value):
+        raise BudgetError(f"{budget!r} is not a finite budget.")
     # Rounding down keeps the promise never to exceed the budget; the small addition takes back what floating point lost.
     whole = math.floor(value + 1e-6) if value < 1e15 else int(value)
     if whole < 1:

@@ -39,6 +39,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     PosixPath('slim.json')
     """
     weights_path, json_path = _paths(path)
+    model = _unwrapped(model)
     record: dict[str, Any] = getattr(model, "peel_record", {})
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in _tensors(model).items()}
     data = dump_tensors(tensors, metadata={"format": "pt"})
@@ -71,8 +72,15 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
 
     The given instance is not changed. No tracing is needed.
     """
-    weights_path, json_path = _paths(path)
+    _, json_path = _paths(path)
     document = _read_document(json_path)
+    try:
+        return _load(document, json_path, model)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise StoreError(f"{json_path} is malformed: {type(error).__name__}: {error}.") from error
+
+
+def _load(document: dict[str, Any], json_path: Path, model: nn.Module | None) -> nn.Module:
     weights_path = json_path.parent / _plain_name(document["weights"]["file"], json_path)
     tensors = _read_weights(weights_path, document["weights"]["sha256"])
     source = document["model"]
@@ -82,15 +90,24 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
                 f"{json_path} holds a model of your own ({source.get('class')}): build one as it was before slimming and pass it "
                 "as peel.load(path, model=...)."
             )
-        from . import zoo
-
-        try:
-            model = zoo.create(source["zoo"], **source.get("arguments", {}))
-        except TypeError as error:
-            raise StoreError(f"{json_path}: cannot build {source['zoo']}: {error}") from error
+        model = _from_zoo(source, json_path)
     built = _fill(model, document, tensors, json_path)
     built.peel_record = {key: document[key] for key in ("widths", "modules", "costs")}  # type: ignore[assignment]
     return built
+
+
+def _from_zoo(source: Mapping[str, Any], path: Path) -> nn.Module:
+    """Build a model by its name. A file names models and plain settings only: nothing that would import, open or fetch something."""
+    from . import zoo
+
+    spec = zoo.find(source["zoo"])
+    if spec.source == "user":
+        raise StoreError(f"{path}: {source['zoo']!r} is not a model of the zoo; a saved file does not run other code.")
+    arguments = source.get("arguments", {})
+    for name, value in arguments.items():
+        if not isinstance(value, bool | int | float | None) or "pretrained" in name or ("weights" in name and name != "init_weights"):
+            raise StoreError(f"{path}: the argument {name}={value!r} is not a plain setting; a saved file does not load other files.")
+    return zoo.create(source["zoo"], **arguments)
 
 
 def _fill(model: nn.Module, document: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> nn.Module:
@@ -127,10 +144,21 @@ def _check_attribute(module: nn.Module, name: str, attribute: str, value: Any, p
         return isinstance(item, int) and not isinstance(item, bool)
 
     old = vars(module).get(attribute)
-    scalar = whole(old) and whole(value)
+    scalar = whole(old) and whole(value) and value > 0
     listed = isinstance(old, list | tuple) and isinstance(value, list) and all(map(whole, (*old, *value))) and len(old) == len(value)
-    if not scalar and not listed:
+    is_stride = attribute in ("stride", "padding", "dilation", "kernel_size", "output_padding")
+    if not (scalar or listed) or is_stride:
         raise StoreError(f"{path}: {name}.{attribute} = {value!r} does not fit this model, whose value is {old!r}.")
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside what DataParallel, DistributedDataParallel and torch.compile put around it."""
+    if not isinstance(model, nn.Module):
+        raise StoreError(f"only a torch.nn.Module can be saved, not a {type(model).__name__}.")
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return _unwrapped(model.module)
+    inner = getattr(model, "_orig_mod", None)
+    return _unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -139,6 +167,8 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _paths(path: str | os.PathLike[str]) -> tuple[Path, Path]:
     given = Path(path)
+    if not given.name:
+        raise StoreError(f"{str(path)!r} names no file; give a path such as runs/slim.")
     base = given.with_suffix("") if given.suffix in (".json", ".safetensors") else given
     return base.with_name(base.name + ".safetensors"), base.with_name(base.name + ".json")
 
@@ -167,7 +197,7 @@ def _read_document(path: Path) -> dict[str, Any]:
     data = _read(path)
     try:
         document = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StoreError(f"{path} is damaged or is not a file of peel: {error}.") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise StoreError(f"{path} is not a model saved by peel.")

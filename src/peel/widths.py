@@ -27,7 +27,10 @@ class Widths(Mapping[str, int]):
     __slots__ = ("_channels",)
 
     def __init__(self, channels: Mapping[str, int] | Iterable[tuple[str, int]]) -> None:
-        items = dict(channels)
+        try:
+            items = dict(channels)
+        except (TypeError, ValueError) as error:
+            raise WidthsError(f"widths are a mapping from tie names to whole numbers, not {channels!r}.") from error
         for name, width in items.items():
             if isinstance(width, bool) or not _is_whole(width):
                 raise WidthsError(f"{name}: the width must be a whole number, not {width!r}.")
@@ -86,5 +89,5 @@ class Widths(Mapping[str, int]):
 def _is_whole(value: Any) -> bool:
     try:
         return bool(int(value) == value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False

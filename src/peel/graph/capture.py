@@ -34,6 +34,8 @@ class Capture:
     nodes: tuple[Node, ...]
     tensors: dict[str, str]
     """Placeholder name -> name of the parameter or buffer it stands for."""
+    inputs: frozenset[str]
+    """Placeholders that the caller's input enters by."""
     outputs: tuple[Node, ...]
     """The values that leave the model."""
 
@@ -137,7 +139,8 @@ def capture(model: nn.Module, example_input: Any, *, training: bool = False) -> 
     leaving = {spec.arg.name for spec in signature.output_specs if spec.kind == OutputKind.USER_OUTPUT}
     nodes = tuple(program.graph.nodes)
     outputs = tuple(node for node in nodes if node.name in leaving)
-    return Capture(nodes, tensors, outputs)
+    inputs = frozenset(spec.arg.name for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT)
+    return Capture(nodes, tensors, inputs, outputs)
 
 
 def _explain(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

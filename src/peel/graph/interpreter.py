@@ -59,6 +59,8 @@ class Findings:
     """Weights of norm layers, in order."""
     literals: list[tuple[str, int, Axis]] = field(default_factory=list)
     """(module, number, axis): lengths that an operator was called with, perhaps from an attribute of the module."""
+    mirrors: dict[str, dict[str, Axis]] = field(default_factory=dict)
+    """Module -> attribute of its kind of layer -> the axis it must agree with."""
     lists: list[tuple[str, tuple[int, ...], Value]] = field(default_factory=list)
     """(module, numbers, axes): whole lists of lengths, likewise."""
     unknown_operators: dict[str, str] = field(default_factory=dict)
@@ -124,7 +126,9 @@ class Interpreter:
                     self._values[node] = self.tensors[name]
                     self._tensor_of[node] = name
                 else:
-                    self._values[node] = self._constants(node, "it enters the model")
+                    self._values[node] = self._constants(
+                        node, "it enters the model" if node.name in capture.inputs else "a constant of the code"
+                    )
             else:
                 self._evaluate(node)
         for node in capture.outputs:
@@ -272,6 +276,10 @@ class Interpreter:
         source = node.args[place] if len(node.args) > place else None
         if isinstance(source, Node) and source in self._tensor_of:
             self.findings.scales[self._tensor_of[source]] = None
+
+    def mirror(self, node: Node, **axes: Axis) -> None:
+        """Attributes that layers of this kind have, with the axis each must agree with."""
+        self.findings.mirrors.setdefault(module_of(node), {}).update(axes)
 
     def literal(self, node: Node, number: int, axis: Axis) -> None:
         """The operator was called with this length for this axis."""

@@ -47,9 +47,15 @@ def slim(
         raise WidthsError(f'weights is "fresh" or "inherit", not {weights!r}.')
     if scores is not None and weights == "fresh":
         raise WidthsError('scores choose which channels to keep; fresh weights keep none. Use weights="inherit".')
+    if not isinstance(graph, ChannelGraph):
+        raise WidthsError(f"graph is a ChannelGraph from peel.trace, not a {type(graph).__name__}.")
     check_fits(model, graph)
     units = graph.units(widths)
-    fresh = weights == "fresh"
+    with torch.inference_mode(False):
+        return _slim(model, graph, units, weights == "fresh", scores)
+
+
+def _slim(model: nn.Module, graph: ChannelGraph, units: list[int], fresh: bool, scores: Mapping[str, Tensor] | None) -> nn.Module:
     kept = keep_best(model, graph, units, scores) if not fresh else None
     small = rebuild(model, graph, units, empty_as)
     drawn = initialise(small) if fresh or any(new > old for new, old in zip(units, graph.units(), strict=True)) else set()
@@ -120,6 +126,8 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def empty_as(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     new = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous():
+        new = new.to(memory_format=torch.channels_last)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(new, requires_grad=tensor.requires_grad)
     return new

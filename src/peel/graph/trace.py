@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from ..errors import TraceError
 from .attributes import Lengths, guessed_attributes, layer_attributes
-from .axes import Axis, Unit, expand, is_free, root
+from .axes import Axis, Unit, axis_size, expand, is_free, root
 from .capture import TORCH, Capture, as_args, capture, with_batch
 from .channel_graph import ChannelGraph
 from .interpreter import Interpreter, module_of
@@ -181,7 +181,7 @@ class _Prober:
         return replace(self.builder.build(self.shapes), attributes=self._attributes(self.builder))
 
     def _attributes(self, builder: Builder) -> dict[str, dict[str, Any]]:
-        tensors = self.interpreter.tensors
+        mirrors = self.interpreter.findings.mirrors
         lengths: dict[str, Lengths] = {}
         for module, number, axis in self.interpreter.findings.literals:
             form = builder.form(axis)
@@ -204,7 +204,8 @@ class _Prober:
                             forms.append(form)
         found: dict[str, dict[str, Any]] = {}
         for name, module in self.model.named_modules():
-            attributes = layer_attributes(name, module, lambda tensor, axis: builder.form(tensors[tensor][axis]))
+            known = {key: (axis_size(axis), builder.form(axis)) for key, axis in mirrors.get(name, {}).items()}
+            attributes: dict[str, Any] = dict(layer_attributes(module, known))
             for attribute, guesses in guessed_attributes(module, lengths.get(name, Lengths())).items():
                 if attribute in attributes or not guesses:
                     continue

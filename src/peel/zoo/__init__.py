@@ -65,6 +65,8 @@ def find(reference: str) -> ModelSpec:
     if not colon:
         source, name = "", reference
     elif source not in (CIFAR, TORCHVISION, TIMM):
+        if not source or not name:
+            raise ModelError(f"{reference!r} is not a reference; write package.module:callable or path/to/file.py:callable.")
         return ModelSpec("user", reference, (3, 224, 224))
     from .cifar import CIFAR_MODELS
 
@@ -75,7 +77,10 @@ def find(reference: str) -> ModelSpec:
     if source in ("", TIMM) and name.split(".")[0] in _timm_names():
         import timm
 
-        config = timm.get_pretrained_cfg(name, allow_unregistered=False)
+        try:
+            config = timm.get_pretrained_cfg(name, allow_unregistered=False)
+        except Exception as error:
+            raise ModelError(f"timm has no {name!r}: {error}") from error
         channels, height, width = config.input_size if config is not None else (3, 224, 224)
         return ModelSpec(TIMM, name, (channels, height, width))
     known = [model for group in names().values() for model in group]
@@ -99,7 +104,11 @@ def create(reference: str, *, num_classes: int | None = None, pretrained: bool =
         return _call(reference, arguments)
     if num_classes is not None:
         arguments["num_classes"] = num_classes
-    model = _build(spec, pretrained, arguments)
+    try:
+        model = _build(spec, pretrained, arguments)
+    except (TypeError, ValueError, RuntimeError, AssertionError, ZeroDivisionError) as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        raise ModelError(f"{reference} cannot be built with {given or 'its defaults'}: {error}") from error
     model.peel_source = {"zoo": spec.reference, "arguments": arguments}  # type: ignore[assignment]
     return model
 
@@ -135,7 +144,11 @@ def _call(reference: str, arguments: dict[str, Any]) -> nn.Module:
             hint = did_you_mean(part, [item for item in dir(target) if not item.startswith("_")])
             raise ModelError(f"{place} has no {name!r}.{hint}")
         target = getattr(target, part)
-    model = target if isinstance(target, nn.Module) else target(**arguments) if callable(target) else target
+    try:
+        model = target if isinstance(target, nn.Module) else target(**arguments) if callable(target) else target
+    except Exception as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        raise ModelError(f"{reference}: calling it with ({given}) raised {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"{reference} gave a {type(model).__name__}, not a torch.nn.Module.")
     return model
@@ -149,7 +162,10 @@ def _load_file(path: Path) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ModelError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
 
 
@@ -159,8 +175,10 @@ def _load_module(name: str, reference: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name and not name.startswith(error.name):
-            raise
-        raise ModelError(
-            f"{reference}: there is no module {name!r}; it is looked for in this folder and among installed packages."
-        ) from error
+        if error.name and name.startswith(error.name):
+            raise ModelError(
+                f"{reference}: there is no module {name!r}; it is looked for in this folder and among installed packages."
+            ) from error
+        raise ModelError(f"{reference} cannot be imported: {error}") from error
+    except Exception as error:
+        raise ModelError(f"{reference} cannot be imported: {type(error).__name__}: {error}") from error

@@ -68,6 +68,9 @@ def _conv(
         solver.unify(bias[0], outputs, cause)
     result = (*value[: -rank - 1], outputs, *_spatial(interpreter, node, value, rank))
     interpreter.produce(node, outputs)
+    interpreter.mirror(node, in_channels=channels, out_channels=outputs)
+    if 1 < groups == axis_size(channels):
+        interpreter.mirror(node, groups=channels)
     interpreter.charge(node, (*weight, *result[: -rank - 1], *result[-rank:]))
     return result
 
@@ -102,6 +105,9 @@ def _conv_transpose(
     if bias is not None:
         solver.unify(bias[0], outputs, cause)
     interpreter.produce(node, outputs)
+    interpreter.mirror(node, in_channels=weight[0], out_channels=outputs)
+    if 1 < groups == axis_size(weight[0]):
+        interpreter.mirror(node, groups=weight[0])
     interpreter.charge(node, (*weight, *value[: -rank - 1], *value[-rank:]))
     return (*value[: -rank - 1], outputs, *_spatial(interpreter, node, value, rank))
 
@@ -113,6 +119,7 @@ def _linear(interpreter: Interpreter, node: Node, value: Value, weight: Value, b
     if bias is not None:
         interpreter.solver.unify(bias[0], weight[0], cause)
     interpreter.produce(node, weight[0])
+    interpreter.mirror(node, in_features=value[-1], out_features=weight[0])
     interpreter.charge(node, (*weight, *value[:-1]))
     return (*value[:-1], weight[0])
 

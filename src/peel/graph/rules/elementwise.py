@@ -189,6 +189,7 @@ def _is_value(arg: tuple[Any, ...]) -> bool:
 def _prelu(interpreter: Interpreter, node: Node, value: Value, weight: Value) -> Value:
     if axis_size(weight[0]) > 1:
         interpreter.solver.unify(value[1], weight[0], interpreter.describe(node))
+        interpreter.mirror(node, num_parameters=weight[0])
     return value
 
 

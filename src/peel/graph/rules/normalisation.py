@@ -28,6 +28,7 @@ def _batch_norm(
     *rest: Any,
 ) -> Value:
     _per_channel(interpreter, node, value[1], weight, bias, mean, variance)
+    interpreter.mirror(node, num_features=value[1])
     interpreter.scale(node, 1)
     if training:
         # Weight standardisation: batch norm over the inputs of each filter.
@@ -47,6 +48,7 @@ def _instance_norm(
     *rest: Any,
 ) -> Value:
     _per_channel(interpreter, node, value[1], weight, bias, mean, variance)
+    interpreter.mirror(node, num_features=value[1])
     interpreter.scale(node, 1)
     for axis in value[2:]:
         interpreter.solver.blur(axis, f"{interpreter.describe(node)} takes statistics over it")
@@ -85,6 +87,7 @@ def _group_norm(
 ) -> Value:
     cause = interpreter.describe(node)
     _per_channel(interpreter, node, value[1], weight, bias)
+    interpreter.mirror(node, num_channels=value[1])
     interpreter.scale(node, 2)
     if groups > 1:
         rows = interpreter.solver.cut(value[1], [axis_size(value[1]) // groups] * groups, cause)

@@ -120,25 +120,26 @@ def _replace(value: Value, dim: int, axis: Axis) -> Value:
     return tuple(axes)
 
 
-def _pieces(interpreter: Interpreter, node: Node, value: Value, dim: int, lengths: list[int], equal: bool) -> tuple[Value, ...]:
+def _pieces(interpreter: Interpreter, node: Node, value: Value, dim: int, lengths: list[int]) -> tuple[Value, ...]:
+    """Pieces of the same length stay equal: code that splits into `(c, c)` has one number for both."""
     cause = interpreter.describe(node)
     pieces = interpreter.solver.cut(value[dim], lengths, cause)
-    if equal:
-        for piece, length in zip(pieces[1:], lengths[1:], strict=True):
-            if length == lengths[0]:
-                interpreter.solver.same_size(pieces[0], piece, cause)
+    first: dict[int, Axis] = {}
+    for piece, length in zip(pieces, lengths, strict=True):
+        if first.setdefault(length, piece) is not piece:
+            interpreter.solver.same_size(first[length], piece, cause)
     interpreter.literals(node, lengths, tuple(pieces))
     return tuple(_replace(value, dim, piece) for piece in pieces)
 
 
 def _split(interpreter: Interpreter, node: Node, value: Value, size: Any, dim: int = 0) -> tuple[Value, ...]:
     if isinstance(size, list | tuple):
-        return _pieces(interpreter, node, value, dim, list(size), equal=False)
+        return _pieces(interpreter, node, value, dim, list(size))
     total = axis_size(value[dim])
     lengths = [min(size, total - start) for start in range(0, total, size)]
     if lengths[-1] != lengths[0]:
         interpreter.solver.fix(value[dim], f"{interpreter.describe(node)} leaves a last piece of another size")
-    return _pieces(interpreter, node, value, dim, lengths, equal=True)
+    return _pieces(interpreter, node, value, dim, lengths)
 
 
 def _chunk(interpreter: Interpreter, node: Node, value: Value, chunks: int, dim: int = 0) -> tuple[Value, ...]:
@@ -274,6 +275,7 @@ def _create(interpreter: Interpreter, node: Node, *args: Any, **options: Any) ->
 
 def _embedding(interpreter: Interpreter, node: Node, weight: Value, indices: Value, *rest: Any) -> Value:
     interpreter.solver.fix(weight[0], "number of embeddings")
+    interpreter.mirror(node, embedding_dim=weight[1])
     return (*indices, weight[1])
 
 
