@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -416,8 +418,163 @@ class AuxiliaryHead(Net):
         return self.head(x)
 
 
+class SlicesThatFit(Net):
+    """Two hard-coded slices that always fit together: the code runs at any width, but the first stays at four."""
+
+    expected = {"free": (6, 1), "rigid[4:16]": (12, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.free, self.rigid, self.fc = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 16, 1), nn.Linear(16, 5)
+
+    def forward(self, x):
+        x = self.rigid(F.relu(self.free(x)))
+        return self.head(torch.cat([F.relu(x[:, :4]), x[:, 4:]], 1))
+
+
+class SliceIntoMean(Net):
+    """A hard-coded slice that ends in a reduction: no length downstream depends on it."""
+
+    expected = {"rigid[6:16]": (10, 1), "conv": (4, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.rigid, self.conv, self.fc = nn.Conv2d(3, 16, 1), nn.Conv2d(1, 4, 1), nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.head(self.conv(self.rigid(x)[:, :6].mean(1, keepdim=True)))
+
+
+class InnerAxis(Net):
+    """A view whose second part is the constant one."""
+
+    expected = {}
+
+    def __init__(self):
+        super().__init__()
+        self.rigid, self.fc = nn.Conv2d(3, 16, 1), nn.Linear(16, 5)
+
+    def forward(self, x):
+        x = self.rigid(x)
+        n, c, h, w = x.shape
+        return self.head(x.view(n, -1, 4, h, w).softmax(1).reshape(n, c, h, w))
+
+
+class UnevenChunks(Net):
+    expected = {}
+
+    def __init__(self):
+        super().__init__()
+        self.rigid, self.fc = nn.Conv2d(3, 16, 1), nn.Linear(16, 5)
+
+    def forward(self, x):
+        a, b, c = self.rigid(x).chunk(3, 1)
+        return self.head(torch.cat([F.relu(a), b, torch.sigmoid(c)], 1))
+
+
+class NumbersThatAreNoWidths(Net):
+    """Attributes that happen to equal a width: a temperature, a size."""
+
+    expected = {"conv": (16, 1), "features": (8, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.temperature, self.image_size, self.out_dim = 16, 8, 16
+        self.conv, self.features, self.fc = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 8, 1), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.head(self.features(torch.tanh(self.conv(x) / self.temperature))) * self.image_size
+
+
+class GainConv(nn.Conv2d):
+    """A layer of torch with a parameter of its own."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.gain = nn.Parameter(torch.ones(self.out_channels, 1, 1))
+
+    def forward(self, x):
+        return super().forward(x) * self.gain
+
+
+class Subclassed(Net):
+    expected = {"conv": (8, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = GainConv(3, 8, 3), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.head(F.relu(self.conv(x)))
+
+
+class Parametrised(Net):
+    """Weight norm in both of its forms: the weight is computed from parameters."""
+
+    expected = {"new": (8, 1), "old": (6, 1)}
+    exact = False
+
+    def __init__(self):
+        super().__init__()
+        self.new = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 8, 3))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.old = nn.utils.weight_norm(nn.Conv2d(8, 6, 3))
+        self.fc = nn.Linear(6, 5)
+
+    def forward(self, x):
+        return self.head(self.old(F.relu(self.new(x))))
+
+
+class MapNorm(Net):
+    """A layer norm over whole maps."""
+
+    expected = {"conv": (6, 1)}
+    exact = False
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.fc = nn.Conv2d(3, 6, 3, padding=1), nn.LayerNorm([6, 8, 8]), nn.Linear(6, 5)
+
+    def forward(self, x):
+        return self.head(self.norm(self.conv(x)))
+
+
+class CrossStage(Net):
+    """A C2f block as YOLO has it: split into equal parts, each further part from the last."""
+
+    expected = {"cv1": (12, 2), "m1": (6, 1), "cv2": (8, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.c = 6
+        self.cv1, self.m1, self.m2, self.cv2 = nn.Conv2d(3, 12, 1), nn.Conv2d(6, 6, 3, padding=1), nn.Conv2d(6, 6, 1), nn.Conv2d(18, 8, 1)
+        self.fc = nn.Linear(8, 5)
+
+    def forward(self, x):
+        parts = list(self.cv1(x).split((self.c, self.c), 1))
+        parts.append(parts[-1] + self.m2(F.relu(self.m1(parts[-1]))))
+        return self.head(self.cv2(torch.cat(parts, 1)))
+
+
+class Positions(Net):
+    """Channels weighed by their place: their number is free, cutting is not zeroing."""
+
+    expected = {"conv": (8, 1)}
+    exact = False
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 8, 1), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.conv(x)
+        return self.head(x * torch.arange(x.shape[1], device=x.device, dtype=x.dtype).view(1, -1, 1, 1))
+
+
 NETS: list[type[Net]] = [
     Chain, Residual, Depthwise, Grouped, Dense, Flattened, Split, SplitByAttribute, Shuffled, ChannelsLast, GroupNormed, Shared,
     Standardised, PaddedShortcut, Decoder, Volume, Signal, SelectiveKernel, Gated, PixelShuffled, Efficient, HardCoded,
-    UnknownOperator, Attention, NeedsData, AuxiliaryHead,
+    UnknownOperator, Attention, NeedsData, AuxiliaryHead, SlicesThatFit, SliceIntoMean, InnerAxis, UnevenChunks, NumbersThatAreNoWidths,
+    Subclassed, Parametrised, MapNorm, CrossStage, Positions,
 ]  # fmt: skip

@@ -81,6 +81,13 @@ def test_uniform_is_uniform(name: str, share: float) -> None:
     assert max(factors) - min(factors) < 0.06
 
 
+@given(st.sampled_from(["cifar_resnet20", "cifar_resnet56"]), st.floats(0.02, 1.0))
+def test_small_networks_come_within_a_thousandth_too(name: str, share: float) -> None:
+    _, graph = traced_zoo(name)
+    budget = int(graph.macs() * share)
+    assert 0.999 * budget <= graph.macs(peel.uniform(graph, budget)) <= budget
+
+
 def test_memory_is_a_resource_too() -> None:
     _, graph = traced_zoo("resnet18")
     widths = peel.uniform(graph, "60%", resource="memory")

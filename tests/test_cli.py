@@ -25,6 +25,9 @@ class Small(nn.Module):
 
 def number():
     return 3
+
+def fails():
+    raise OSError("no such weights")
 """
 
 
@@ -75,6 +78,12 @@ def test_the_users_own_models_by_file_and_by_module(
         (["inspect", "no_such_package:model"], "no module 'no_such_package'"),
         (["inspect", "own_models.py:Smal"], "Did you mean Small"),
         (["inspect", "own_models.py:number"], "gave a int, not a torch.nn.Module"),
+        (["inspect", "own_models.py:fails"], "raised OSError: no such weights"),
+        (["inspect", "own_models.py:fails", "--num-classes", "3"], "num_classes=3"),
+        (["inspect", "broken.py:model"], "SyntaxError"),
+        (["inspect", "resnet18", "--num-classes", "-1"], "num_classes=-1"),
+        (["inspect", "timm:resnet50.bogus_tag"], "bogus_tag"),
+        (["inspect", ":x"], "not a reference"),
         (["inspct", "resnet18"], "inspect"),
         (["inspect"], "MODEL"),
     ],
@@ -83,6 +92,7 @@ def test_wrong_input_is_explained(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "own_models.py").write_text(OWN)
+    (tmp_path / "broken.py").write_text("def model(:")
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     captured = capsys.readouterr()

@@ -127,6 +127,14 @@ def rewrite(path: Path, **changes: object) -> None:
         ({"modules": {"conv1": {"out_channels": "os.system"}}}, "does not fit"),
         ({"modules": {"nowhere": {"out_channels": 3}}}, "no module nowhere"),
         ({"format": "other"}, "not a model saved by peel"),
+        ({"model": {"zoo": "canary.py:run", "arguments": {}}}, "does not run other code"),
+        ({"model": {"zoo": "timm:resnet18", "arguments": {"checkpoint_path": "x.pt"}}}, "does not load other files"),
+        ({"model": {"zoo": "timm:resnet18", "arguments": {"pretrained": True}}}, "does not load other files"),
+        ({"modules": {"conv1": {"stride": [7, 7]}}}, "does not fit"),
+        ({"modules": {"conv1": {"out_channels": -4}}}, "does not fit"),
+        ({"weights": "slim.safetensors"}, "malformed"),
+        ({"modules": []}, "malformed"),
+        ({"model": "resnet18"}, "malformed"),
         ({"version": 99}, "version 99"),
         ({"model": {"zoo": "cifar:cifar_resnet56", "arguments": {}}}, "does not fit this model"),
         ({"model": {"zoo": "cifar:nothing", "arguments": {}}}, "no model is called"),
@@ -136,6 +144,23 @@ def test_a_file_cannot_put_anything_but_widths_into_a_model(saved: Path, changes
     rewrite(saved / "slim.json", **changes)
     with pytest.raises(peel.PeelError, match=message):
         peel.load(saved / "slim")
+
+
+def test_code_named_in_a_file_never_runs(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (saved / "canary.py").write_text("import pathlib; pathlib.Path('ran').touch()\ndef run(): ...")
+    monkeypatch.chdir(saved)
+    rewrite(saved / "slim.json", model={"zoo": "canary.py:run", "arguments": {}})
+    with pytest.raises(peel.StoreError):
+        peel.load(saved / "slim")
+    assert not (saved / "ran").exists()
+
+
+def test_wrappers_are_taken_off_before_saving(tmp_path: Path) -> None:
+    small = slimmed()
+    x = torch.randn(1, 3, 32, 32)
+    for wrapped in (nn.DataParallel(small), torch.compile(small)):
+        peel.save(wrapped, tmp_path / "slim")
+        assert torch.equal(peel.load(tmp_path / "slim").eval()(x), small(x))
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

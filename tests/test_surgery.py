@@ -11,7 +11,7 @@ from torch import nn
 
 import peel
 from conftest import traced_net, traced_zoo
-from nets import NETS, Chain, Depthwise, Grouped, Net, Residual, SplitByAttribute
+from nets import NETS, Chain, Depthwise, Grouped, Net, NumbersThatAreNoWidths, Residual, SplitByAttribute
 
 
 @pytest.mark.parametrize("kind", NETS, ids=lambda kind: kind.__name__)
@@ -35,6 +35,7 @@ def test_smaller_and_larger_networks_train(kind: type[Net], factor: float) -> No
         )
         loss.backward()
         assert all(parameter.grad is not None for parameter in small.parameters())
+        assert torch.isfinite(loss)
         assert type(small) is kind
 
 
@@ -62,6 +63,24 @@ def test_attributes_agree_with_the_weights_afterwards() -> None:
     net, graph = traced_net(SplitByAttribute)
     small = peel.slim(net, {"conv[0:4]": 3, "conv[4:12]": 5}, graph=graph)
     assert (small.sizes, small.first) == ([3, 5], 3)
+
+
+def test_numbers_that_are_no_widths_stay() -> None:
+    net, graph = traced_net(NumbersThatAreNoWidths)
+    small = peel.slim(net, {"conv": 4, "features": 3}, graph=graph)
+    assert (small.temperature, small.image_size) == (16, 8)
+
+
+@pytest.mark.parametrize("name", ["nf_regnet_b0", "convnext_atto"])
+@pytest.mark.parametrize(("weights", "factor"), [("fresh", 0.5), ("inherit", 1.25)])
+def test_no_tensor_is_left_as_memory_was_found(name: str, weights: str, factor: float) -> None:
+    model, graph = traced_zoo(name, 64)
+    widths = {tie: max(1, round(width * factor / graph.steps[tie])) * graph.steps[tie] for tie, width in graph.widths.items()}
+    small = peel.slim(model, widths, graph=graph, weights=weights)
+    for parameter in (*small.parameters(), *small.buffers()):
+        assert torch.isfinite(parameter).all()
+        assert parameter.abs().max() < 1e3
+    assert torch.isfinite(small(torch.randn(1, 3, 64, 64))).all()
 
 
 def test_inherit_keeps_the_channels_with_the_largest_norm_scales() -> None:

@@ -61,9 +61,30 @@ def test_an_operator_without_a_rule_fixes_what_reaches_it_and_is_named() -> None
     assert list(graph.unknown_operators) == ["aten::cumsum"]
 
 
-def test_a_rule_of_the_users_own_frees_the_channels() -> None:
-    graph = peel.trace(UnknownOperator(), torch.randn(1, 3, 8, 8), rules={"aten::cumsum": lambda interpreter, node, value, dim: value})
+def test_a_rule_of_the_users_own_frees_the_channels_and_a_wrong_one_is_found_out() -> None:
+    def honest(interpreter, node, value, dim):
+        interpreter.solver.blur(value[dim], "a running sum")
+        return value
+
+    net, x = UnknownOperator(), torch.randn(1, 3, 8, 8)
+    graph = peel.trace(net, x, rules={"aten::cumsum": honest})
     assert graph.widths["rigid"] == 8
+    assert peel.verify(net, x, graph=graph).passed
+    graph = peel.trace(net, x, rules={"aten::cumsum": lambda interpreter, node, value, dim: value})
+    verification = peel.verify(net, x, graph=graph)
+    assert not verification.passed
+    assert "wrong by themselves: rigid" in str(verification)
+
+
+def test_every_rule_is_for_an_operator_that_exists() -> None:
+    from peel.graph.rules import RULES
+
+    assert [name for name in RULES if not hasattr(torch.ops.aten, name.removeprefix("aten::"))] == []
+
+
+def test_nothing_checked_is_nothing_proved() -> None:
+    net, graph = traced_net(Chain)
+    assert not peel.verify(net, torch.randn(1, 3, 8, 8), graph=graph, seconds=0).passed
 
 
 def test_names_are_the_same_on_every_run() -> None:

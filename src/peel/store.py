@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from .errors import StoreError
 from .graph.attributes import set_attributes
+from .graph.capture import computed_tensors
 from .version import __version__
 
 __all__ = ["load", "save"]
@@ -121,7 +122,7 @@ def _fill(model: nn.Module, document: Mapping[str, Any], tensors: Mapping[str, T
             raise StoreError(f"{path} does not fit this model: the model has no {name}.")
         if list(tensor.shape) != document["shapes"].get(name) or tensor.ndim != expected[name].ndim:
             raise StoreError(f"{path}: {name} has shape {tuple(tensor.shape)}, which is not what the file says or the model expects.")
-    replaced: dict[int, Any] = {}
+    replaced: dict[int, Any] = dict(computed_tensors(model))
     for name, old in expected.items():
         new = tensors[name].to(old.device)
         replaced[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new

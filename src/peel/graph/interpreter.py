@@ -7,6 +7,7 @@ so a second capture (in training mode, for heads that only exist there) adds to 
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,6 +66,10 @@ class Findings:
     """(module, numbers, axes): whole lists of lengths, likewise."""
     unknown_operators: dict[str, str] = field(default_factory=dict)
     """Operator without a rule -> the first place it was met."""
+
+
+#: How a layer names its weight, or the parameters that its weight is computed from.
+_WEIGHT_SUFFIX = re.compile(r"\.(weight(_[vg]|_orig)?|parametrizations\.weight\.original\d*)$")
 
 
 def module_of(node: Node) -> str:
@@ -246,7 +251,7 @@ class Interpreter:
         weight = node.args[place] if len(node.args) > place else None
         while isinstance(weight, Node):
             if weight in self._tensor_of:
-                return self._tensor_of[weight].removesuffix(".weight")
+                return _WEIGHT_SUFFIX.sub("", self._tensor_of[weight])
             weight = next(iter(weight.all_input_nodes), None) if weight.op == "call_function" else None
         return module_of(node) or node.name
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .capture import untouched, with_batch
+from .capture import computed_tensors, untouched, with_batch
 from .channel_graph import ChannelGraph
 from .count import count_macs
 from .probe import output_shapes
@@ -107,7 +107,7 @@ class _Workbench:
 
     def __init__(self, model: nn.Module, graph: ChannelGraph, example_input: Any) -> None:
         self.graph = graph
-        self.model = _randomised(copy.deepcopy(model).double().eval())
+        self.model = _randomised(copy.deepcopy(model, computed_tensors(model)).double().eval())
         self.tolerance = TOLERANCE
         self.one_sample = tree_map(_double, with_batch(example_input, 1))
         self.args, self.kwargs = tree_map(_double, with_batch(example_input, 2))

@@ -76,7 +76,6 @@ _UNARY = [
     "sin",
     "softplus",
     "softshrink",
-    "softsign",
     "sqrt",
     "square",
     "tanh",

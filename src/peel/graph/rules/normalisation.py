@@ -100,7 +100,18 @@ def _group_norm(
     return value
 
 
+def _weight_norm(interpreter: Interpreter, node: Node, direction: Value, magnitude: Value, dim: int = 0) -> Value:
+    """A weight as direction times magnitude: the norm runs over every axis but one."""
+    for place, (axis, own) in enumerate(zip(direction, magnitude, strict=True)):
+        if axis_size(own) > 1:
+            interpreter.solver.unify(axis, own, interpreter.describe(node))
+        if place != dim % len(direction):
+            interpreter.solver.blur(axis, f"{interpreter.describe(node)} takes a norm over it")
+    return direction
+
+
 RULES: dict[str, Rule] = {
+    "aten::_weight_norm": _weight_norm,
     "aten::batch_norm": _batch_norm,
     "aten::instance_norm": _instance_norm,
     "aten::layer_norm": _layer_norm,
