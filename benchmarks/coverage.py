@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -206,7 +207,7 @@ def run_all(names: list[str], tools: list[str], results: Path, jobs: int) -> Non
     results.parent.mkdir(parents=True, exist_ok=True)
     pending = [(tool, name) for tool in tools for name in names if (tool, name) not in done]
     with ThreadPoolExecutor(jobs) as pool:
-        rows = [pool.submit(run_process, tool, name) for tool, name in pending]
+        rows = [pool.submit(run_process, tool, name, max(1, (os.cpu_count() or 1) // jobs)) for tool, name in pending]
         for i, row in enumerate((future.result() for future in as_completed(rows)), start=1):
             with results.open("a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -214,12 +215,13 @@ def run_all(names: list[str], tools: list[str], results: Path, jobs: int) -> Non
             print(f"[{i}/{len(pending)}] {row['tool']:14}{row['name']:32}{row['total_s']:7.1f} s  {verdict}", flush=True)
 
 
-def run_process(tool: str, name: str) -> dict[str, Any]:
+def run_process(tool: str, name: str, threads: int) -> dict[str, Any]:
     """One check in a process of its own, within its limits."""
     began = time.perf_counter()
     command = [sys.executable, __file__, "--one", tool, name]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_S[tool])
+        output = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_S[tool], env=environment)
         line = next((line for line in output.stdout.splitlines() if line.startswith("RESULT ")), None)
         result = json.loads(line[7:]) if line else {"ok": False, "problem": f"the process ended with {output.returncode}"}
     except subprocess.TimeoutExpired:
