@@ -409,7 +409,6 @@ class AxisSolver:
         """One row of an axis seen as a matrix; all rows keep the same length."""
         one_atom = len(axis) == 1
         pieces = [expand(piece) for piece in self.cut(axis, [length] * rows, cause)]
-        pieces = [expand(piece) for piece in pieces]
         if all(piece == pieces[0] for piece in pieces):
             return pieces[0]
         if one_atom:
