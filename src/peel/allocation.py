@@ -91,12 +91,16 @@ def round_to_budget(
     resource: str = "macs",
     divisor: int = 1,
     at_least: Mapping[str, int] | None = None,
+    hold: Iterable[str] = (),
     cap: float | None = None,
 ) -> Widths:
-    """Whole widths near the ideal ones: none below `at_least`, together never above the budget, and close to it."""
+    """Whole widths near the ideal ones: none below `at_least`, together never above the budget, and close to it.
+
+    Ties in `hold` keep their width: the one in `at_least`, or the original one.
+    """
     cost = cost_of(graph, resource)
     target = resolve_budget(graph, budget, resource)
-    ladder = _Ladder(graph, divisor, (), cap, at_least)
+    ladder = _Ladder(graph, divisor, hold, cap, at_least)
     _check_reachable(ladder, cost, target, resource)
     units = [ideal[name] / step for name, step in graph.steps.items()]
     return _widths(graph, _exchange(ladder, ladder.clamp(units), cost, target))
@@ -134,7 +138,7 @@ class _Ladder:
                 bottom = max(bottom, -(-floor_units[i] // quantum) * quantum)
             if name in held or top < bottom:
                 # Too narrow for the divisor, or to be held: the original width is the only one.
-                bottom = top = units if floor_units is None or name in held else floor_units[i]
+                bottom = top = units if floor_units is None else floor_units[i]
             self.quantum.append(quantum)
             self.bottom.append(bottom)
             self.top.append(top)

@@ -5,7 +5,11 @@
     ├── WidthsError   unknown ties, impossible widths, a fixed tie changed
     ├── BudgetError   a budget that cannot be read or cannot be reached
     ├── ModelError    a model name or reference that leads nowhere
-    └── StoreError    a saved file that is missing, damaged, unsafe or does not fit
+    ├── StoreError    a saved file that is missing, damaged, unsafe or does not fit
+    ├── ConfigError   a setting that does not exist or cannot have that value
+    ├── DataError     images or labels that are missing, unreadable or do not fit the model
+    ├── RunError      a run folder that cannot be used
+    └── DivergedError training that produced numbers that are not finite
 
 A message names the thing, the value and the way out.
 """
@@ -15,8 +19,12 @@ from difflib import get_close_matches
 
 __all__ = [
     "BudgetError",
+    "ConfigError",
+    "DataError",
+    "DivergedError",
     "ModelError",
     "PeelError",
+    "RunError",
     "StoreError",
     "TraceError",
     "WidthsError",
@@ -46,6 +54,22 @@ class ModelError(PeelError):
 
 class StoreError(PeelError):
     """The saved file is missing, damaged, unsafe or does not fit."""
+
+
+class ConfigError(PeelError):
+    """The setting does not exist or cannot have that value."""
+
+
+class DataError(PeelError):
+    """The images or labels are missing, unreadable or do not fit the model."""
+
+
+class RunError(PeelError):
+    """The run folder cannot be used."""
+
+
+class DivergedError(PeelError):
+    """Training produced numbers that are not finite."""
 
 
 def did_you_mean(name: str, known: Iterable[str], limit: int = 3) -> str:

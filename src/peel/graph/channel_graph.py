@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -162,6 +163,21 @@ class ChannelGraph:
         checked = self.check(widths)
         return [checked[name] // step for name, step in self.steps.items()]
 
+    def at(self, widths: Mapping[str, int]) -> ChannelGraph:
+        """The graph of the network that `peel.slim` builds at these widths: what tracing it anew would give."""
+        checked = self.check(widths)
+        units = self.units(checked)
+
+        def resized(runs: tuple[Run, ...]) -> tuple[Run, ...]:
+            return tuple(run if run.tie < 0 else run._replace(size=units[run.tie]) for run in runs)
+
+        layouts = {name: tuple(resized(runs) for runs in layout) for name, layout in self.layouts.items()}
+        ties = dict(self.ties)
+        for index, (name, width) in enumerate(checked.items()):
+            members = tuple(_moved(member, layouts[member.tensor][member.axis], index) for member in ties[name].members)
+            ties[name] = replace(ties[name], width=width, members=members)
+        return replace(self, ties=ties, layouts=layouts)
+
     # Costs
 
     @cached_property
@@ -269,3 +285,9 @@ class ChannelGraph:
         order = {name: i for i, name in enumerate(self.widths)}
         chosen = {name: tuple(sorted(ties, key=order.__getitem__)) for name, ties in chosen.items()}
         return replace(self, groups=chosen)
+
+
+def _moved(member: Member, runs: tuple[Run, ...], tie: int) -> Member:
+    """The member where the runs of its tie now lie."""
+    before = itertools.takewhile(lambda run: run.tie != tie, runs)
+    return replace(member, offset=sum(run.length for run in before), size=sum(run.length for run in runs if run.tie == tie))
