@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 import peel
 from conftest import traced_net, traced_zoo
 from nets import Chain, Grouped
-from peel.allocation import RESOURCES, cost_of, round_to_budget
+from peel.allocation import cost_of, round_to_budget
+from peel.budget import RESOURCES
 
 
 @pytest.mark.parametrize(

@@ -9,24 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import floor, lcm
 
-from .budget import Budget, format_count, parse_budget
+from .budget import RESOURCES, Budget, format_count, parse_budget
 from .errors import BudgetError, did_you_mean
 from .graph import ChannelGraph
 from .widths import Widths
 
-__all__ = ["RESOURCES", "cost_of", "resolve_budget", "round_to_budget", "uniform"]
+__all__ = ["cost_of", "resolve_budget", "round_to_budget", "uniform"]
 
 #: The part of the budget that may be left over where smaller steps could use it.
 GAP = 1e-3
 
 Cost = Callable[[Sequence[float]], float]
 """Units of the ties -> cost. Exact on whole units, continuous between them."""
-
-RESOURCES: dict[str, str] = {
-    "macs": "multiply-adds of one sample",
-    "params": "number of parameters",
-    "memory": "bytes of activations at the peak of a forward pass (an estimate)",
-}
 
 
 def cost_of(graph: ChannelGraph, resource: str) -> Cost:

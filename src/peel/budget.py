@@ -7,9 +7,15 @@ import re
 
 from .errors import BudgetError
 
-__all__ = ["Budget", "format_count", "parse_budget"]
+__all__ = ["RESOURCES", "Budget", "format_count", "parse_budget"]
 
 Budget = str | int | float
+
+RESOURCES: dict[str, str] = {
+    "macs": "multiply-adds of one sample",
+    "params": "number of parameters",
+    "memory": "bytes of activations at the peak of a forward pass (an estimate)",
+}
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 _NUMBER = re.compile(r"((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*)(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|\.[0-9]+)\s*(%|[kmgbt]?)", re.IGNORECASE)

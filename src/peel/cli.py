@@ -5,13 +5,19 @@ Nothing heavy is imported before a command runs: `peel --help` answers at once.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import shlex
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Parameter
 
-from .errors import PeelError
+from .errors import DivergedError, PeelError
+from .settings import Method
+from .train.recipe import Recipe
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -20,7 +26,15 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 #: Exit codes, documented in the README.
-OK, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, WRONG_INPUT, DIVERGED, INTERRUPTED = 0, 1, 2, 4, 130
+
+#: The arguments of this call, for the record of a run.
+_arguments: list[str] = []
+
+#: A recipe of which any field may be left as it is.
+RecipeChanges: Any = dataclasses.make_dataclass(
+    "RecipeChanges", [(name, kind | None, None) for name, kind in get_type_hints(Recipe).items()], frozen=True
+)
 
 app = App(
     name="peel",
@@ -96,6 +110,128 @@ def inspect(
     return OK if verification.passed else FAILED
 
 
+@app.command
+def run(
+    model: str = "cifar_resnet20",
+    /,
+    *,
+    data: str = "digits",
+    method: Annotated[Method | None, Parameter(name="*")] = None,
+    recipe: str = "auto",
+    train: RecipeChanges = RecipeChanges(),  # noqa: B008
+    search: RecipeChanges = RecipeChanges(),  # noqa: B008
+    teacher: str = "train",
+    steps: str | None = None,
+    plan: Path | None = None,
+    groups: Path | None = None,
+    output: Path | None = None,
+    seed: int = 0,
+    image_size: int | None = None,
+    data_root: Path | None = None,
+    skip_bad: bool = False,
+    device: str = "auto",
+    workers: int | None = None,
+    deterministic: bool = False,
+    dry_run: bool = False,
+    json: bool = False,
+    quiet: bool = False,
+) -> int:
+    """The five steps, from a model, a budget and data to a trained slim network. The same command goes on where it was stopped.
+
+    Parameters
+    ----------
+    model
+        Name or reference of the model.
+    data
+        digits, cifar10, cifar100, fashion-mnist, or a folder with train/ and val/ (or test/).
+    recipe
+        How networks are trained: auto, or a named recipe such as imagenet-resnet, imagenet-mobilenet, cifar, digits.
+    train
+        Changes to the recipe for every training.
+    search
+        Changes to the recipe of the backbone.
+    teacher
+        train (the original, first), pretrained, or a path: what is kept there is used; where nothing is yet, the original is trained there.
+    steps
+        Which of original,backbone,plan,uniform,peel to do; all by default.
+    plan
+        Train the widths of this plan.json (or of a JSON object: tie name to channels) instead of searching.
+    groups
+        A JSON file with groups of your own: group name to list of tie names.
+    output
+        The run folder. Default: a folder in runs/ named after the settings.
+    seed
+        Seed of everything that is random.
+    image_size
+        Side of the images in pixels; by default their own, and 224 for folders of large ones.
+    data_root
+        Where torchvision keeps the data sets it downloads.
+    skip_bad
+        Leave out images that cannot be read instead of stopping.
+    device
+        auto, cpu, cuda, cuda:1, ...
+    workers
+        Processes that decode images from folders.
+    deterministic
+        The same bits in every run, on a GPU too; slower there.
+    dry_run
+        Show the plan with neutral importance and the estimated time; train nothing.
+    json
+        Print the result as JSON.
+    quiet
+        Print nothing but the result.
+    """
+    from .outcome import draw_estimate, draw_outcome, read_groups, run_folder
+    from .progress import RunProgress
+    from .run import Silent, prune
+
+    console, notes = _console(), _console(stderr=True)
+    chosen = {name: value for name, value in vars(method or Method()).items() if value != getattr(Method(), name)}
+    arguments: dict[str, Any] = {
+        "budget": (method or Method()).budget,
+        "recipe": recipe,
+        "train": _changes(train),
+        "search": _changes(search),
+        "teacher": teacher,
+        "steps": steps.replace(" ", "").split(",") if steps is not None else None,
+        "plan": plan,
+        "groups": read_groups(groups) if groups is not None else None,
+        "seed": seed,
+        "image_size": image_size,
+        "data_root": data_root,
+        "skip_bad": skip_bad,
+        "deterministic": deterministic,
+        **{name: value for name, value in chosen.items() if name != "budget"},
+    }
+    folder = None if dry_run else output or run_folder(model, data, arguments)
+    with contextlib.ExitStack() as stack:
+        reporter = Silent() if quiet else stack.enter_context(RunProgress(notes))
+        result = prune(
+            model,
+            data,
+            output=folder,
+            device=device,
+            workers=workers,
+            dry_run=dry_run,
+            reporter=reporter,
+            command=" ".join(["peel", *map(shlex.quote, _arguments)]),
+            **arguments,
+        )
+    if json:
+        _print_json(
+            {"plan": result.plan, "rows": result.rows, "notes": result.notes, "estimate": result.estimate, "folder": folder and str(folder)}
+        )
+    elif dry_run:
+        draw_estimate(result, console)
+    else:
+        draw_outcome(result, console)
+    return OK
+
+
+def _changes(changes: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(changes).items() if value is not None}
+
+
 def _parse_shape(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
@@ -143,10 +279,14 @@ def _print_json(data: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    _arguments[:] = sys.argv[1:] if argv is None else argv
     try:
-        code = app(list(sys.argv[1:] if argv is None else argv), exit_on_error=False, result_action="return_value")
+        code = app(list(_arguments), exit_on_error=False, result_action="return_value")
     except CycloptsError:
         return WRONG_INPUT  # already printed
+    except DivergedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return DIVERGED
     except PeelError as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG_INPUT

@@ -11,7 +11,6 @@ import copy
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from safetensors.torch import save as dump_tensors
 from torch import Tensor, nn
 
 from .errors import StoreError
+from .files import write_bytes
 from .graph.attributes import set_attributes
 from .graph.capture import computed_tensors
 from .version import __version__
@@ -61,8 +61,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
         raise StoreError(f"how the model was built cannot be written as JSON: {document['model']}: {error}.") from error
     try:
         json_path.parent.mkdir(parents=True, exist_ok=True)
-        _write(weights_path, data)
-        _write(json_path, json.dumps(document, indent=1).encode())
+        write_bytes(weights_path, data)
+        write_bytes(json_path, json.dumps(document, indent=1).encode())
     except OSError as error:
         raise StoreError(f"cannot write {error.filename or json_path}: {error.strerror}.") from error
     return json_path
@@ -227,18 +227,3 @@ def _read_weights(path: Path, sha256: str) -> dict[str, Tensor]:
 def _looks_like_pickle(data: bytes) -> bool:
     """The magic of a zip file or a pickle, where safetensors would have the length of its header."""
     return (data[:2] == b"PK" or data[:1] == b"\x80") and int.from_bytes(data[:8], "little") > len(data)
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write beside the target, make it durable, then put it in place in one step."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

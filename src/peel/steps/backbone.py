@@ -9,14 +9,10 @@ from ..allocation import cost_of, resolve_budget, round_to_budget, uniform
 from ..budget import Budget, format_count
 from ..errors import BudgetError, ConfigError
 from ..graph import ChannelGraph
+from ..settings import STARTS
 from ..widths import Widths
 
-__all__ = ["STARTS", "backbone"]
-
-STARTS: dict[str, str] = {
-    "uniform": "every tie at the same fraction of its original width",
-    "equal": "the same number of channels in every tie",
-}
+__all__ = ["backbone"]
 
 
 def backbone(

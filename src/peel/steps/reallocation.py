@@ -21,21 +21,10 @@ from ..budget import Budget, format_count
 from ..cost import CostModel
 from ..errors import BudgetError, ConfigError, did_you_mean
 from ..graph import ChannelGraph
+from ..settings import SOLVES
 from ..widths import Widths
 
-__all__ = ["POLICIES", "SOLVES", "Reallocation", "add_evenly", "group_factors", "grow_at_random", "reallocate", "reallocation", "shares_of"]
-
-SOLVES: dict[str, str] = {
-    "telescoped": "each group adds its share to the cost of the whole network",
-    "triangular": "each group adds its share to the cost of the layers that write its channels",
-}
-
-POLICIES: dict[str, str] = {
-    "importance": "each group by its importance",
-    "winner-take-all": "everything to the most important group",
-    "uniform": "the same number of channels to every tie",
-    "random": "half of the ties, drawn at random, grow by a common factor",
-}
+__all__ = ["Reallocation", "add_evenly", "group_factors", "grow_at_random", "reallocate", "reallocation", "shares_of"]
 
 Units = list[float]
 Cost = Callable[[Sequence[float]], float]

@@ -1,0 +1,655 @@
+"""`prune`: the five steps from a model, a budget and data to a trained slim network, resumable at any point."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from . import zoo
+from .allocation import resolve_budget
+from .errors import ConfigError, DataError, RunError, did_you_mean
+from .graph import ChannelGraph, slim, trace
+from .method import Plan, make_plan, neutral_plan
+from .problem import Problem
+from .settings import Method
+from .steps.distillation import Distillation, InPlace, Pair, in_place_pair
+from .steps.grouping import group_layers
+from .store import save
+from .teacher import load_teacher, saved_teacher
+from .train.chance import derive
+from .train.data import Data, Split, load_data
+from .train.engine import Engine, find_engine
+from .train.folder import Folder
+from .train.loop import Epoch, Scores, evaluate, fit
+from .train.objective import CrossEntropy, Objective, class_scores
+from .train.recipe import RECIPES, Recipe, backbone_recipe, named_recipe
+from .train.resident import Resident
+from .version import __version__
+from .widths import Widths
+from .workspace import Workspace
+
+__all__ = ["STEPS", "Reporter", "Result", "prune"]
+
+STEPS: dict[str, str] = {
+    "original": "train the original, or take the trained one that was named: the teacher",
+    "backbone": "train the over-pruned backbone (steps 1 and 2)",
+    "plan": "group and reallocate (steps 3 and 4)",
+    "uniform": "train the uniform network of the same budget, to compare with",
+    "peel": "train the slim network (step 5)",
+}
+
+#: A step of training costs about this many forward passes.
+TRAINING_PASSES = 3
+
+
+class Reporter(Protocol):
+    """Is told how a run goes."""
+
+    def plan_stages(self, stages: Sequence[tuple[str, float]]) -> None: ...
+    def stage(self, name: str, what: str) -> None: ...
+    def begin(self, history: list[Epoch]) -> None: ...
+    def step(self, done: int, total: int, images: int) -> None: ...
+    def epoch(self, epoch: Epoch) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+class Silent:
+    """Says nothing."""
+
+    def plan_stages(self, stages: Sequence[tuple[str, float]]) -> None:
+        pass
+
+    def stage(self, name: str, what: str) -> None:
+        pass
+
+    def begin(self, history: list[Epoch]) -> None:
+        pass
+
+    def step(self, done: int, total: int, images: int) -> None:
+        pass
+
+    def epoch(self, epoch: Epoch) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves."""
+
+    model: nn.Module | None
+    """The slim network, trained; None where the steps that were asked for end before it."""
+    plan: dict[str, Any] | None
+    history: Mapping[str, Sequence[Epoch]]
+    rows: Sequence[Mapping[str, Any]]
+    """The table: original, uniform, peel."""
+    notes: Sequence[str]
+    folder: Path | None
+    estimate: Mapping[str, float] | None = None
+    """Seconds per stage, of a dry run."""
+
+
+def prune(
+    model: nn.Module | str,
+    data: Data | str | Path = "digits",
+    *,
+    budget: str | int | float = "50%",
+    output: str | Path | None = None,
+    seed: int = 0,
+    recipe: str = "auto",
+    train: Mapping[str, Any] | None = None,
+    search: Mapping[str, Any] | None = None,
+    teacher: nn.Module | str | Path = "train",
+    steps: Iterable[str] | None = None,
+    plan: Mapping[str, Any] | str | Path | None = None,
+    groups: Mapping[str, Iterable[str]] | None = None,
+    image_size: int | None = None,
+    data_root: str | Path | None = None,
+    skip_bad: bool = False,
+    device: str = "auto",
+    workers: int | None = None,
+    deterministic: bool = False,
+    dry_run: bool = False,
+    reporter: Reporter | None = None,
+    command: str | None = None,
+    **method: Any,
+) -> Result:
+    """The five steps. With `output`, everything is written to that folder, and the same call goes on where it was stopped.
+
+    `model` is a name of `peel.zoo` or a module; `data` a name, a folder or a `Data`. `recipe` names the training recipe; `train` and
+    `search` change fields of it for the final training and for the backbone's. `teacher` is `"train"` (train the original first), a
+    trained module, `"pretrained"`, or a path: what is kept there is used, and where nothing is yet, the original is trained and kept there.
+    `plan` trains widths that come from elsewhere. All other arguments are fields of `peel.settings.Method`.
+
+    >>> result = peel.prune("cifar_resnet20", "digits", budget="50%", output="run")
+    >>> result.rows[-1]["top1"], result.model
+    """
+    known = [item.name for item in Method.__dataclass_fields__.values()]
+    for name in method:
+        if name not in known:
+            raise ConfigError(f"prune has no setting {name!r}.{did_you_mean(name, known)}")
+    chosen = Method(budget=budget if isinstance(budget, str) else repr(budget), **method)
+    wanted = _check_steps(steps)
+    torch.manual_seed(derive("original", seed))
+    loaded, network = _model_and_data(model, data, image_size, data_root, skip_bad, teacher == "pretrained")
+    graph = group_layers(trace(network, torch.zeros(1, *loaded.shape)), groups)
+    _check_classes(network, loaded)
+    recipes = _recipes(recipe, loaded, network, train, search)
+    chosen = replace(chosen, hold=_held(network, graph, chosen.hold))
+    given_plan = _read_plan(plan, graph) if plan is not None else None
+    engine = find_engine(device, workers=workers, deterministic=deterministic)
+    torch_settings: dict[str, Any] = {
+        "model": model if isinstance(model, str) else f"{type(model).__module__}:{type(model).__qualname__}",
+        "data": loaded.name,
+        "image_shape": list(loaded.shape),
+        "images": [loaded.train.size, loaded.test.size],
+        "fingerprint": _fingerprint(loaded),
+        "seed": seed,
+        "device": str(engine.device),
+        "method": asdict(chosen),
+        "train": asdict(recipes[0]),
+        "search": asdict(recipes[1]),
+        "teacher": str(teacher) if isinstance(teacher, str | Path) else "given module",
+        "steps": list(wanted),
+        "plan": dict(given_plan) if given_plan is not None else None,
+        "groups": {name: list(ties) for name, ties in graph.groups.items()},
+    }
+    problem = Problem(
+        network,
+        graph,
+        resolve_budget(graph, budget, chosen.resource),
+        chosen.resource,
+        chosen.divisor,
+        chosen.hold or (),
+        loaded.to(engine.device),
+        recipes[1],
+        engine,
+        seed,
+    )
+    run = _Run(problem, chosen, recipes[0], wanted, teacher, given_plan, reporter or Silent())
+    if dry_run:
+        return run.estimate()
+    if output is None:
+        return run.go()
+    with Workspace(output) as workspace:
+        settings = {"format": "peel-run", "version": 1, "command": command or "peel.prune(...)", "resolved": torch_settings}
+        workspace.settle({**settings, "given": _given(model, data, budget, recipe, train, search, method)}, _environment(engine))
+        run.workspace = workspace
+        return run.go()
+
+
+class _Run:
+    """The stages of one run, each done once."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        method: Method,
+        recipe: Recipe,
+        steps: Sequence[str],
+        teacher: nn.Module | str | Path,
+        given: Widths | None,
+        reporter: Reporter,
+    ) -> None:
+        self.problem, self.method, self.recipe, self.steps = problem, method, recipe, steps
+        self.named_teacher, self.given, self.reporter = teacher, given, reporter
+        self.workspace: Workspace | None = None
+        self.history: dict[str, list[Epoch]] = {}
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.notes: list[str] = []
+        self.search: dict[str, float] = {"seconds": 0.0, "image_passes": 0}
+
+    # The order of things
+
+    def go(self) -> Result:
+        self.reporter.plan_stages(self._work())
+        original = self._original() if "original" in self.steps else None
+        plan = self._plan()
+        if plan is not None:
+            self.notes += [item["note"] for item in plan.document.get("rounds", []) if "note" in item and not item["distinct"]]
+            self._compare_with_uniform(plan)
+        slimmed = None
+        if plan is not None and "uniform" in self.steps:
+            self._final("uniform", self.problem.uniform(), original)
+        if plan is not None and "peel" in self.steps:
+            slimmed = self._final("peel", plan.widths, original)
+        return self._end(plan, slimmed)
+
+    def _end(self, plan: Plan | None, slimmed: nn.Module | None) -> Result:
+        document = plan.document if plan is not None else None
+        rows = [self.rows[name] for name in ("original", "uniform", "peel") if name in self.rows]
+        for note in self.notes:
+            self.reporter.note(note)
+        if self.workspace is not None:
+            if slimmed is not None:
+                save(slimmed, self.workspace.folder / "slim")
+            result = {
+                "format": "peel-result",
+                "version": 1,
+                "rows": rows,
+                "budget": self.problem.budget,
+                "resource": self.problem.resource,
+                "seed": self.problem.seed,
+                "search": self.search,
+                "wall_seconds": sum(row["seconds"] for row in rows) + self.search["seconds"],
+                "notes": self.notes,
+            }
+            self.workspace.write_json("result.json", result)
+            from .record import RunRecord
+            from .report import render
+
+            self.workspace.write_text("report.html", render(RunRecord.read(self.workspace.folder)))
+        return Result(slimmed, document, self.history, rows, self.notes, self.workspace.folder if self.workspace else None)
+
+    def _compare_with_uniform(self, plan: Plan) -> None:
+        uniform = self.problem.uniform()
+        moved = max(abs(plan.widths[tie] / uniform[tie] - 1) for tie in uniform)
+        if moved < 0.02:
+            self.notes.append(f"The plan is the uniform network but for rounding: no width differs by more than {moved:.1%}.")
+
+    # Stages
+
+    def _original(self) -> nn.Module:
+        """The trained original: the teacher and the first row of the table."""
+        named = self.named_teacher
+        home, is_path = self.workspace, False
+        if isinstance(named, nn.Module):
+            return self._taken(named)
+        if named == "pretrained":
+            return self._taken(self.problem.model)
+        if named != "train":
+            path, is_path = Path(named), True
+            kept = saved_teacher(path)
+            if kept is not None:
+                return self._taken(load_teacher(kept, self.problem.model))
+            if path.suffix:
+                raise RunError(f"there is no teacher at {path}.")
+        if not is_path:
+            return self._trained_original()
+        with Workspace(named) as shared:
+            self.workspace = shared
+            try:
+                return self._trained_original()
+            finally:
+                self.workspace = home
+
+    def _trained_original(self) -> nn.Module:
+        torch.manual_seed(derive("init", "original", self.problem.seed))
+        fresh = slim(self.problem.model, self.problem.graph.widths, graph=self.problem.graph)
+        objective = CrossEntropy(self.recipe.label_smoothing)
+        trained = self._train("original", "the original", fresh, objective, self.recipe, self.problem.data.train)
+        return self._row("original", trained, self.problem.graph.widths)
+
+    def _taken(self, teacher: nn.Module) -> nn.Module:
+        """A teacher that is trained already is only evaluated."""
+        scores = class_scores(self._outputs(teacher))
+        if scores.shape[1] != len(self.problem.data.classes):
+            raise DataError(f"the teacher knows {scores.shape[1]} classes, the data has {len(self.problem.data.classes)}.")
+        self.reporter.stage("original", "evaluating the teacher")
+        self.problem.engine.prepare(teacher)
+        scored = evaluate(teacher, self.problem.data.test, self.problem.engine)
+        self.history["original"] = []
+        self._add_row("original", self.problem.graph.widths, scored, 0.0, 0)
+        return teacher
+
+    def _outputs(self, network: nn.Module) -> Any:
+        network = network.to(self.problem.engine.device).eval()
+        with torch.inference_mode():
+            return network(torch.zeros(2, *self.problem.data.shape, device=self.problem.engine.device))
+
+    def _plan(self) -> Plan | None:
+        if self.given is not None:
+            return self._given_plan(self.given)
+        if self.workspace is not None and self.workspace.has("plan.json"):
+            document = self.workspace.read_json("plan.json")
+            self._recall_search()
+            return Plan(self.problem.graph.check(document["widths"]), document)
+        if "backbone" not in self.steps:
+            return None
+        plan = make_plan(self.problem, self.method, self._train_backbone)
+        if "plan" not in self.steps:
+            return None
+        if self.workspace is not None:
+            self.workspace.write_json("plan.json", plan.document)
+        return plan
+
+    def _given_plan(self, widths: Widths) -> Plan:
+        graph, uniform = self.problem.graph, self.problem.uniform()
+        networks = {"original": graph.widths, "uniform": uniform, "peel": widths}
+        described = {
+            name: {"widths": dict(chosen), "macs": graph.macs(chosen), "params": graph.params(chosen)} for name, chosen in networks.items()
+        }
+        document = {
+            "format": "peel-plan",
+            "version": 1,
+            "resource": self.problem.resource,
+            "budget": self.problem.budget,
+            "groups": {group: list(ties) for group, ties in graph.groups.items()},
+            "rounds": [],
+            "original": described["original"],
+            "uniform": described["uniform"],
+            **described["peel"],
+            "macs_by_group": {name: graph.macs_by_group(chosen) for name, chosen in networks.items()},
+        }
+        if self.workspace is not None:
+            self.workspace.write_json("plan.json", document)
+        return Plan(widths, document)
+
+    def _train_backbone(
+        self,
+        stage: str,
+        network: nn.Module,
+        objective: Objective,
+        recipe: Recipe,
+        images: Split,
+        each_epoch: Callable[[nn.Module], dict[str, Any]] | None,
+    ) -> nn.Module:
+        trained = self._train(stage, "the over-pruned backbone", network, objective, recipe, images, each_epoch)
+        self._add_search(stage, recipe, images)
+        return trained
+
+    def _add_search(self, stage: str, recipe: Recipe, images: Split) -> None:
+        self.search["seconds"] += sum(epoch.seconds for epoch in self.history[stage])
+        self.search["image_passes"] += recipe.epochs * (images.size // recipe.batch_size) * recipe.batch_size
+
+    def _recall_search(self) -> None:
+        """The history and cost of a search that an earlier start of this run finished."""
+        assert self.workspace is not None
+        for number in range(self.method.rounds):
+            stage = "backbone" if number == 0 else f"backbone-{number + 1}"
+            record = self.workspace.finished(stage)
+            if record is not None:
+                self.history[stage] = [Epoch(**epoch) for epoch in record["history"]]
+                self.search["seconds"] += sum(epoch.seconds for epoch in self.history[stage])
+                self.search["image_passes"] += record["image_passes"]
+
+    def _final(self, name: str, widths: Widths, teacher: nn.Module | None) -> nn.Module:
+        """Step 5: a network of these widths, trained from scratch with the recipe that all share."""
+        problem, method = self.problem, self.method
+        torch.manual_seed(derive("init", name, problem.seed))
+        objective: Objective = CrossEntropy(self.recipe.label_smoothing)
+        weight = method.kd_weight
+        if method.distill == "in-place":
+            network: nn.Module = in_place_pair(problem.model, problem.graph, widths)
+            objective = InPlace(objective, 1.0 if weight is None else weight, method.hard_weight, method.temperature)
+        else:
+            network = slim(problem.model, widths, graph=problem.graph)
+            if method.distill == "teacher":
+                if teacher is None:
+                    raise ConfigError('distillation needs the teacher: add "original" to the steps, name a teacher, or set distill="none".')
+                problem.engine.prepare(teacher).eval().requires_grad_(False)
+                objective = Distillation(objective, teacher, 0.1 if weight is None else weight, method.temperature)
+        what = "the uniform network of the same budget" if name == "uniform" else "the slim network"
+        trained = self._train(name, what, network, objective, self.recipe, problem.data.train)
+        return self._row(name, trained, widths)
+
+    def _train(
+        self,
+        stage: str,
+        what: str,
+        network: nn.Module,
+        objective: Objective,
+        recipe: Recipe,
+        images: Split,
+        each_epoch: Callable[[nn.Module], dict[str, Any]] | None = None,
+    ) -> nn.Module:
+        """Train, or take what an earlier start of this run has trained."""
+        space = self.workspace
+        record = space.finished(stage) if space is not None else None
+        if space is not None and record is not None:
+            self.history[stage] = [Epoch(**epoch) for epoch in record["history"]]
+            self.reporter.stage(stage, f"{what}: finished before")
+            return self.problem.engine.prepare(space.model_of(stage, self.problem.model)).eval()
+        self.reporter.stage(stage, f"training {what}")
+        watcher = _Watcher(stage, self.reporter, space)
+        self.history[stage] = fit(
+            network,
+            objective,
+            images,
+            recipe,
+            engine=self.problem.engine,
+            seed=derive("order", self.problem.seed),
+            test=self.problem.data.test,
+            checkpoints=space.checkpoints(stage) if space is not None else None,
+            watcher=watcher,
+            each_epoch=each_epoch,
+        )
+        if isinstance(network, Pair):
+            network = network.student()
+            self.problem.engine.prepare(network).eval()
+        if space is not None:
+            passes = recipe.epochs * (images.size // recipe.batch_size) * recipe.batch_size
+            space.finish(stage, {"history": [asdict(epoch) for epoch in self.history[stage]], "image_passes": passes}, network)
+        return network
+
+    def _row(self, name: str, network: nn.Module, widths: Widths) -> nn.Module:
+        last = self.history[name][-1].test
+        assert last is not None
+        seconds = sum(epoch.seconds for epoch in self.history[name])
+        size = self.problem.data.train.size // self.recipe.batch_size * self.recipe.batch_size
+        self._add_row(name, widths, Scores(**last), seconds, self.recipe.epochs * size)
+        return network
+
+    def _add_row(self, name: str, widths: Widths, scores: Scores, seconds: float, passes: int) -> None:
+        graph = self.problem.graph
+        self.rows[name] = {
+            "name": name,
+            **asdict(scores),
+            "macs": graph.macs(widths),
+            "params": graph.params(widths),
+            "seconds": seconds,
+            "image_passes": passes,
+            "file": "slim.json" if name == "peel" else f"stages/{name}.json",
+        }
+
+    # Time
+
+    def _work(self) -> list[tuple[str, float]]:
+        """Stages and how much there is to do in each, in multiply-adds."""
+        graph, method = self.problem.graph, self.method
+        images = self.problem.data.train.size
+        full, slimmed = graph.macs(), graph.macs(self.problem.uniform())
+        taught = full if method.distill == "teacher" else TRAINING_PASSES * 2.25 * full if method.distill == "in-place" else 0
+        final = self.recipe.epochs * images * (TRAINING_PASSES * slimmed + taught)
+        work: list[tuple[str, float]] = []
+        if "original" in self.steps and self.named_teacher == "train":
+            work.append(("original", self.recipe.epochs * images * TRAINING_PASSES * full))
+        if "backbone" in self.steps and self.given is None and method.policy in ("importance", "winner-take-all"):
+            epochs = self.problem.search.epochs
+            for number in range(method.rounds):
+                stage = "backbone" if number == 0 else f"backbone-{number + 1}"
+                part = epochs if number == 0 else max(1, round(epochs / method.rounds))
+                work.append((stage, part * images * TRAINING_PASSES * method.keep * slimmed))
+        work += [(name, float(final)) for name in ("uniform", "peel") if name in self.steps]
+        return work
+
+    def estimate(self) -> Result:
+        """The plan with neutral importance, and how long it would take: a few steps of the original are timed and thrown away."""
+        problem = self.problem
+        plan = neutral_plan(problem, self.method) if self.given is None else self._given_plan(self.given)
+        network = problem.engine.prepare(slim(problem.model, problem.graph.widths, graph=problem.graph)).train()
+        batch = min(self.recipe.batch_size, problem.data.train.size)
+        objective = CrossEntropy()
+        times = []
+        order = torch.arange(batch).repeat(4)
+        for images, labels in problem.data.train.batches(order, batch, _train_view(self.recipe), problem.engine.device, 0):
+            began = time.perf_counter()
+            with problem.engine.autocast():
+                losses = objective(network, images, labels)
+            losses.total.backward()  # type: ignore[no-untyped-call]
+            if problem.engine.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        per_mac = min(times) / (batch * TRAINING_PASSES * problem.graph.macs())
+        return Result(None, plan.document, {}, [], [], None, {name: work * per_mac for name, work in self._work()})
+
+
+def _train_view(recipe: Recipe) -> Any:
+    from .train.view import View
+
+    return View.of_epoch(recipe.augment, 0, 0)
+
+
+@dataclass
+class _Watcher:
+    """Passes on what the loop tells, and writes the metrics."""
+
+    stage: str
+    reporter: Reporter
+    workspace: Workspace | None
+
+    def begin(self, history: list[Epoch]) -> None:
+        if self.workspace is not None:
+            self.workspace.restart_metrics(self.stage, history)
+        self.reporter.begin(history)
+
+    def step(self, done: int, total: int, images: int) -> None:
+        self.reporter.step(done, total, images)
+
+    def epoch(self, epoch: Epoch) -> None:
+        if self.workspace is not None:
+            self.workspace.log_epoch(self.stage, epoch)
+        self.reporter.epoch(epoch)
+
+
+def _check_steps(steps: Iterable[str] | None) -> list[str]:
+    wanted = list(STEPS) if steps is None else list(steps)
+    for name in wanted:
+        if name not in STEPS:
+            raise ConfigError(f"no step is called {name!r}.{did_you_mean(name, STEPS)} The steps are {', '.join(STEPS)}.")
+    return [name for name in STEPS if name in wanted]
+
+
+def _model_and_data(
+    model: nn.Module | str, data: Data | str | Path, image_size: int | None, root: str | Path | None, skip_bad: bool, pretrained: bool
+) -> tuple[Data, nn.Module]:
+    if isinstance(model, str):
+        channels = zoo.find(model).input_size[0]
+    else:
+        first = next((layer for layer in model.modules() if isinstance(layer, nn.Conv2d)), None)
+        channels = first.in_channels if first is not None else 3
+    loaded = (
+        data if isinstance(data, Data) else load_data(str(data), image_size=image_size, channels=channels, root=root, skip_bad=skip_bad)
+    )
+    network = zoo.create(model, num_classes=len(loaded.classes), pretrained=pretrained) if isinstance(model, str) else model
+    return loaded, network
+
+
+def _check_classes(network: nn.Module, data: Data) -> None:
+    was_training = network.training
+    with torch.inference_mode():
+        parameter = next(network.parameters())
+        scores = class_scores(network.eval()(torch.zeros(1, *data.shape, device=parameter.device, dtype=parameter.dtype)))
+    network.train(was_training)
+    if scores.ndim != 2 or scores.shape[1] != len(data.classes):
+        raise DataError(
+            f"the model gives scores of shape {tuple(scores.shape[1:])}, the data {data.name} has {len(data.classes)} classes. Build the "
+            f"model with {len(data.classes)} outputs, or choose data with as many classes as the model."
+        )
+
+
+def _recipes(
+    name: str, data: Data, network: nn.Module, train: Mapping[str, Any] | None, search: Mapping[str, Any] | None
+) -> tuple[Recipe, Recipe]:
+    """The recipe of the final training and that of the backbone."""
+    if name == "auto":
+        source = str(getattr(network, "peel_source", {}).get("zoo", type(network).__name__)).lower()
+        is_mobile = any(word in source for word in ("mobile", "efficient", "mnas", "ghost", "shuffle"))
+        if data.name == "digits":
+            name = "digits"
+        elif isinstance(data.train, Resident):
+            name = "cifar"
+        else:
+            name = "imagenet-mobilenet" if is_mobile else "imagenet-resnet"
+    if name not in RECIPES:
+        named_recipe(name)
+    final = named_recipe(name).changed(**dict(train or {}))
+    # What is changed for the final training, but for its length, is changed for the backbone too.
+    shared = {key: value for key, value in dict(train or {}).items() if key != "epochs"}
+    backbone = backbone_recipe(name).changed(**{**shared, **dict(search or {})})
+    return _suited(final, data), _suited(backbone, data)
+
+
+def _suited(recipe: Recipe, data: Data) -> Recipe:
+    return recipe.changed(augment=data.augment) if recipe.augment == "auto" else recipe
+
+
+def _held(network: nn.Module, graph: ChannelGraph, hold: tuple[str, ...] | None) -> tuple[str, ...]:
+    if hold is not None:
+        return tuple(hold)
+    source = getattr(network, "peel_source", {}).get("zoo", "")
+    return tuple(tie for tie in zoo.HELD.get(source, ()) if tie in graph.widths)
+
+
+def _read_plan(plan: Mapping[str, Any] | str | Path, graph: ChannelGraph) -> Widths:
+    """Widths from a plan.json, from a bare mapping in a JSON file, or from a mapping."""
+    if isinstance(plan, str | Path):
+        try:
+            plan = json.loads(Path(plan).read_text())
+        except OSError as error:
+            raise ConfigError(f"cannot read the plan {plan}: {error.strerror}.") from error
+        except ValueError as error:
+            raise ConfigError(f"the plan {plan} is not JSON: {error}.") from error
+    if not isinstance(plan, Mapping):
+        raise ConfigError("a plan is an object with `widths`, or the widths themselves (tie name -> channels).")
+    widths = plan["widths"] if isinstance(plan.get("widths"), Mapping) else plan
+    return graph.check(widths)
+
+
+def _fingerprint(data: Data) -> str:
+    """Tells whether the images are still the same ones."""
+    digest = hashlib.sha256()
+    for split in (data.train, data.test):
+        digest.update(split.labels.cpu().numpy().tobytes())
+        if isinstance(split, Resident):
+            digest.update(split.pixels.cpu().numpy().tobytes())
+        elif isinstance(split, Folder):
+            for path in split.paths:
+                digest.update(f"{path.name}:{path.stat().st_size};".encode())
+    return digest.hexdigest()[:16]
+
+
+def _given(
+    model: nn.Module | str,
+    data: Data | str | Path,
+    budget: str | int | float,
+    recipe: str,
+    train: Mapping[str, Any] | None,
+    search: Mapping[str, Any] | None,
+    method: Mapping[str, Any],
+) -> dict[str, Any]:
+    return {
+        "model": model if isinstance(model, str) else type(model).__name__,
+        "data": data.name if isinstance(data, Data) else str(data),
+        "budget": budget,
+        "recipe": recipe,
+        "train": dict(train or {}),
+        "search": dict(search or {}),
+        **method,
+    }
+
+
+def _environment(engine: Engine) -> dict[str, Any]:
+    import torchvision
+
+    return {
+        "peel": __version__,
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "platform": platform.platform(),
+        "device": engine.description,
+        "threads": torch.get_num_threads(),
+    }

@@ -1,0 +1,34 @@
+"""The size of weights: their mean absolute value in each filter, and the filters themselves for criteria built on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ...graph import ChannelGraph
+from ..importance import Measured, Subject, along_ties
+
+__all__ = ["WeightMagnitude", "filters"]
+
+
+def filters(model: nn.Module, graph: ChannelGraph) -> Iterator[tuple[str, str, int, Tensor]]:
+    """Layer, name, producing axis and weight of each layer that writes channels of a free tie."""
+    for name, weight in model.named_parameters():
+        if weight.ndim < 2 or name in graph.scales:
+            continue
+        # The weight of a transposed convolution sums over its first axis and writes its second.
+        axis = 1 if graph.consumers.get(name) == (0,) else 0
+        if any(run.tie >= 0 for run in graph.layouts[name][axis]):
+            yield name.rpartition(".")[0], name, axis, weight
+
+
+@dataclass(frozen=True)
+class WeightMagnitude:
+    def measure(self, subject: Subject) -> list[Measured]:
+        found = []
+        for layer, name, axis, weight in filters(subject.model, subject.graph):
+            values = weight.detach().abs().mean(dim=[other for other in range(weight.ndim) if other != axis])
+            found += [Measured(tie, layer, part) for tie, part in along_ties(subject.graph, name, axis, values).items()]
+        return found

@@ -1,0 +1,1 @@
+"""Training: one plain loop for every stage. Nothing in here knows about pruning."""

@@ -1,0 +1,75 @@
+"""Checkpoints: written so that a crash at any moment leaves a valid one, and read newest valid one first."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import RunError
+from ..files import write_bytes
+
+__all__ = ["Checkpoints"]
+
+log = logging.getLogger("peel")
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of one stage: `NAME-EPOCH-STEP-SHA256.pt`. The two newest are kept."""
+
+    folder: Path
+    name: str
+    keep: int = 2
+
+    def save(self, state: dict[str, Any], epoch: int, step: int) -> Path:
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        data = buffer.getvalue()
+        path = self.folder / f"{self.name}-{epoch:05d}-{step:07d}-{hashlib.sha256(data).hexdigest()}.pt"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_bytes(path, data)
+        except OSError as error:
+            raise RunError(
+                f"cannot write the checkpoint {path.name[:40]} ({len(data):,} bytes) to {self.folder}: {error.strerror}. "
+                "The checkpoints before it are kept; make room and run the same command again."
+            ) from error
+        for old in self._found()[self.keep :]:
+            old.unlink(missing_ok=True)
+        return path
+
+    def newest(self) -> dict[str, Any] | None:
+        """The newest checkpoint whose content agrees with its checksum; None where there is none at all."""
+        found = self._found()
+        for path in found:
+            try:
+                data = path.read_bytes()
+            except OSError as error:
+                log.warning("%s cannot be read (%s); an older checkpoint is used.", path, error.strerror)
+                continue
+            if hashlib.sha256(data).hexdigest() == path.stem.rsplit("-", 1)[1]:
+                state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+                return state
+            log.warning("%s is damaged; an older checkpoint is used.", path)
+        if found:
+            raise RunError(
+                f"every checkpoint of stage {self.name} in {self.folder} is damaged: {', '.join(path.name[:40] for path in found)}. "
+                "Restore one of them from a copy, or delete them to train this stage from its beginning."
+            )
+        return None
+
+    def clear(self) -> None:
+        for path in self._found():
+            path.unlink(missing_ok=True)
+
+    def _found(self) -> list[Path]:
+        """Newest first."""
+        pattern = re.compile(re.escape(self.name) + r"-\d{5}-\d{7}-[0-9a-f]{64}\.pt")
+        return sorted((path for path in self.folder.glob("*.pt") if pattern.fullmatch(path.name)), reverse=True)

@@ -1,0 +1,46 @@
+"""What training minimises. An objective runs the model on a batch and returns named losses; the loop knows nothing else about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["CrossEntropy", "Losses", "Objective"]
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The loss to minimise, its terms by name, and the class scores they were computed from."""
+
+    total: Tensor
+    terms: dict[str, Tensor]
+    scores: Tensor
+
+
+class Objective(Protocol):
+    def __call__(self, model: nn.Module, images: Tensor, labels: Tensor) -> Losses: ...
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Cross entropy with the labels; `label_smoothing` is spread evenly over all classes, the true one included."""
+
+    label_smoothing: float = 0.0
+
+    def __call__(self, model: nn.Module, images: Tensor, labels: Tensor) -> Losses:
+        scores = class_scores(model(images))
+        loss = F.cross_entropy(scores, labels, label_smoothing=self.label_smoothing)
+        return Losses(loss, {"cross_entropy": loss.detach()}, scores)
+
+
+def class_scores(output: object) -> Tensor:
+    """The class scores among what a model returns; networks with auxiliary heads give them first. Losses are computed in float32."""
+    if isinstance(output, tuple):
+        output = output[0]
+    if not isinstance(output, Tensor):
+        output = getattr(output, "logits", output)
+    assert isinstance(output, Tensor), "a classifier returns a tensor of class scores"
+    return output.float()

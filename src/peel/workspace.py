@@ -1,0 +1,205 @@
+"""The run folder: settings, plan, metrics, checkpoints, models. Whatever happens, what is in it is whole, and the same command goes on.
+
+settings.json, environment.json      what was asked for and what it became; where it ran
+plan.json                            what every step decided
+metrics.jsonl                        a line per epoch, appended as it goes
+checkpoints/                         the state of the stage that is running
+stages/NAME.json, NAME.safetensors   a finished stage: its record and its model
+result.json, report.html             the end
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from torch import nn
+
+from .errors import RunError
+from .files import write_bytes, write_json
+from .store import load, save
+from .train.checkpoint import Checkpoints
+from .train.loop import Epoch
+
+__all__ = ["Workspace", "difference"]
+
+#: Settings that may change between one start of a run and the next: they do not change what is computed.
+FREE = ("device", "workers")
+
+
+class Workspace:
+    """A run folder, locked for this process while it is open."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._lock: IO[str] | None = None
+
+    def __enter__(self) -> Workspace:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise RunError(f"the output folder {self.folder} is a file. Name another folder with --output.") from None
+        except OSError as error:
+            raise RunError(f"cannot make the output folder {self.folder}: {error.strerror}. Name another folder with --output.") from error
+        self._take_lock()
+        try:
+            self._sweep()
+            write_bytes(self.folder / ".probe", b"peel can write here\n")
+            (self.folder / ".probe").unlink()
+        except OSError as error:
+            self.close()
+            raise RunError(f"cannot write to the output folder {self.folder}: {error.strerror}.") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _take_lock(self) -> None:
+        """The system lets go of the lock when the process ends, however it ends."""
+        path = self.folder / ".lock"
+        try:
+            self._lock = path.open("a+")
+        except OSError as error:
+            raise RunError(f"cannot write to the output folder {self.folder}: {error.strerror}.") from error
+        try:
+            import fcntl
+        except ImportError:  # not on Windows
+            return
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.seek(0)
+            owner = self._lock.read().strip() or "another process"
+            self.close()
+            raise RunError(f"{self.folder} is in use by {owner}. Wait for it to end, or name another folder with --output.") from None
+        self._lock.seek(0)
+        self._lock.truncate()
+        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self._lock.flush()
+
+    def _sweep(self) -> None:
+        """Take away what a process that was killed while writing left behind."""
+        for leftover in self.folder.rglob(".writing-*"):
+            leftover.unlink(missing_ok=True)
+
+    # Settings
+
+    def settle(self, settings: dict[str, Any], environment: dict[str, Any]) -> bool:
+        """Write the settings, or compare them with those that are there already. Returns whether the run is a resumed one."""
+        path = self.folder / "settings.json"
+        if not path.exists():
+            foreign = [entry.name for entry in self.folder.iterdir() if entry.name != ".lock"]
+            if foreign:
+                raise RunError(f"{self.folder} holds files that are not of a run ({', '.join(sorted(foreign)[:3])}). Name another folder.")
+            self.write_json("environment.json", environment)
+            self.write_json("settings.json", settings)
+            return False
+        before = self.read_json("settings.json")
+        changed = difference(before.get("resolved", {}), settings["resolved"])
+        if changed:
+            lines = "\n".join(f"  {name}: {old!r} -> {new!r}" for name, (old, new) in changed.items())
+            raise RunError(
+                f"{self.folder} was started with other settings:\n{lines}\n"
+                "Give the same settings to go on with it, or another --output to start anew."
+            )
+        return True
+
+    # Files
+
+    def write_json(self, name: str, value: Any) -> None:
+        with self._written(name):
+            write_json(self.folder / name, value)
+
+    def write_text(self, name: str, text: str) -> None:
+        with self._written(name):
+            write_bytes(self.folder / name, text.encode())
+
+    def read_json(self, name: str) -> Any:
+        path = self.folder / name
+        try:
+            return json.loads(path.read_text())
+        except OSError as error:
+            raise RunError(f"cannot read {path}: {error.strerror}.") from error
+        except ValueError as error:
+            raise RunError(f"{path} is damaged: {error}. Restore it from a copy, or start anew with another --output.") from error
+
+    def has(self, name: str) -> bool:
+        return (self.folder / name).exists()
+
+    # Stages
+
+    def checkpoints(self, stage: str) -> Checkpoints:
+        return Checkpoints(self.folder / "checkpoints", stage)
+
+    def finished(self, stage: str) -> dict[str, Any] | None:
+        """The record of a stage, if it has finished."""
+        record: dict[str, Any] | None = self.read_json(f"stages/{stage}.record.json") if self.has(f"stages/{stage}.record.json") else None
+        return record
+
+    def finish(self, stage: str, record: Mapping[str, Any], model: nn.Module | None = None) -> None:
+        """Keep the model and the record of a stage. The record comes last: where it is, the stage is whole."""
+        with self._written(f"stages/{stage}"):
+            (self.folder / "stages").mkdir(exist_ok=True)
+            if model is not None:
+                save(model, self.folder / "stages" / stage)
+        self.write_json(f"stages/{stage}.record.json", dict(record))
+        self.checkpoints(stage).clear()
+
+    def model_of(self, stage: str, original: nn.Module) -> nn.Module:
+        return load(self.folder / "stages" / stage, model=original)
+
+    # Metrics
+
+    def log_epoch(self, stage: str, epoch: Epoch) -> None:
+        with self._written("metrics.jsonl"), (self.folder / "metrics.jsonl").open("a") as file:
+            file.write(_line(stage, epoch))
+
+    def restart_metrics(self, stage: str, history: Sequence[Epoch]) -> None:
+        """Bring the lines of a stage to what its checkpoint knows; a killed run may have written more, less, or half a line."""
+        path = self.folder / "metrics.jsonl"
+        kept = []
+        for line in path.read_text().splitlines() if path.exists() else ():
+            with contextlib.suppress(ValueError):
+                if json.loads(line)["stage"] != stage:
+                    kept.append(line + "\n")
+        self.write_text("metrics.jsonl", "".join([*kept, *(_line(stage, epoch) for epoch in history)]))
+
+    @contextlib.contextmanager
+    def _written(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunError(
+                f"cannot write {self.folder / name}: {error.strerror}. What was written before is kept; "
+                "the same command goes on from there."
+            ) from error
+
+
+def _line(stage: str, epoch: Epoch) -> str:
+    values = asdict(epoch)
+    extra = values.pop("extra")
+    return json.dumps({"stage": stage, **values, **extra}) + "\n"
+
+
+def difference(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Setting -> its old and new value, for those that differ."""
+    before, after = json.loads(json.dumps(before)), json.loads(json.dumps(after))
+    changed: dict[str, tuple[Any, Any]] = {}
+    for name in dict.fromkeys([*before, *after]):
+        old, new = before.get(name), after.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            changed.update(difference(old, new, f"{prefix}{name}."))
+        elif old != new and f"{prefix}{name}" not in FREE:
+            changed[f"{prefix}{name}"] = (old, new)
+    return changed
