@@ -12,10 +12,10 @@ SOURCE = Path(peel.__file__).parent
 #: Each layer may import itself and those below it.
 LAYERS = [
     {"cli", "__main__"},
-    {"inspection", "store", "allocation"},
+    {"inspection", "report", "store", "allocation"},
     {"zoo"},
     {"graph"},
-    {"cost", "widths", "budget"},
+    {"cost", "widths", "budget", "record"},
     {"errors", "version"},
 ]
 

@@ -1,0 +1,234 @@
+"""Charts of a run as SVG text for one HTML page. The same data give the same bytes; no two charts share an id."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from ..budget import format_count
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["curves_chart", "groups_chart", "importance_chart", "label", "widths_chart"]
+
+Curve = Sequence[tuple[int, float]]
+
+# The palette of Okabe and Ito, told apart with every kind of colour vision; line styles and markers serve black-and-white print.
+_COLOURS = {"original": "#8c8c8c", "backbone": "#009e73", "uniform": "#e69f00", "peel": "#0072b2"}
+_DASHES = {"original": "-", "backbone": ":", "uniform": "--", "peel": "-"}
+_SEQUENCE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#000000")
+_MARKERS = "os^DvPX"
+_WIDTH = 9.6
+_TIES_PER_ROW = 40
+_LEVEL_NAMES = 16  # more ties in a row than this have their names and numbers upright
+_NAME_LENGTH = 26
+
+
+def label(stage: str) -> str:
+    """A stage or network as the page writes it."""
+    return "PEEL" if stage == "peel" else stage
+
+
+def widths_chart(widths: Mapping[str, Mapping[str, int]], groups: Mapping[str, Sequence[str]]) -> str:
+    """How much of each tie the networks keep, group by group, in as many rows as it takes to keep names and numbers readable.
+
+    Shares make layers of 8 and of 2048 channels equally visible; the counts before and after stand in the bars as text.
+    """
+    ties = [(group, tie) for group, members in groups.items() for tie in members]
+    rows = math.ceil(len(ties) / _TIES_PER_ROW)
+    size = math.ceil(len(ties) / rows)
+    tips: list[str] = []
+    with _figure((3.6 if size > _LEVEL_NAMES else 2.9) * rows) as figure:
+        for row, axes in enumerate(figure.subplots(rows, 1, squeeze=False)[:, 0]):
+            _widths_row(axes, widths, ties[row * size : (row + 1) * size], size, tips)
+        by_name = dict(zip(*reversed(figure.axes[0].get_legend_handles_labels()), strict=True))
+        figure.legend([by_name[label(network)] for network in widths], map(label, widths), loc="outside upper right", ncols=len(widths))
+        return _svg(figure, "widths", "Channels of each tie in each network", tips)
+
+
+def _widths_row(axes: Axes, widths: Mapping[str, Mapping[str, int]], ties: Sequence[tuple[str, str]], size: int, tips: list[str]) -> None:
+    before, after = widths["original"], widths["peel"]
+    shares = {network: [100 * of_tie[tie] / before[tie] for _, tie in ties] for network, of_tie in widths.items()}
+    places = range(len(ties))
+    axes.bar(places, shares["original"], width=0.84, color="#d9d9d9", label="original")
+    axes.bar(places, shares["peel"], width=0.6, color=_COLOURS["peel"], label="PEEL")
+    for network in (name for name in widths if name not in ("original", "peel")):
+        half = 0.42 if network == "uniform" else 0.3
+        ends = [place - half for place in places], [place + half for place in places]
+        # Over bars of any colour: a line in the colour of the network with a white edge.
+        axes.hlines(shares[network], *ends, color="white", linewidth=3.4, zorder=3)
+        axes.hlines(shares[network], *ends, color=_COLOURS[network], linewidth=1.8, zorder=4, label=network)
+    _mark_groups(axes, [group for group, _ in ties], size)
+    steep = size > _LEVEL_NAMES
+    small: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 7.5, "rotation": 90 if steep else 0}
+    for place, (group, tie) in enumerate(ties):
+        share = shares["peel"][place]
+        axes.text(place, max(100, share) + 3, str(before[tie]), color="#555555", **small)
+        inside = share > 30
+        axes.text(place, 4 if inside else share + 3, str(after[tie]), color="white" if inside else "black", zorder=5, **small)
+        tips.append(f"{tie} ({group}): " + ", ".join(f"{label(network)} {of_tie[tie]}" for network, of_tie in widths.items()))
+        axes.axvspan(place - 0.5, place + 0.5, alpha=0, zorder=9, gid=f"tip-{len(tips) - 1}")
+    names = [tie if len(tie) <= _NAME_LENGTH else f"…{tie[1 - _NAME_LENGTH :]}" for _, tie in ties]
+    axes.set_xticks(
+        places, names, rotation=90 if steep else 30, ha="center" if steep else "right", rotation_mode="default" if steep else "anchor"
+    )
+    axes.tick_params(axis="x", length=0, labelsize=7.5)
+    axes.set_xlim(-0.5, size - 0.5)
+    top = max(100, *shares["peel"])
+    axes.set_ylim(0, top * (1.32 if steep else 1.12))
+    axes.set_yticks([tick for tick in axes.get_yticks() if tick <= top])
+    axes.set_ylabel("% of the channels")
+
+
+def _mark_groups(axes: Axes, groups: Sequence[str], size: int) -> None:
+    """A shade behind every second group and its name above; names that would run into each other are stacked."""
+    starts = [place for place, group in enumerate(groups) if place == 0 or group != groups[place - 1]]
+    free_from: dict[int, float] = {}
+    for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(groups)], strict=True)):
+        axes.axvspan(start - 0.5, end - 0.5, color="#f3f3f0" if number % 2 else "#fbfbfa", zorder=-2, linewidth=0)
+        level = next(level for level in range(len(starts)) if free_from.get(level, -1.0) <= start)
+        # One character is about 0.085 inches wide at this size.
+        free_from[level] = start + (len(groups[start]) + 1) * 0.085 * size / _WIDTH
+        place = (start - 0.42, 1.02 + 0.09 * level)
+        axes.text(*place, groups[start], transform=axes.get_xaxis_transform(), fontsize=8.5, fontweight="bold", color="#444444")
+
+
+def groups_chart(importance: Mapping[str, float], shares: Mapping[str, float], macs: Mapping[str, Mapping[str, int]]) -> str:
+    """Importance, share of the pool and MACs of each group; a panel without data is left out."""
+    single = [(title, values) for title, values in (("importance", importance), ("share of the pool", shares)) if values]
+    groups = list(dict.fromkeys(group for values in [importance, shares, *macs.values()] for group in values))
+    panels = len(single) + bool(macs)
+    tips: list[str] = []
+    with _figure(0.9 + 0.62 * len(groups)) as figure:
+        ratios = [1.0] * len(single) + [1.6] * bool(macs)
+        row = figure.subplots(1, panels, sharey=True, squeeze=False, width_ratios=ratios)[0]
+        for axes, (title, values) in zip(row, single, strict=False):
+            text = "{:.1%}" if values is shares else "{:.3g}"
+            _group_bars(axes, groups, {"peel": values}, text, title, tips)
+        if macs:
+            _group_bars(row[-1], groups, macs, "", "MACs", tips)
+            row[-1].locator_params(axis="x", nbins=6)
+            row[-1].xaxis.set_major_formatter(lambda value, _: format_count(value))
+            handles, names = row[-1].get_legend_handles_labels()
+            figure.legend(handles, names, loc="outside upper right", ncols=len(names))
+        row[0].set_yticks(range(len(groups)), groups)
+        row[0].invert_yaxis()
+        return _svg(figure, "groups", "Importance, share of the pool and MACs of each group", tips)
+
+
+def _group_bars(
+    axes: Axes, groups: Sequence[str], series: Mapping[str, Mapping[str, float]], text: str, title: str, tips: list[str]
+) -> None:
+    thickness = 0.8 / max(2, len(series))
+    for number, (network, values) in enumerate(series.items()):
+        offset = (number - (len(series) - 1) / 2) * thickness
+        places = [place + offset for place in range(len(groups))]
+        lengths = [values.get(group, 0) for group in groups]
+        bars = axes.barh(places, lengths, height=0.92 * thickness, color=_COLOURS[network], label=label(network))
+        for bar, group, length in zip(bars, groups, lengths, strict=True):
+            tips.append(f"{group}, {title}: " + (text.format(length) if text else f"{label(network)} {length:,}"))
+            bar.set_gid(f"tip-{len(tips) - 1}")
+        if text:
+            axes.bar_label(bars, [text.format(values[group]) if group in values else "" for group in groups], padding=3, fontsize=8)
+            axes.margins(x=0.22)
+            axes.set_xticks([])
+    axes.set_title(title)
+    axes.tick_params(axis="y", length=0)
+
+
+def importance_chart(stages: Mapping[str, Mapping[str, Curve]]) -> str:
+    """Importance of each group over the epochs, a panel for each round of the backbone."""
+    groups = list(dict.fromkeys(group for curves in stages.values() for group in curves))
+    tips: list[str] = []
+    with _figure(2.9) as figure:
+        row = figure.subplots(1, len(stages), sharey=True, squeeze=False)[0]
+        for axes, (stage, curves) in zip(row, stages.items(), strict=True):
+            for group, curve in curves.items():
+                number = groups.index(group)
+                style = {"color": _SEQUENCE[number % len(_SEQUENCE)], "marker": _MARKERS[number % len(_MARKERS)]}
+                _line(axes, curve, f"{group}, {stage}", group, style, tips)
+            axes.set_title(stage)
+            axes.set_xlabel("epoch")
+        row[0].set_ylabel("importance")
+        handles, names = row[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside right upper")
+        return _svg(figure, "importance", "Importance of each group over the epochs", tips)
+
+
+def curves_chart(panels: Mapping[str, Mapping[str, Curve]]) -> str:
+    """Curves over the epochs, a panel for each measured quantity and a line in it for each stage."""
+    tips: list[str] = []
+    with _figure(2.9) as figure:
+        row = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, (title, stages) in zip(row, panels.items(), strict=True):
+            for stage, curve in stages.items():
+                kind, _, number = stage.partition("-")
+                style = {
+                    "color": _COLOURS.get(kind, "#000000"),
+                    "linestyle": "-." if number else _DASHES.get(kind, "-"),
+                    "linewidth": 2 if stage == "peel" else 1.5,
+                    "marker": "o" if len(curve) == 1 else "",
+                }
+                _line(axes, curve, f"{label(stage)}, {title}", label(stage), style, tips)
+            axes.set_title(title)
+            axes.set_xlabel("epoch")
+        handles, names = row[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside upper right", ncols=len(names))
+        return _svg(figure, "curves", "Loss and accuracy of each stage over the epochs", tips)
+
+
+def _line(axes: Axes, curve: Curve, what: str, name: str, style: Mapping[str, Any], tips: list[str]) -> None:
+    """One curve; numbers that are not finite leave a gap."""
+    from matplotlib.ticker import MaxNLocator
+
+    epochs, values = [epoch for epoch, _ in curve], [value if math.isfinite(value) else math.nan for _, value in curve]
+    tips.append(f"{what}: {values[-1]:.4g} after epoch {epochs[-1]}")
+    spacing = max(1, len(curve) // 12)
+    axes.plot(epochs, values, label=name, gid=f"tip-{len(tips) - 1}", markersize=4, markevery=spacing, **style)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+@contextmanager
+def _figure(height: float) -> Iterator[Figure]:
+    """An empty figure in the style of the page, whatever the settings of matplotlib on this machine are."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    style: dict[Any, Any] = {
+        "font.size": 9.0,
+        "axes.titlesize": 9.0,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.edgecolor": "#999999",
+        "legend.frameon": False,
+        "text.parse_math": False,  # a $ in the name of a layer is a $
+        "svg.fonttype": "none",
+    }
+    defaults: dict[Any, Any] = {name: value for name, value in matplotlib.rcParamsDefault.items() if name != "backend"}
+    with matplotlib.rc_context({**defaults, **style}):
+        yield Figure(figsize=(_WIDTH, height), layout="constrained")
+
+
+def _svg(figure: Figure, name: str, title: str, tips: Sequence[str]) -> str:
+    """The figure as an element for an HTML page: ids begin with its name, marked shapes carry a text to hover over."""
+    import matplotlib
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name}), warnings.catch_warnings():
+        # The browser has the letters that the font of matplotlib lacks.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        figure.savefig(buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    text = buffer.getvalue()
+    text = re.sub(r"<[^>]+>", lambda tag: re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", tag[0]), text[text.index("<svg") :])
+    text = re.sub(rf'<g id="{name}-tip-(\d+)">', lambda tag: f"<g><title>{escape(tips[int(tag[1])])}</title>", text)
+    # Inside HTML the namespaces are known, and an address in the page would look like something to fetch.
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text, count=2)
+    return text.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1).strip()

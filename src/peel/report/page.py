@@ -1,0 +1,332 @@
+"""The page of a run: what its record says, put into words and tables, around the charts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from ..budget import format_count
+from ..record import RunRecord
+from .charts import curves_chart, groups_chart, importance_chart, label, widths_chart
+
+__all__ = ["render"]
+
+NETWORKS = ("original", "backbone", "uniform", "peel")
+RESOURCES = {"macs": "MACs", "params": "parameters"}
+NONE = "–"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text; the first columns hold words, the others numbers."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: int = 1
+
+
+def render(record: RunRecord) -> str:
+    """The page as one HTML text that needs no other file. A run that is not finished gives a page that says what is missing."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["svg"] = Markup  # charts escape the names that they show
+    template = environment.from_string(files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8"))
+    plan, stages, rows = record.plan or {}, _stages(record), _rows(record)
+    return template.render(
+        title=_title(record),
+        facts=_facts(record),
+        missing=_missing(record, stages),
+        notes=(record.result or {}).get("notes", []),
+        tiles=_tiles(rows),
+        outcome=_outcome_table(rows),
+        comparison=_comparison(record, rows),
+        **_widths(plan),
+        **_groups(plan),
+        **_importance(stages),
+        **_training(stages),
+        command=record.settings.get("command", ""),
+        given=_settings_table(record.settings.get("given", {})),
+        resolved=_settings_table(record.settings.get("resolved", {})),
+        environment=_settings_table(record.environment),
+    )
+
+
+def _stages(record: RunRecord) -> dict[str, list[dict[str, Any]]]:
+    """The epochs of each stage in order; where a resumed run repeats an epoch, the later line counts."""
+    stages: dict[str, dict[int, dict[str, Any]]] = {}
+    for line in record.metrics:
+        stages.setdefault(line["stage"], {})[line["epoch"]] = line
+    return {stage: [epochs[epoch] for epoch in sorted(epochs)] for stage, epochs in stages.items()}
+
+
+def _rows(record: RunRecord) -> dict[str, dict[str, Any]]:
+    """What is known of each network: its costs from the plan on, its accuracy from the result on."""
+    plan = record.plan or {}
+    known = {"original": plan.get("original"), "uniform": plan.get("uniform"), "peel": plan or None}
+    rows = {name: {"macs": costs["macs"], "params": costs["params"]} for name, costs in known.items() if costs}
+    for row in (record.result or {}).get("rows", []):
+        rows[row["name"]] = {**rows.get(row["name"], {}), **row}
+    return rows
+
+
+def _budget(record: RunRecord) -> str:
+    """The budget as a count of its resource, or as it was given where nothing was counted yet."""
+    method = record.settings.get("resolved", {}).get("method", {})
+    source = record.plan or record.result or method
+    resource = source.get("resource", "macs")
+    budget = source.get("budget", "?")
+    unit = RESOURCES.get(resource, resource)
+    return f"{format_count(budget)} {unit}" if isinstance(budget, int) else f"{budget} ({unit})"
+
+
+def _title(record: RunRecord) -> str:
+    resolved = record.settings.get("resolved", {})
+    return f"{resolved.get('model', 'A model')} on {resolved.get('data', 'data')}, budget {_budget(record)}"
+
+
+def _facts(record: RunRecord) -> list[str]:
+    resolved = record.settings.get("resolved", {})
+    facts = [f"{name.replace('_', ' ')} {resolved[name]}" for name in ("seed", "image_size", "device") if resolved.get(name) is not None]
+    if record.result and "wall_seconds" in record.result:
+        facts.append(f"finished in {_duration(record.result['wall_seconds'])}")
+    if "peel" in record.environment:
+        facts.append(f"peel {record.environment['peel']}")
+    return facts
+
+
+def _missing(record: RunRecord, stages: Mapping[str, list[dict[str, Any]]]) -> list[str]:
+    missing = []
+    if record.plan is None:
+        missing.append("The plan is not made yet (plan.json): costs, channels and resources per group come with it.")
+    if not stages:
+        missing.append("No epoch is finished yet (metrics.jsonl): the curves come with the first one.")
+    for stage, epochs in stages.items():
+        if epochs[-1]["epoch"] < epochs[-1]["of"]:
+            missing.append(f"The stage {label(stage)} stands at epoch {epochs[-1]['epoch']} of {epochs[-1]['of']}.")
+    if record.result is None:
+        missing.append("The result is not written yet (result.json): the accuracies come with it.")
+    else:
+        missing.extend(
+            f"No accuracy of {label(row['name'])}: its stage was not run." for row in record.result["rows"] if row.get("top1") is None
+        )
+    return missing
+
+
+def _tiles(rows: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """The few figures that a reader looks for first: name, value, remark."""
+    original, uniform, peel = (rows.get(name, {}) for name in ("original", "uniform", "peel"))
+    tiles = []
+    for name, key in (("MACs", "macs"), ("Parameters", "params")):
+        if key in original and key in peel:
+            remark = f"{_percent(peel[key] / max(1, original[key]), 1)} of the original"
+            tiles.append((name, f"{format_count(original[key])} → {format_count(peel[key])}", remark))
+    if (loss := _points(peel, original, "top1")) is not None:
+        tiles.append(("Top-1", f"{_percent(original['top1'])} → {_percent(peel['top1'])}", f"{loss} points"))
+    if (gain := _points(peel, uniform, "top1")) is not None:
+        tiles.append(("PEEL against uniform", f"{gain} points", "one seed: no evidence by itself"))
+    return tiles
+
+
+def _outcome_table(rows: Mapping[str, Mapping[str, Any]]) -> Table | None:
+    original = rows.get("original", {})
+    names = {"original": "original", "uniform": "uniform, same budget", "peel": "PEEL"}
+
+    def cost(row: Mapping[str, Any], key: str) -> str:
+        return _cell(row, key, lambda count: f"{count:,} ({_share(count, original.get(key))})")
+
+    def cells(name: str, row: Mapping[str, Any]) -> list[str]:
+        work = [_cell(row, "seconds", _duration), _cell(row, "image_passes", format_count), row.get("file") or NONE]
+        return [
+            names.get(name, name),
+            _cell(row, "top1", _percent),
+            _cell(row, "top5", _percent),
+            cost(row, "macs"),
+            cost(row, "params"),
+            *work,
+        ]
+
+    columns = ("network", "top-1", "top-5", "MACs (of original)", "params (of original)", "training time", "image passes", "saved as")
+    return Table(columns, [cells(name, row) for name, row in rows.items()]) if rows else None
+
+
+def _comparison(record: RunRecord, rows: Mapping[str, Mapping[str, Any]]) -> str:
+    peel, uniform = rows.get("peel", {}), rows.get("uniform", {})
+    gains = [f"{gain} points {name}" for key, name in (("top1", "top-1"), ("top5", "top-5")) if (gain := _points(peel, uniform, key))]
+    if not gains:
+        return "PEEL and the uniform network can be compared once both are trained."
+    seed = (record.result or {}).get("seed")
+    return (
+        f"PEEL minus uniform: {', '.join(gains)}. Both are single trainings with seed {seed}: a difference from one seed is no evidence by "
+        "itself, in either direction. Repeat the run with other seeds before you conclude anything from it."
+    )
+
+
+def _widths(plan: Mapping[str, Any]) -> dict[str, Any]:
+    if not plan:
+        return {"widths_svg": None, "widths_table": None}
+    before, after, groups = plan["original"]["widths"], plan["widths"], plan["groups"]
+    between = {name: plan[name]["widths"] for name in ("backbone", "uniform") if plan.get(name)}
+    widths = {"original": before, **between, "peel": after}
+    importance = plan["rounds"][-1].get("importance", {}).get("ties", {}) if plan["rounds"] else {}
+    rows = [
+        [tie, group, *(str(of_tie[tie]) for of_tie in widths.values()), _share(after[tie], before[tie]), _cell(importance, tie, _short)]
+        for group, ties in groups.items()
+        for tie in ties
+    ]
+    table = Table(["tie", "group", *map(label, widths), "PEEL of original", "importance"], rows, words=2)
+    return {"widths_svg": widths_chart(widths, groups), "widths_table": table}
+
+
+def _groups(plan: Mapping[str, Any]) -> dict[str, Any]:
+    rounds = plan.get("rounds", [])
+    macs = {name: plan["macs_by_group"][name] for name in NETWORKS if plan.get("macs_by_group", {}).get(name)}
+    last = rounds[-1] if rounds else {}
+    importance, shares = last.get("importance", {}).get("groups", {}), last.get("shares", {})
+    totals = {name: max(1, sum(of_group.values())) for name, of_group in macs.items()}
+    cells = [
+        [group, *(f"{of_group.get(group, 0):,} ({_percent(of_group.get(group, 0) / totals[name], 1)})" for name, of_group in macs.items())]
+        for group in dict.fromkeys(group for of_group in macs.values() for group in of_group)
+    ]
+    return {
+        "has_plan": bool(plan),
+        "budget_words": _budget_words(plan) if plan else "",
+        "rounds": [_round(number, len(rounds), details, plan) for number, details in enumerate(rounds, start=1)],
+        "groups_svg": groups_chart(importance, shares, macs) if importance or shares or macs else None,
+        "macs_table": Table(["group", *map(label, macs)], cells) if macs else None,
+    }
+
+
+def _budget_words(plan: Mapping[str, Any]) -> str:
+    """Where the resources went, in a sentence or two."""
+    resource = plan["resource"]
+    unit, budget = RESOURCES.get(resource, resource), plan["budget"]
+    words = f"The budget is {budget:,} {unit}"
+    if resource in plan:
+        words += f", of which PEEL uses {_percent(plan[resource] / budget, 2)}"
+    backbone = plan.get("backbone")
+    if not backbone:
+        return f"{words}. The widths were given or come from elsewhere, so there is no backbone and no importance."
+    taken = f"The backbone ({backbone['start']} start) takes {backbone[resource]:,}"
+    return f"{words}. {taken}; the pool of {plan['pool']:,} is handed out by the policy “{plan['policy']}”."
+
+
+def _round(number: int, of: int, details: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, Any]:
+    importance, shares, factors = details.get("importance", {}).get("groups", {}), details.get("shares", {}), details.get("factors", {})
+    rows = [
+        [group, str(len(ties)), _cell(importance, group, _short), _cell(shares, group, _percent), _cell(factors, group, "{:.3f}".format)]
+        for group, ties in plan.get("groups", {}).items()
+    ]
+    words = ""
+    if rounding := details.get("rounding"):
+        words = f"Rounding to whole channels: {rounding['spent']:,} of {rounding['ideal']:,.0f} spent, {rounding['unused']:,} left over."
+    return {
+        "title": f"Round {number} of {of}" if of > 1 else "Reallocation",
+        "note": details.get("note", ""),
+        "warning": details.get("distinct") is False,
+        "rounding": words,
+        "table": Table(["group", "ties", "importance", "share of the pool", "factor on the backbone"], rows),
+    }
+
+
+def _importance(stages: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for stage, epochs in stages.items():
+        for line in epochs:
+            for group, value in line.get("importance", {}).items():
+                curves.setdefault(stage, {}).setdefault(group, []).append((line["epoch"], _number(value)))
+    if not curves:
+        return {"importance_svg": None, "importance_table": None}
+    rows = [
+        [group, stage, _short(curve[0][1]), _short(curve[-1][1]), _share(curve[-1][1], curve[0][1])]
+        for stage, of_group in curves.items()
+        for group, curve in of_group.items()
+    ]
+    table = Table(["group", "stage", "first epoch", "last epoch", "last of first"], rows, words=2)
+    return {"importance_svg": importance_chart(curves), "importance_table": table}
+
+
+def _training(stages: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    if not stages:
+        return {"curves_svg": None, "training_table": None}
+    quantities = {"training loss": ("train", "loss", 1), "test loss": ("test", "loss", 1), "test top-1 (%)": ("test", "top1", 100)}
+    panels = {
+        title: {
+            stage: [(line["epoch"], scale * _number(line.get(part, {}).get(key))) for line in epochs] for stage, epochs in stages.items()
+        }
+        for title, (part, key, scale) in quantities.items()
+    }
+    rows = [_training_row(stage, epochs) for stage, epochs in stages.items()]
+    columns = (
+        "stage",
+        "terms of the loss",
+        "epochs",
+        "training loss",
+        "training top-1",
+        "test loss",
+        "test top-1",
+        "images/s",
+        "time",
+    )
+    return {"curves_svg": curves_chart(panels), "training_table": Table(columns, rows, words=2)}
+
+
+def _training_row(stage: str, epochs: Sequence[Mapping[str, Any]]) -> list[str]:
+    last = epochs[-1]
+    train, test = last.get("train", {}), last.get("test", {})
+    terms = ", ".join(f"{name} {_short(value)}" for name, value in train.items() if name not in ("loss", "top1")) or NONE
+    losses = [_cell(train, "loss", _short), _cell(train, "top1", _percent), _cell(test, "loss", _short), _cell(test, "top1", _percent)]
+    speed = _cell(last, "images_per_second", "{:,.0f}".format)
+    seconds = sum(line.get("seconds", 0) for line in epochs)
+    return [label(stage), terms, f"{last['epoch']} of {last['of']}", *losses, speed, _duration(seconds)]
+
+
+def _settings_table(settings: Mapping[str, Any]) -> Table:
+    return Table(("setting", "value"), [[key, value] for key, value in _flat(settings)], words=2)
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in settings.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _cell(row: Mapping[str, Any], key: str, words: Callable[[Any], str]) -> str:
+    return NONE if row.get(key) is None else words(row[key])
+
+
+def _share(part: float | None, whole: float | None) -> str:
+    return NONE if part is None or not whole else _percent(part / whole, 1)
+
+
+def _points(row: Mapping[str, Any], other: Mapping[str, Any], key: str) -> str | None:
+    """How much higher an accuracy is than another, in points of a percent; None where one of them is not known."""
+    if row.get(key) is None or other.get(key) is None:
+        return None
+    return f"{100 * (row[key] - other[key]):+.2f}".replace("-", "−")
+
+
+def _percent(fraction: float, digits: int = 2) -> str:
+    return f"{100 * fraction:.{digits}f} %"
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{int(seconds // 60)} min {int(seconds % 60)} s"
