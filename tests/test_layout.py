@@ -12,11 +12,17 @@ SOURCE = Path(peel.__file__).parent
 #: Each layer may import itself and those below it.
 LAYERS = [
     {"cli", "__main__"},
-    {"inspection", "report", "store", "allocation"},
+    {"outcome", "progress"},
+    {"run"},
+    {"method", "teacher", "workspace"},
+    {"problem"},
+    {"steps"},
+    {"train"},
+    {"inspection", "store", "allocation", "report"},
     {"zoo"},
     {"graph"},
-    {"cost", "widths", "budget", "record"},
-    {"errors", "version"},
+    {"cost", "widths", "budget", "record", "settings"},
+    {"errors", "version", "files"},
 ]
 
 

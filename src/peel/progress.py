@@ -99,9 +99,8 @@ class RunProgress:
         if self.live is not None and epoch.epoch < epoch.of:
             return
         scores = f"test {epoch.test['top1']:.2%}, " if epoch.test is not None else ""
-        self.console.print(
-            f"  epoch {epoch.epoch}/{epoch.of}: loss {epoch.train['loss']:.4f}, {scores}{epoch.images_per_second:,.0f} images/s{self._eta()}"
-        )
+        loss = f"loss {epoch.train['loss']:.4f}"
+        self.console.print(f"  epoch {epoch.epoch}/{epoch.of}: {loss}, {scores}{epoch.images_per_second:,.0f} images/s{self._eta()}")
 
     def note(self, text: str) -> None:
         self.console.print(f"note: {text}")

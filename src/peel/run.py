@@ -155,7 +155,7 @@ def prune(
         "data": loaded.name,
         "image_shape": list(loaded.shape),
         "images": [loaded.train.size, loaded.test.size],
-        "fingerprint": _fingerprint(loaded),
+        "fingerprint": _fingerprint(loaded) if output is not None else "",
         "seed": seed,
         "device": str(engine.device),
         "method": asdict(chosen),

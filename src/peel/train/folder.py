@@ -6,6 +6,7 @@ are decoded by worker processes as training goes.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -100,6 +101,13 @@ def _collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
 
 def decode(path: Path, channels: int) -> Tensor:
     """A file as a uint8 tensor, channels x height x width, whatever its mode (grey, palette, CMYK, 16 bit, transparent)."""
+    if path.suffix.lower() in (".jpg", ".jpeg"):
+        # The decoder that is faster and lets other threads run; what it does not take (CMYK, say) PIL may.
+        from torchvision.io import ImageReadMode, decode_jpeg
+
+        data = torch.frombuffer(bytearray(path.read_bytes()) or bytearray(1), dtype=torch.uint8)
+        with contextlib.suppress(RuntimeError):
+            return decode_jpeg(data, mode=ImageReadMode.GRAY if channels == 1 else ImageReadMode.RGB)  # type: ignore[no-any-return]
     from PIL import Image
 
     with Image.open(path) as opened:
