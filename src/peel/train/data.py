@@ -180,11 +180,21 @@ def _resident_data(
     augment: str,
 ) -> Data:
     pixels, test_pixels = (_fitted(images, channels, image_size) for images in (pixels, test_pixels))
-    # One pass over the training images; rounded, so that the figures can be written down and used elsewhere.
-    sample = pixels.double().flatten(0, 2) / 255
-    mean = tuple(round(float(value), 4) for value in sample.mean(0))
-    std = tuple(round(max(float(value), 1e-3), 4) for value in sample.std(0))
+    mean, std = _statistics(pixels)
     return Data(name, classes, Resident(pixels, labels, mean, std), Resident(test_pixels, test_labels, mean, std), augment)
+
+
+def _statistics(pixels: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation of each channel, between 0 and 1; rounded, so that they can be written down and used elsewhere."""
+    levels = torch.arange(256, dtype=torch.float64) / 255
+    mean, std = [], []
+    for channel in range(pixels.shape[-1]):
+        counts = torch.bincount(pixels[..., channel].flatten(), minlength=256).double()
+        average = float((counts * levels).sum() / counts.sum())
+        variance = float((counts * (levels - average) ** 2).sum() / counts.sum())
+        mean.append(round(average, 4))
+        std.append(round(max(variance**0.5, 1e-3), 4))
+    return tuple(mean), tuple(std)
 
 
 def _fitted(images: Tensor, channels: int, image_size: int | None) -> Tensor:
