@@ -29,6 +29,9 @@ SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff", "
 #: Sets of up to this many files are decoded in full before training; of larger ones, the beginning and the end of each file.
 FULL_SCAN = 20_000
 
+#: Files below this are decoded so fast that threads would only get in each other's way.
+SMALL_FILE = 16_384
+
 
 @dataclass(frozen=True)
 class Folder:
@@ -197,8 +200,11 @@ def load_images(paths: Sequence[Path], labels: Sequence[int], shape: tuple[int, 
             image = centre_view(image, (height, width))
         return image.permute(1, 2, 0)
 
-    with ThreadPoolExecutor() as pool:
-        images = list(pool.map(load, paths, chunksize=64))
+    if paths[0].stat().st_size < SMALL_FILE:
+        images = [load(path) for path in paths]
+    else:
+        with ThreadPoolExecutor() as pool:
+            images = list(pool.map(load, paths))
     if any(isinstance(image, str) for image in images) and not skip:
         scan(paths, skip=False)
     kept = [(image, label) for image, label in zip(images, labels, strict=True) if isinstance(image, Tensor)]
