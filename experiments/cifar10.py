@@ -173,6 +173,12 @@ def read(path: Path) -> list[dict[str, Any]]:
 def render(results: Path, target: Path) -> None:
     """The table: mean and deviation over seeds, and the paired difference to uniform with its 95 % interval."""
     lines = read(results)
+    order = ["uniform", *PLANS]
+
+    def place(cell: tuple[tuple[Any, ...], Any]) -> tuple[Any, ...]:
+        net, budget, kind, plan = cell[0]
+        return net, -float(budget.rstrip("%")), kind, order.index(plan)
+
     rows = [
         "| network | budget | plan | distillation | top-1, mean ± sd | seeds | minus uniform, paired (95 % interval) |",
         "|---|---|---|---|---|---|---|",
@@ -181,12 +187,12 @@ def render(results: Path, target: Path) -> None:
     for line in lines:
         if line["plan"] != "original":
             cells.setdefault((line["net"], line["budget"], line["distill"], line["plan"]), {})[line["seed"]] = 100 * line["top1"]
-    for (net, budget, kind, plan), scores in cells.items():
+    for (net, budget, kind, plan), scores in sorted(cells.items(), key=place):
         base = cells.get((net, budget, kind, "uniform"), {})
         pairs = [scores[seed] - base[seed] for seed in scores if seed in base]
         gain = "" if plan == "uniform" or len(pairs) < 2 else interval(pairs)
         spread = f" ± {statistics.stdev(scores.values()):.2f}" if len(scores) > 1 else ""
-        rows.append(f"| {net} | {budget} | {plan} | {kind} | {statistics.mean(scores.values()):.2f}{spread} | {len(scores)} | {gain} |")
+        rows.append(f"| {net} | {budget} | {kind} | {plan} | {statistics.mean(scores.values()):.2f}{spread} | {len(scores)} | {gain} |")
     text = target.read_text()
     before, _, rest = text.partition("<!-- cifar10 -->\n")
     _, _, after = rest.partition("<!-- /cifar10 -->")

@@ -2,6 +2,7 @@
 
     graph = peel.trace(model, example_input)         which channels are tied, what they cost, what is fixed and why
     widths = peel.uniform(graph, budget="50%")       one integer per tie
+    result = peel.prune(model, data, budget="50%")   the five steps of the paper: result.model, result.plan, result.history
     small = peel.slim(model, widths, graph=graph)    a new model of the same class
     peel.save(small, "slim"); peel.load("slim")      safetensors and JSON
 
@@ -18,24 +19,48 @@ from .version import __version__
 if TYPE_CHECKING:
     from .allocation import round_to_budget, uniform
     from .budget import parse_budget
-    from .errors import BudgetError, ModelError, PeelError, StoreError, TraceError, WidthsError
+    from .errors import (
+        BudgetError,
+        ConfigError,
+        DataError,
+        DivergedError,
+        ModelError,
+        PeelError,
+        RunError,
+        StoreError,
+        TraceError,
+        WidthsError,
+    )
     from .graph import ChannelGraph, Tie, Verification, slim, trace, verify
+    from .run import Result, prune
+    from .steps.backbone import backbone
+    from .steps.reallocation import reallocate
     from .store import load, save
+    from .train.data import load_data
     from .widths import Widths
 
 _HOME = {
     "BudgetError": "errors",
     "ChannelGraph": "graph",
+    "ConfigError": "errors",
+    "DataError": "errors",
+    "DivergedError": "errors",
     "ModelError": "errors",
     "PeelError": "errors",
+    "Result": "run",
+    "RunError": "errors",
     "StoreError": "errors",
     "Tie": "graph",
     "TraceError": "errors",
     "Verification": "graph",
     "Widths": "widths",
     "WidthsError": "errors",
+    "backbone": "steps.backbone",
     "load": "store",
+    "load_data": "train.data",
     "parse_budget": "budget",
+    "prune": "run",
+    "reallocate": "steps.reallocation",
     "round_to_budget": "allocation",
     "save": "store",
     "slim": "graph",
@@ -47,8 +72,13 @@ _HOME = {
 __all__ = [
     "BudgetError",
     "ChannelGraph",
+    "ConfigError",
+    "DataError",
+    "DivergedError",
     "ModelError",
     "PeelError",
+    "Result",
+    "RunError",
     "StoreError",
     "Tie",
     "TraceError",
@@ -56,8 +86,12 @@ __all__ = [
     "Widths",
     "WidthsError",
     "__version__",
+    "backbone",
     "load",
+    "load_data",
     "parse_budget",
+    "prune",
+    "reallocate",
     "round_to_budget",
     "save",
     "slim",

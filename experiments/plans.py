@@ -1,0 +1,67 @@
+"""The networks of the paper, planned at every budget of its tables, before anything is trained: every group counts the same.
+
+python experiments/plans.py --render docs/plans.md
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+import peel
+from peel import zoo
+from peel.budget import format_count
+from peel.steps.reallocation import reallocation
+
+#: Network -> budgets of the paper's tables (multiply-adds).
+BUDGETS = {
+    "resnet18": ["1.33G", "1.04G"],
+    "resnet50": ["3.0G", "2.2G", "1.8G", "1.1G"],
+    "mobilenet_v2": ["300M", "211M", "87M", "59M"],
+    "mobilenet_v3_small": ["49M"],
+    "efficientnet_b0": ["346M"],
+}
+
+
+def table(name: str) -> list[str]:
+    model = zoo.create(name)
+    hold = zoo.HELD.get(model.peel_source["zoo"], ())
+    graph = peel.trace(model, torch.zeros(1, 3, 224, 224))
+    lines = [f"## {name}", "", f"{graph.macs():,} MACs, {graph.params():,} parameters at full width.", ""]
+    if hold:
+        lines += [f"Held at its width: `{', '.join(hold)}`.", ""]
+    for budget in BUDGETS[name]:
+        backbone = peel.backbone(graph, budget, hold=hold)
+        plan = reallocation(graph, backbone, dict.fromkeys(graph.groups, 1.0), budget, hold=hold)
+        uniform = peel.uniform(graph, budget, hold=hold)
+        lines += [
+            f"**{budget}**: backbone {graph.macs(backbone):,} MACs; plan {graph.macs(plan.widths):,} MACs, "
+            f"{graph.params(plan.widths):,} parameters; uniform {graph.macs(uniform):,} MACs, {graph.params(uniform):,} parameters.",
+            "",
+            "| group | factor | MACs: backbone, plan, uniform | widths of the plan, in the order of `graph.groups` (original) |",
+            "|---|---|---|---|",
+        ]
+        costs = [graph.macs_by_group(widths) for widths in (backbone, plan.widths, uniform)]
+        for group, ties in graph.groups.items():
+            widths = ", ".join(f"{plan.widths[tie]} ({graph.widths[tie]})" for tie in ties)
+            spent = ", ".join(format_count(cost[group]) for cost in costs)
+            lines.append(f"| {group} | {plan.factors[group]:.4f} | {spent} | {widths} |")
+        above = [tie for tie in graph.widths if plan.widths[tie] > graph.widths[tie]]
+        lines += ["", f"{len(above)} of {len(graph.widths)} widths are above the original.", ""]
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--render", type=Path, required=True, help="put the tables between the markers of this file")
+    options = parser.parse_args()
+    lines = [line for name in BUDGETS for line in table(name)]
+    before, _, rest = options.render.read_text().partition("<!-- plans -->\n")
+    _, _, after = rest.partition("<!-- /plans -->")
+    options.render.write_text(before + "<!-- plans -->\n" + "\n".join(lines) + "<!-- /plans -->" + after)
+
+
+if __name__ == "__main__":
+    main()
