@@ -180,7 +180,7 @@ def render(results: Path, target: Path) -> None:
         return net, -float(budget.rstrip("%")), kind, order.index(plan)
 
     rows = [
-        "| network | budget | plan | distillation | top-1, mean ± sd | seeds | minus uniform, paired (95 % interval) |",
+        "| network | budget | distillation | plan | top-1, mean ± sd | seeds | minus uniform, paired (95 % interval) |",
         "|---|---|---|---|---|---|---|",
     ]
     cells: dict[tuple[Any, ...], dict[int, float]] = {}
