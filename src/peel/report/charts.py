@@ -193,7 +193,9 @@ def _line(axes: Axes, curve: Curve, what: str, name: str, style: Mapping[str, An
     tips.append(f"{what}: {values[-1]:.4g} after epoch {epochs[-1]}")
     spacing = max(1, len(curve) // 12)
     axes.plot(epochs, values, label=name, gid=f"tip-{len(tips) - 1}", markersize=4, markevery=spacing, **style)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    # A single epoch has no width of its own.
+    axes.set_xlim(min(axes.get_xlim()[0], epochs[0] - 0.5), max(axes.get_xlim()[1], epochs[-1] + 0.5))
 
 
 @contextmanager
