@@ -9,7 +9,8 @@
     ├── ConfigError   a setting that does not exist or cannot have that value
     ├── DataError     images or labels that are missing, unreadable or do not fit the model
     ├── RunError      a run folder that cannot be used
-    └── DivergedError training that produced numbers that are not finite
+    ├── DivergedError training that produced numbers that are not finite
+    └── MemoryShortError not even the smallest part of a batch fits into memory
 
 A message names the thing, the value and the way out.
 """
@@ -22,6 +23,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DivergedError",
+    "MemoryShortError",
     "ModelError",
     "PeelError",
     "RunError",
@@ -70,6 +72,10 @@ class RunError(PeelError):
 
 class DivergedError(PeelError):
     """Training produced numbers that are not finite."""
+
+
+class MemoryShortError(PeelError):
+    """Not even the smallest part of a batch fits into memory."""
 
 
 def did_you_mean(name: str, known: Iterable[str], limit: int = 3) -> str:

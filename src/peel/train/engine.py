@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from .world import ALONE, World, join_world
 
 __all__ = ["Engine", "find_engine"]
 
@@ -22,6 +24,10 @@ class Engine:
     """Training steps recorded once as a CUDA graph and replayed: small networks are bound by launches otherwise."""
     workers: int = 0
     """Processes that decode images, where they are read from disk."""
+    parts: int = 1
+    """In how many parts a batch goes through the network; gradients add up, and the weights move once."""
+    world: World = ALONE
+    """The processes that train together."""
 
     def prepare(self, model: nn.Module) -> nn.Module:
         return model.to(self.device).to(memory_format=torch.channels_last)
@@ -35,18 +41,24 @@ class Engine:
         return f"{name}, {'bfloat16' if self.bf16 else 'float32'}"
 
 
-def find_engine(device: str = "auto", *, workers: int | None = None, deterministic: bool = False) -> Engine:
+def find_engine(device: str = "auto", *, workers: int | None = None, deterministic: bool = False, parts: int = 1) -> Engine:
     """The engine for a device: `auto` takes a GPU where there is one. `deterministic` gives up speed for equal bits on a GPU."""
+    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
+        raise ConfigError(f"parts must be a whole number of at least 1, not {parts!r}.")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     try:
         chosen = torch.device(device)
         torch.empty(1, device=chosen)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"the device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
     count = min(8, torch.get_num_threads()) if workers is None else workers
+    world = join_world(chosen)
     if chosen.type != "cuda":
-        return Engine(chosen, workers=count)
+        return Engine(chosen, workers=count, parts=parts, world=world)
+    torch.cuda.set_device(chosen)
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.deterministic = deterministic
-    return Engine(chosen, bf16=torch.cuda.is_bf16_supported(), graphs=not deterministic, workers=count)
+    return Engine(chosen, torch.cuda.is_bf16_supported(), not deterministic, count, parts, world)

@@ -1,0 +1,181 @@
+"""One step of training: forward, loss, backward, update; in parts where memory is short, together with other processes, or replayed."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import MemoryShortError
+from .engine import Engine
+from .objective import Losses, Objective
+from .recipe import Recipe
+
+__all__ = ["Step"]
+
+log = logging.getLogger("peel")
+
+#: Steps that run as usual before a CUDA graph is recorded: the allocator and cuDNN settle meanwhile.
+WARM_UP_STEPS = 5
+
+
+_DDP_ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
+
+
+class _Loss(nn.Module):
+    """The objective as a module, so that gradients are exchanged whatever it does with the model."""
+
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
+        super().__init__()
+        self.model = model
+        self.objective = objective
+
+    def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        losses = self.objective(self.model, images, labels)
+        return losses.total, losses.terms, losses.scores
+
+
+class Step:
+    """The optimiser, the running sums and, on a GPU, the recorded step."""
+
+    def __init__(self, model: nn.Module, objective: Objective, recipe: Recipe, engine: Engine) -> None:
+        self.engine = engine
+        self.loss: nn.Module = _Loss(model, objective)
+        if engine.world.size > 1:
+            self.loss = DistributedDataParallel(
+                self.loss,
+                device_ids=[engine.device] if engine.device.type == "cuda" else None,
+                gradient_as_bucket_view=True,
+                # Statistics of norm layers are brought together at the end of an epoch, not at every step. The argument was renamed.
+                **{"forward_sync_buffers" if "forward_sync_buffers" in _DDP_ARGUMENTS else "broadcast_buffers": False},
+            )
+        self.replays = engine.graphs and engine.world.size == 1
+        self.optimiser = _optimiser(model, recipe, engine, self.replays)
+        self.sums: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=engine.device)}
+        self.parts = engine.parts
+        self.done = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.static: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, images: Tensor, labels: Tensor, rate: float) -> None:
+        for group in self.optimiser.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        while True:
+            try:
+                self._run(images, labels)
+                return
+            except torch.OutOfMemoryError:
+                self._halve(len(images))
+
+    def _run(self, images: Tensor, labels: Tensor) -> None:
+        if not self.replays:
+            self._compute(images, labels)
+            return
+        if self.graph is None:
+            if self.done < WARM_UP_STEPS:
+                self._on_side_stream(images, labels)
+                self.done += 1
+                return
+            self._record(images, labels)
+        assert self.graph is not None
+        assert self.static is not None
+        self.static[0].copy_(images)
+        self.static[1].copy_(labels)
+        self.graph.replay()
+
+    def _compute(self, images: Tensor, labels: Tensor) -> None:
+        # A recorded step needs gradients that stay where they are; so do buckets shared with other processes.
+        self.optimiser.zero_grad(set_to_none=not self.replays and self.engine.world.size == 1)
+        for number, (some, their) in enumerate(zip(images.chunk(self.parts), labels.chunk(self.parts), strict=True)):
+            _pretend_short_memory(len(some))
+            # Gradients travel once, with the last part.
+            is_last = number + 1 == self.parts
+            quiet = self.loss.no_sync() if isinstance(self.loss, DistributedDataParallel) and not is_last else contextlib.nullcontext()
+            with quiet:
+                with self.engine.autocast():
+                    total, terms, scores = self.loss(some, their)
+                (total * (len(some) / len(images))).backward()
+            self._add(Losses(total, terms, scores), their, len(some) / len(images))
+        self.optimiser.step()
+
+    def _halve(self, size: int) -> None:
+        """Memory is short: twice as many parts of half the size, the same batch."""
+        if self.engine.world.size > 1 or self.parts >= size:
+            raise MemoryShortError(
+                f"a part of {-(-size // self.parts)} images does not fit into the memory of {self.engine.device}. "
+                "Choose a smaller batch, smaller images, or more parts (--parts)."
+            ) from None
+        self.parts *= 2
+        self.graph, self.static, self.done = None, None, 0
+        self.optimiser.zero_grad(set_to_none=True)
+        if self.engine.device.type == "cuda":
+            torch.cuda.empty_cache()
+        log.warning(
+            "memory is short: batches now go through in %d parts of about %d images. The batch is the same; batch norm sees the parts.",
+            self.parts,
+            -(-size // self.parts),
+        )
+
+    def _on_side_stream(self, images: Tensor, labels: Tensor) -> None:
+        """A step as a recording needs it to have run before: away from the default stream."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._compute(images, labels)
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def _record(self, images: Tensor, labels: Tensor) -> None:
+        self.static = (images.clone(memory_format=torch.preserve_format), labels.clone())
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._compute(*self.static)
+
+    @torch.no_grad()
+    def _add(self, losses: Losses, labels: Tensor, share: float) -> None:
+        parts = {"loss": losses.total, **losses.terms, "top1": (losses.scores.argmax(1) == labels).float().mean()}
+        for name, value in parts.items():
+            if name not in self.sums:
+                self.sums[name] = torch.zeros((), dtype=torch.float64, device=value.device)
+            self.sums[name].add_(value.detach() * share)
+
+    def momenta(self) -> list[Tensor | None]:
+        return [self.optimiser.state[parameter].get("momentum_buffer") for parameter in self._parameters()]
+
+    def set_momenta(self, momenta: list[Tensor | None]) -> None:
+        for parameter, momentum in zip(self._parameters(), momenta, strict=True):
+            if momentum is not None:
+                # In the memory order of the parameter, as the optimiser itself makes it.
+                self.optimiser.state[parameter]["momentum_buffer"] = torch.empty_like(parameter).copy_(momentum)
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.optimiser.param_groups for parameter in group["params"]]
+
+
+def _optimiser(model: nn.Module, recipe: Recipe, engine: Engine, replays: bool) -> torch.optim.SGD:
+    """SGD; biases and the scales and shifts of norm layers, which have one axis at most, do not decay unless asked to."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decayed = [parameter for parameter in trained if parameter.ndim > 1 or recipe.decay_norms]
+    others = [parameter for parameter in trained if parameter.ndim <= 1 and not recipe.decay_norms]
+    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    # A recorded step reads the rate from the device.
+    rate: Any = torch.tensor(recipe.lr, device=engine.device) if replays else recipe.lr
+    fused = True if engine.device.type == "cuda" else None
+    return torch.optim.SGD(
+        [group for group in groups if group["params"]], lr=rate, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=fused
+    )
+
+
+def _pretend_short_memory(size: int) -> None:
+    """The fault `oom`: parts as large as the one it struck do not fit any more."""
+    limit = os.environ.get("PEEL_FAULT_OOM")
+    if limit and size >= int(limit):
+        raise torch.OutOfMemoryError("a fault that was ordered")

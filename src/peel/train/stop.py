@@ -1,0 +1,52 @@
+"""Being asked to stop: at SIGTERM, SIGUSR1 and Ctrl-C the running step ends and its state is kept. A second Ctrl-C stops at once."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+__all__ = ["Stopped", "listening", "stop_requested"]
+
+_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+
+_received: list[int] = []
+
+
+class Stopped(BaseException):
+    """Training was asked to stop and has kept its state. Not an Exception: nothing on the way should take it for a failure."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}")
+        self.signal_number = signal_number
+
+
+def stop_requested() -> int | None:
+    """The signal that asked to stop, if any has."""
+    return _received[0] if _received else None
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[None]:
+    """Turn signals into requests for as long as this lasts. Only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    _received.clear()
+    for number in _SIGNALS:
+        signal.signal(number, _note)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _received.clear()
+
+
+def _note(number: int, _: FrameType | None) -> None:
+    if number == signal.SIGINT and signal.SIGINT in _received:
+        raise KeyboardInterrupt
+    _received.append(number)
