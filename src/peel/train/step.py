@@ -48,13 +48,10 @@ class Step:
         self.engine = engine
         self.loss: nn.Module = _Loss(model, objective)
         if engine.world.size > 1:
-            self.loss = DistributedDataParallel(
-                self.loss,
-                device_ids=[engine.device] if engine.device.type == "cuda" else None,
-                gradient_as_bucket_view=True,
-                # Statistics of norm layers are brought together at the end of an epoch, not at every step. The argument was renamed.
-                **{"forward_sync_buffers" if "forward_sync_buffers" in _DDP_ARGUMENTS else "broadcast_buffers": False},
-            )
+            # Statistics of norm layers are brought together at the end of an epoch, not at every step. The argument was renamed.
+            sync = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_ARGUMENTS else "broadcast_buffers"
+            options: dict[str, Any] = {sync: False, "device_ids": [engine.device] if engine.device.type == "cuda" else None}
+            self.loss = DistributedDataParallel(self.loss, gradient_as_bucket_view=True, **options)
         self.replays = engine.graphs and engine.world.size == 1
         self.optimiser = _optimiser(model, recipe, engine, self.replays)
         self.sums: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=engine.device)}
