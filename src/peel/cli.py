@@ -35,11 +35,14 @@ _arguments: list[str] = []
 RecipeChanges: Any = dataclasses.make_dataclass(
     "RecipeChanges", [(name, kind | None, None) for name, kind in get_type_hints(Recipe).items()], frozen=True
 )
+# Python 3.11 would say "types", and cyclopts takes what is in there for a plain value.
+RecipeChanges.__module__ = __name__
 
 app = App(
     name="peel",
     help="Make a convolutional network fit a budget.",
     version=__version__,
+    suppress_keyboard_interrupt=False,  # main answers it
     help_epilogue="MODEL is a name of torchvision or timm, a network of peel.zoo such as cifar_resnet20, or your own as "
     "package.module:callable or path/to/file.py:callable.",
 )
@@ -133,6 +136,7 @@ def run(
     workers: int | None = None,
     deterministic: bool = False,
     dry_run: bool = False,
+    checkpoint_seconds: float = 600.0,
     json: bool = False,
     quiet: bool = False,
 ) -> int:
@@ -176,6 +180,8 @@ def run(
         The same bits in every run, on a GPU too; slower there.
     dry_run
         Show the plan with neutral importance and the estimated time; train nothing.
+    checkpoint_seconds
+        How often the state is kept within an epoch; it always is at the end of one.
     json
         Print the result as JSON.
     quiet
@@ -213,6 +219,7 @@ def run(
             device=device,
             workers=workers,
             dry_run=dry_run,
+            checkpoint_seconds=checkpoint_seconds,
             reporter=reporter,
             command=" ".join(["peel", *map(shlex.quote, _arguments)]),
             **arguments,

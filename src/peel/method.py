@@ -23,7 +23,7 @@ from .train.objective import CrossEntropy, Objective
 from .train.recipe import Recipe
 from .widths import Widths
 
-__all__ = ["Plan", "TrainBackbone", "make_plan", "neutral_plan"]
+__all__ = ["HELD_OUT", "Plan", "TrainBackbone", "make_plan", "neutral_plan", "rehearse"]
 
 #: The part of the training images that criteria which select (legr) look at, and nothing else.
 HELD_OUT = 0.1
@@ -55,7 +55,7 @@ def make_plan(problem: Problem, method: Method, train_backbone: TrainBackbone) -
     for number in range(method.rounds):
         graph = problem.graph.at(current)
         network = planner.grown(network, rounds[-1].graph if rounds else None, current)
-        importance = planner.learn(number, network, graph, train_backbone)
+        network, importance = planner.learn(number, network, graph, train_backbone)
         part = problem.budget if number + 1 == method.rounds else problem.budget - pool + pool * (number + 1) // method.rounds
         rounds.append(planner.round(current, importance, part))
         current = rounds[-1].reallocation.widths
@@ -69,6 +69,14 @@ def neutral_plan(problem: Problem, method: Method) -> Plan:
     note = "Nothing was trained: every group counts the same."
     importance = None if method.policy in ("uniform", "random") else Importance(equal, {}, False, note)
     return planner.finish([planner.round(planner.backbone, importance, problem.budget)])
+
+
+def rehearse(problem: Problem, method: Method) -> None:
+    """Steps 1 to 4 with a backbone that is not trained: what would be refused after hours of training is refused at once."""
+    if method.criterion in ("bn", "weight"):
+        make_plan(problem, method, lambda stage, network, *_: network)
+    else:
+        neutral_plan(problem, method)
 
 
 @dataclass(frozen=True)
@@ -106,8 +114,8 @@ class _Planner:
                 scale.fill_(self.method.gamma_init)
         return network
 
-    def learn(self, number: int, network: nn.Module, graph: ChannelGraph, train_backbone: TrainBackbone) -> Importance:
-        """Step 2: train the backbone, then measure."""
+    def learn(self, number: int, network: nn.Module, graph: ChannelGraph, train_backbone: TrainBackbone) -> tuple[nn.Module, Importance]:
+        """Step 2: train the backbone, then measure. The trained one need not be the one that was given: a resumed run reads it back."""
         problem, method = self.problem, self.method
         recipe = problem.search
         if number > 0:
@@ -131,7 +139,7 @@ class _Planner:
         # The slow criteria are measured once, at the end.
         each_epoch = note if method.criterion in ("bn", "weight", "gradient") else None
         trained = train_backbone(stage, network, Penalised(objective, scales, self.penalty), recipe, train, each_epoch)
-        return measure(trained)
+        return trained, measure(trained)
 
     def _penalty(self, recipe: Recipe, steps: int) -> float:
         if self.method.pull is not None:

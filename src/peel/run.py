@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import platform
@@ -19,7 +20,7 @@ from . import zoo
 from .allocation import resolve_budget
 from .errors import ConfigError, DataError, RunError, did_you_mean
 from .graph import ChannelGraph, slim, trace
-from .method import Plan, make_plan, neutral_plan
+from .method import HELD_OUT, Plan, make_plan, neutral_plan, rehearse
 from .problem import Problem
 from .settings import Method
 from .steps.distillation import Distillation, InPlace, Pair, in_place_pair
@@ -27,7 +28,7 @@ from .steps.grouping import group_layers
 from .store import save
 from .teacher import load_teacher, saved_teacher
 from .train.chance import derive
-from .train.data import Data, Split, load_data
+from .train.data import Data, Split, held_out_size, load_data
 from .train.engine import Engine, find_engine
 from .train.folder import Folder
 from .train.loop import Epoch, Scores, evaluate, fit
@@ -122,6 +123,7 @@ def prune(
     workers: int | None = None,
     deterministic: bool = False,
     dry_run: bool = False,
+    checkpoint_seconds: float = 600.0,
     reporter: Reporter | None = None,
     command: str | None = None,
     **method: Any,
@@ -131,7 +133,8 @@ def prune(
     `model` is a name of `peel.zoo` or a module; `data` a name, a folder or a `Data`. `recipe` names the training recipe; `train` and
     `search` change fields of it for the final training and for the backbone's. `teacher` is `"train"` (train the original first), a
     trained module, `"pretrained"`, or a path: what is kept there is used, and where nothing is yet, the original is trained and kept there.
-    `plan` trains widths that come from elsewhere. All other arguments are fields of `peel.settings.Method`.
+    `plan` trains widths that come from elsewhere. The state is kept after every epoch, and every `checkpoint_seconds` within one. All
+    other arguments are fields of `peel.settings.Method`.
 
     >>> result = peel.prune("cifar_resnet20", "digits", budget="50%", output="run")
     >>> result.rows[-1]["top1"], result.model
@@ -179,6 +182,8 @@ def prune(
         seed,
     )
     run = _Run(problem, chosen, recipes[0], wanted, teacher, given_plan, reporter or Silent())
+    run.checkpoint_seconds = checkpoint_seconds
+    run.check()
     if dry_run:
         return run.estimate()
     if output is None:
@@ -206,10 +211,61 @@ class _Run:
         self.problem, self.method, self.recipe, self.steps = problem, method, recipe, steps
         self.named_teacher, self.given, self.reporter = teacher, given, reporter
         self.workspace: Workspace | None = None
+        self.taken: nn.Module | None = None
+        self.checkpoint_seconds = 600.0
         self.history: dict[str, list[Epoch]] = {}
         self.rows: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []
         self.search: dict[str, float] = {"seconds": 0.0, "image_passes": 0}
+
+    def check(self) -> None:
+        """Refuse what cannot work, before anything is written or trained."""
+        problem, method = self.problem, self.method
+        finals = [name for name in ("uniform", "peel") if name in self.steps]
+        if self.given is None and not {"backbone", "plan"} <= set(self.steps) and (finals or "plan" in self.steps):
+            raise ConfigError(
+                f"the steps {', '.join(self.steps)} need a plan: add backbone and plan to them, or give widths of your own with plan."
+            )
+        if finals and method.distill == "teacher" and "original" not in self.steps:
+            raise ConfigError('distillation needs the teacher: add "original" to the steps, name a teacher, or set distill="none".')
+        if "original" in self.steps:
+            self.taken = self._named_teacher()
+        searches = self.given is None and "backbone" in self.steps and method.policy in ("importance", "winner-take-all")
+        trains = bool(finals) or ("original" in self.steps and self.taken is None)
+        whole = problem.data.train.size
+        for is_used, recipe, size in (
+            (trains, self.recipe, whole),
+            (searches, problem.search, whole - held_out_size(whole, HELD_OUT) if method.criterion == "legr" else whole),
+        ):
+            if is_used and recipe.batch_size > size:
+                raise DataError(
+                    f"a batch of {recipe.batch_size} images is larger than the training set of {size}. "
+                    f"Choose a batch size of at most {size}."
+                )
+        problem.uniform()
+        if self.given is None and "backbone" in self.steps:
+            rehearse(problem, method)
+
+    def _named_teacher(self) -> nn.Module | None:
+        """The teacher, where it is trained already."""
+        named = self.named_teacher
+        if named == "train":
+            return None
+        if isinstance(named, nn.Module):
+            teacher = copy.deepcopy(named)  # it will be moved and frozen
+        elif named == "pretrained":
+            teacher = copy.deepcopy(self.problem.model)
+        else:
+            kept = saved_teacher(Path(named))
+            if kept is None and Path(named).suffix:
+                raise RunError(f"there is no teacher at {named}.")
+            if kept is None:
+                return None
+            teacher = load_teacher(kept, self.problem.model)
+        scores = class_scores(self._outputs(teacher))
+        if scores.shape[1] != len(self.problem.data.classes):
+            raise DataError(f"the teacher knows {scores.shape[1]} classes, the data has {len(self.problem.data.classes)}.")
+        return teacher
 
     # The order of things
 
@@ -263,22 +319,13 @@ class _Run:
 
     def _original(self) -> nn.Module:
         """The trained original: the teacher and the first row of the table."""
-        named = self.named_teacher
-        home, is_path = self.workspace, False
-        if isinstance(named, nn.Module):
-            return self._taken(named)
-        if named == "pretrained":
-            return self._taken(self.problem.model)
-        if named != "train":
-            path, is_path = Path(named), True
-            kept = saved_teacher(path)
-            if kept is not None:
-                return self._taken(load_teacher(kept, self.problem.model))
-            if path.suffix:
-                raise RunError(f"there is no teacher at {path}.")
-        if not is_path:
+        if self.taken is not None:
+            return self._taken(self.taken)
+        if self.named_teacher == "train":
             return self._trained_original()
-        with Workspace(named) as shared:
+        assert isinstance(self.named_teacher, str | Path)
+        home = self.workspace
+        with Workspace(self.named_teacher) as shared:
             self.workspace = shared
             try:
                 return self._trained_original()
@@ -294,9 +341,6 @@ class _Run:
 
     def _taken(self, teacher: nn.Module) -> nn.Module:
         """A teacher that is trained already is only evaluated."""
-        scores = class_scores(self._outputs(teacher))
-        if scores.shape[1] != len(self.problem.data.classes):
-            raise DataError(f"the teacher knows {scores.shape[1]} classes, the data has {len(self.problem.data.classes)}.")
         self.reporter.stage("original", "evaluating the teacher")
         self.problem.engine.prepare(teacher)
         scored = evaluate(teacher, self.problem.data.test, self.problem.engine)
@@ -387,8 +431,7 @@ class _Run:
         else:
             network = slim(problem.model, widths, graph=problem.graph)
             if method.distill == "teacher":
-                if teacher is None:
-                    raise ConfigError('distillation needs the teacher: add "original" to the steps, name a teacher, or set distill="none".')
+                assert teacher is not None
                 problem.engine.prepare(teacher).eval().requires_grad_(False)
                 objective = Distillation(objective, teacher, 0.1 if weight is None else weight, method.temperature)
         what = "the uniform network of the same budget" if name == "uniform" else "the slim network"
@@ -411,6 +454,7 @@ class _Run:
         if space is not None and record is not None:
             self.history[stage] = [Epoch(**epoch) for epoch in record["history"]]
             self.reporter.stage(stage, f"{what}: finished before")
+            space.checkpoints(stage).clear()  # a kill may have come before this
             return self.problem.engine.prepare(space.model_of(stage, self.problem.model)).eval()
         self.reporter.stage(stage, f"training {what}")
         watcher = _Watcher(stage, self.reporter, space)
@@ -423,6 +467,7 @@ class _Run:
             seed=derive("order", self.problem.seed),
             test=self.problem.data.test,
             checkpoints=space.checkpoints(stage) if space is not None else None,
+            checkpoint_seconds=self.checkpoint_seconds,
             watcher=watcher,
             each_epoch=each_epoch,
         )

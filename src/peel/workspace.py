@@ -32,6 +32,9 @@ __all__ = ["Workspace", "difference"]
 #: Settings that may change between one start of a run and the next: they do not change what is computed.
 FREE = ("device", "workers")
 
+#: What a run that was stopped before it wrote its settings may have left.
+EARLY = (".lock", ".probe", "environment.json")
+
 
 class Workspace:
     """A run folder, locked for this process while it is open."""
@@ -47,6 +50,7 @@ class Workspace:
             raise RunError(f"the output folder {self.folder} is a file. Name another folder with --output.") from None
         except OSError as error:
             raise RunError(f"cannot make the output folder {self.folder}: {error.strerror}. Name another folder with --output.") from error
+        self._refuse_foreign((*EARLY, "stages", "checkpoints", "metrics.jsonl"))
         self._take_lock()
         try:
             self._sweep()
@@ -88,6 +92,16 @@ class Workspace:
         self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         self._lock.flush()
 
+    def _refuse_foreign(self, own: Sequence[str]) -> None:
+        """A folder with files of someone else's is left as it is."""
+        try:
+            names = sorted(entry.name for entry in self.folder.iterdir())
+        except OSError as error:
+            raise RunError(f"cannot read the output folder {self.folder}: {error.strerror}.") from error
+        foreign = [name for name in names if name not in own and not name.startswith(".writing-")]
+        if foreign and "settings.json" not in names:
+            raise RunError(f"{self.folder} holds files that are not of a run ({', '.join(foreign[:3])}). Name another folder.")
+
     def _sweep(self) -> None:
         """Take away what a process that was killed while writing left behind."""
         for leftover in self.folder.rglob(".writing-*"):
@@ -99,9 +113,7 @@ class Workspace:
         """Write the settings, or compare them with those that are there already. Returns whether the run is a resumed one."""
         path = self.folder / "settings.json"
         if not path.exists():
-            foreign = [entry.name for entry in self.folder.iterdir() if entry.name != ".lock"]
-            if foreign:
-                raise RunError(f"{self.folder} holds files that are not of a run ({', '.join(sorted(foreign)[:3])}). Name another folder.")
+            self._refuse_foreign(EARLY)
             self.write_json("environment.json", environment)
             self.write_json("settings.json", settings)
             return False

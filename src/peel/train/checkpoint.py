@@ -55,8 +55,12 @@ class Checkpoints:
                 log.warning("%s cannot be read (%s); an older checkpoint is used.", path, error.strerror)
                 continue
             if hashlib.sha256(data).hexdigest() == path.stem.rsplit("-", 1)[1]:
-                state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-                return state
+                try:
+                    state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+                    return state
+                except Exception as error:  # whatever is in it, it was not written here
+                    log.warning("%s is no checkpoint of peel (%s); an older one is used.", path, type(error).__name__)
+                    continue
             log.warning("%s is damaged; an older checkpoint is used.", path)
         if found:
             raise RunError(

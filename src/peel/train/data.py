@@ -18,7 +18,7 @@ from .folder import Folder, find_images, image_size, load_images, scan
 from .resident import Resident
 from .view import View
 
-__all__ = ["DATA", "Data", "Split", "hold_out", "load_data"]
+__all__ = ["DATA", "Data", "Split", "held_out_size", "hold_out", "load_data"]
 
 DATA: dict[str, str] = {
     "digits": "1,797 handwritten digits of 8x8 pixels, embedded (UCI, by way of scikit-learn)",
@@ -90,11 +90,15 @@ def load_data(
 
 def hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:
     """The split without a random share of its samples, and that share: for whatever selects, so that it never looks at test images."""
-    count = max(1, round(split.size * share))
+    count = held_out_size(split.size, share)
     if count >= split.size:
         raise DataError(f"cannot hold {count} of {split.size} images out of the training data.")
     order = torch.randperm(split.size, generator=torch.Generator().manual_seed(derive("hold out", seed)))
     return split.subset(order[count:].sort().values), split.subset(order[:count].sort().values)
+
+
+def held_out_size(size: int, share: float) -> int:
+    return max(1, round(size * share))
 
 
 def _digits(channels: int, image_size: int | None) -> Data:
@@ -141,17 +145,23 @@ def _folder(folder: Path, channels: int, wanted: int | None, skip_bad: bool) -> 
         odd = sorted(set(classes) ^ set(test_classes))
         raise DataError(f"{folder}: train/ and {evaluation}/ have different classes: {', '.join(odd[:5])} not in both.")
     shape = (channels, *_common_size(paths, wanted))
-    if max(shape[1:]) <= RESIDENT_SIDE and len(paths) * shape[0] * shape[1] * shape[2] <= RESIDENT_BYTES:
-        pixels, kept = load_images(paths, labels, shape, skip=skip_bad)
-        test_pixels, test_kept = load_images(test_paths, test_labels, shape, skip=skip_bad)
-        return _resident_data(str(folder), tuple(classes), pixels, kept, test_pixels, test_kept, channels, None, "crop-flip")
-
-    def split(paths: list[Path], labels: list[int]) -> Folder:
-        good = scan(paths, skip=skip_bad)
-        mean, std = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((0.45,), (0.225,))
-        return Folder(tuple(paths[i] for i in good), torch.tensor([labels[i] for i in good]), shape, mean, std)
-
-    return Data(str(folder), tuple(classes), split(paths, labels), split(test_paths, test_labels), "imagenet")
+    # Both splits together, so that whatever is broken is named at once.
+    every, every_label, count = [*paths, *test_paths], [*labels, *test_labels], len(paths)
+    is_resident = max(shape[1:]) <= RESIDENT_SIDE and len(every) * shape[0] * shape[1] * shape[2] <= RESIDENT_BYTES
+    pixels, good = load_images(every, shape, skip=skip_bad) if is_resident else (None, scan(every, skip=skip_bad))
+    sides = [i for i in good if i < count], [i for i in good if i >= count]
+    for side, name in zip(sides, ("train", evaluation), strict=True):
+        for gone in sorted({*range(len(classes))} - {every_label[i] for i in side}):
+            raise DataError(f"none of the images in {folder / name / classes[gone]} can be read. Replace them, or remove the class.")
+    kept, test_kept = (torch.tensor([every_label[i] for i in side]) for side in sides)
+    if pixels is not None:
+        seen, test_seen = pixels[: len(kept)], pixels[len(kept) :]
+        return _resident_data(str(folder), tuple(classes), seen, kept, test_seen, test_kept, channels, None, "crop-flip")
+    mean, std = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((0.45,), (0.225,))
+    train, test = (
+        Folder(tuple(every[i] for i in side), found, shape, mean, std) for side, found in zip(sides, (kept, test_kept), strict=True)
+    )
+    return Data(str(folder), tuple(classes), train, test, "imagenet")
 
 
 def _common_size(paths: list[Path], wanted: int | None) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +105,12 @@ def _collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
 
 def decode(path: Path, channels: int) -> Tensor:
     """A file as a uint8 tensor, channels x height x width, whatever its mode (grey, palette, CMYK, 16 bit, transparent)."""
-    if path.suffix.lower() in (".jpg", ".jpeg"):
-        # The decoder that is faster and lets other threads run; what it does not take (CMYK, say) PIL may.
-        from torchvision.io import ImageReadMode, decode_jpeg
-
+    fast = _fast_jpeg() if path.suffix.lower() in (".jpg", ".jpeg") else None
+    if fast is not None:
         data = torch.frombuffer(bytearray(path.read_bytes()) or bytearray(1), dtype=torch.uint8)
         with contextlib.suppress(RuntimeError):
-            return decode_jpeg(data, mode=ImageReadMode.GRAY if channels == 1 else ImageReadMode.RGB)  # type: ignore[no-any-return]
+            tensor: Tensor = fast(data, 1 if channels == 1 else 3, False)
+            return tensor
     from PIL import Image
 
     with Image.open(path) as opened:
@@ -119,9 +119,25 @@ def decode(path: Path, channels: int) -> Tensor:
             # 16-bit grey, which PIL's own conversion would clip at 255.
             values = np.asarray(opened, dtype=np.float64)
             image = Image.fromarray((values / max(values.max(), 1) * 255).astype(np.uint8))
+        elif "transparency" in opened.info:
+            image = opened.convert("RGBA")
         converted = np.array(image.convert("L" if channels == 1 else "RGB"))
     tensor = torch.from_numpy(converted)
     return tensor[None] if tensor.ndim == 2 else tensor.permute(2, 0, 1)
+
+
+@cache
+def _fast_jpeg() -> Any:
+    """torchvision's decoder of JPEG: faster than PIL, and other threads run meanwhile; what it does not take, PIL may.
+
+    The operator itself, not torchvision.io, which warns at every call that it will go away; where it is gone, None.
+    """
+    try:
+        import torchvision.io  # noqa: F401
+
+        return torch.ops.image.decode_jpeg
+    except (ImportError, AttributeError, RuntimeError):
+        return None
 
 
 def find_images(root: Path) -> tuple[list[Path], list[int], list[str]]:
@@ -187,8 +203,8 @@ def image_size(path: Path) -> tuple[int, int]:
         return image.height, image.width
 
 
-def load_images(paths: Sequence[Path], labels: Sequence[int], shape: tuple[int, int, int], *, skip: bool) -> tuple[Tensor, Tensor]:
-    """Every image decoded and brought to one size: uint8 images x height x width x channels, and labels."""
+def load_images(paths: Sequence[Path], shape: tuple[int, int, int], *, skip: bool) -> tuple[Tensor, list[int]]:
+    """Every image that can be read, brought to one size: uint8 images x height x width x channels, and their positions in `paths`."""
     channels, height, width = shape
 
     def load(path: Path) -> Tensor | str:
@@ -205,7 +221,8 @@ def load_images(paths: Sequence[Path], labels: Sequence[int], shape: tuple[int, 
     else:
         with ThreadPoolExecutor() as pool:
             images = list(pool.map(load, paths))
-    if any(isinstance(image, str) for image in images) and not skip:
+    good = [i for i, image in enumerate(images) if isinstance(image, Tensor)]
+    if len(good) < len(images) and not skip:
         scan(paths, skip=False)
-    kept = [(image, label) for image, label in zip(images, labels, strict=True) if isinstance(image, Tensor)]
-    return torch.stack([image for image, _ in kept]).contiguous(), torch.tensor([label for _, label in kept])
+    kept = [image for image in images if isinstance(image, Tensor)]
+    return torch.stack(kept) if kept else torch.zeros(0, height, width, channels, dtype=torch.uint8), good
