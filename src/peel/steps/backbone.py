@@ -48,10 +48,11 @@ def backbone(
             )
         return given
     part = max(1, int(target * keep))
+    held = {hold} if isinstance(hold, str) else set(hold)
     if start == "uniform":
-        return uniform(graph, part, resource=resource, divisor=divisor, hold=hold, cap=cap)
+        return uniform(graph, part, resource=resource, divisor=divisor, hold=held, cap=cap)
     if start == "equal":
-        return round_to_budget(graph, _equal(graph, part, resource, set(hold)), part, resource=resource, divisor=divisor, hold=hold)
+        return round_to_budget(graph, _equal(graph, part, resource, held), part, resource=resource, divisor=divisor, hold=held)
     raise ConfigError(f"start is {' or '.join(map(repr, STARTS))}, or widths, not {start!r}.")
 
 

@@ -6,6 +6,7 @@ wider network trains beside the student, shares its weights with it, and is its 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -88,12 +89,13 @@ class Pair(nn.Module):
 
     @torch.no_grad()
     def student(self) -> nn.Module:
-        """The student as a network of its own."""
+        """The student as a network of its own, in the mode of the pair; training the pair on does not change it."""
+        student = copy.deepcopy(self._code).train(self.training)
         for name, tensor in self._tensors().items():
             is_parameter = name in self._index or name in self._own_names
-            target: Tensor = self._code.get_parameter(name) if is_parameter else self._code.get_buffer(name)
+            target: Tensor = student.get_parameter(name) if is_parameter else student.get_buffer(name)
             target.data = tensor.detach().clone()
-        return self._code
+        return student
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def reallocation(
     """As `reallocate`, with the factors and what rounding did."""
     base = graph.check(backbone)
     target, cost = _target(graph, base, budget, resource)
-    held = frozenset([hold] if isinstance(hold, str) else hold)
+    held = _names(hold)
     factors = group_factors(graph, base, shares, target, resource=resource, solve=solve, hold=held, cap=cap)
     ideal = _scaled(graph, base, factors, held, cap)
     # Only the telescoped solve promises that no group shrinks.
@@ -115,7 +115,7 @@ def group_factors(
     checked = _check_shares(graph, shares)
     if solve not in SOLVES:
         raise ConfigError(f"solve is {' or '.join(map(repr, SOLVES))}, not {solve!r}.{did_you_mean(solve, SOLVES)}")
-    held = frozenset(hold)
+    held = _names(hold)
     can_grow = {group for group, ties in graph.groups.items() if any(tie not in held for tie in ties)}
     if solve == "triangular":
         if cap is not None:
@@ -197,18 +197,20 @@ def _costs_by_group(graph: ChannelGraph, model: CostModel) -> dict[str, Cost]:
 
 
 def _reach(cost: Callable[[float], float], wanted: float, low: float) -> tuple[float, bool]:
-    """The factor from `low` on at which a growing cost is `wanted`, and whether it stops short of it at any factor."""
+    """The factor from `low` on at which a growing cost is `wanted`; or, where it stops short of that at any factor, the one from which
+    on it grows no more; and whether it did."""
     if cost(low) >= wanted:
         return low, False
     high = max(2.0, 2 * low)
-    while cost(high) < wanted:
+    while cost(high) < wanted and high < 2**40:
         high *= 2
-        if high > 2**40:
-            return high, True
+    most = cost(high)
+    is_full = most < wanted
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (middle, high) if cost(middle) <= wanted else (low, middle)
-    return low, False
+        grows_on = cost(middle) < most if is_full else cost(middle) <= wanted
+        low, high = (middle, high) if grows_on else (low, middle)
+    return low, is_full
 
 
 def add_evenly(
@@ -222,7 +224,7 @@ def add_evenly(
 ) -> Reallocation:
     """The `uniform` policy: the same number of channels added to every tie."""
     base = graph.check(backbone)
-    held = frozenset(hold)
+    held = _names(hold)
     return _grow(graph, base, budget, resource, divisor, held, lambda amount: {n: w if n in held else w + amount for n, w in base.items()})
 
 
@@ -238,7 +240,7 @@ def grow_at_random(
 ) -> Reallocation:
     """The `random` policy: half of the ties, drawn at random, grow by a common factor."""
     base = graph.check(backbone)
-    held = frozenset(hold)
+    held = _names(hold)
     free = [name for name in base if name not in held]
     drawn = set(random.Random(seed).sample(free, -(-len(free) // 2)))
     return _grow(
@@ -300,6 +302,10 @@ def _scaled(
                 grown = base[tie] * factors[group]
                 scaled[tie] = grown if cap is None else max(base[tie], min(grown, cap * graph.widths[tie]))
     return scaled
+
+
+def _names(hold: Iterable[str]) -> frozenset[str]:
+    return frozenset([hold] if isinstance(hold, str) else hold)
 
 
 def _to_units(graph: ChannelGraph, widths: Mapping[str, float]) -> Units:

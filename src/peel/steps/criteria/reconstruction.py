@@ -97,7 +97,9 @@ def _parts(layer: nn.Conv2d | nn.Linear, inputs: Tensor, places: int, chance: to
         rows = rows.repeat(max(1, math.ceil(places / max(1, len(rows) // len(inputs)))), 1)
         return rows * weight[draw(len(weight), len(rows))]
     kernel, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
-    padding = layer.padding if isinstance(layer.padding, tuple) else [d * (k - 1) // 2 for d, k in zip(dilation, kernel, strict=True)]
+    padding = layer.padding
+    if isinstance(padding, str):
+        padding = tuple(0 if padding == "valid" else d * (k - 1) // 2 for d, k in zip(dilation, kernel, strict=True))
     padded = F.pad(inputs, [padding[1], padding[1], padding[0], padding[0]])
     height, width = ((size - d * (k - 1) - 1) // s + 1 for size, k, s, d in zip(padded.shape[2:], kernel, stride, dilation, strict=True))
     image = torch.arange(len(inputs), device=inputs.device).repeat(places)
