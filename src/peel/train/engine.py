@@ -43,13 +43,10 @@ class Engine:
 
 def find_engine(device: str = "auto", *, workers: int | None = None, deterministic: bool = False, parts: int = 1) -> Engine:
     """The engine for a device: `auto` takes a GPU where there is one. `deterministic` gives up speed for equal bits on a GPU."""
-<<<<<<< ours
     if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
         raise ConfigError(f"parts must be a whole number of at least 1, not {parts!r}.")
-=======
     if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 0):
         raise ConfigError(f"workers must be a whole number, 0 or more, not {workers!r}.")
->>>>>>> theirs
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
