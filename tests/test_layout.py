@@ -14,6 +14,7 @@ LAYERS = [
     {"cli", "__main__"},
     {"outcome", "progress"},
     {"run"},
+    {"stages"},
     {"method", "teacher", "workspace"},
     {"problem"},
     {"steps"},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from cyclopts import App, CycloptsError, Parameter
 
-from .errors import DivergedError, PeelError
+from .errors import DivergedError, MemoryShortError, PeelError
 from .settings import Method
 from .train.recipe import Recipe
 from .version import __version__
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 #: Exit codes, documented in the README.
-OK, FAILED, WRONG_INPUT, DIVERGED, INTERRUPTED = 0, 1, 2, 4, 130
+OK, FAILED, WRONG_INPUT, DIVERGED, MEMORY_SHORT, INTERRUPTED = 0, 1, 2, 4, 5, 130
 
 #: The arguments of this call, for the record of a run.
 _arguments: list[str] = []
@@ -135,6 +136,8 @@ def run(
     device: str = "auto",
     workers: int | None = None,
     deterministic: bool = False,
+    parts: int = 1,
+    gpus: int | None = None,
     dry_run: bool = False,
     checkpoint_seconds: float = 600.0,
     json: bool = False,
@@ -178,6 +181,10 @@ def run(
         Processes that decode images from folders.
     deterministic
         The same bits in every run, on a GPU too; slower there.
+    parts
+        In how many parts each batch goes through the network, where memory is short; the batch stays the same.
+    gpus
+        Train with this many processes on this machine, one per GPU; for many machines, start `torchrun -m peel run ...`.
     dry_run
         Show the plan with neutral importance and the estimated time; train nothing.
     checkpoint_seconds
@@ -187,10 +194,15 @@ def run(
     quiet
         Print nothing but the result.
     """
+    if gpus is not None and "WORLD_SIZE" not in os.environ:
+        return _start_processes(gpus)
     from .outcome import draw_estimate, draw_outcome, read_groups, run_folder
     from .progress import RunProgress
     from .run import Silent, prune
+    from .train.stop import listening
+    from .train.world import leave_world
 
+    is_first = os.environ.get("RANK", "0") == "0"
     console, notes = _console(), _console(stderr=True)
     chosen = {name: value for name, value in vars(method or Method()).items() if value != getattr(Method(), name)}
     arguments: dict[str, Any] = {
@@ -211,19 +223,24 @@ def run(
     }
     folder = None if dry_run else output or run_folder(model, data, arguments)
     with contextlib.ExitStack() as stack:
-        reporter = Silent() if quiet else stack.enter_context(RunProgress(notes))
+        stack.enter_context(listening())
+        stack.callback(leave_world)
+        reporter = Silent() if quiet or not is_first else stack.enter_context(RunProgress(notes))
         result = prune(
             model,
             data,
             output=folder,
             device=device,
             workers=workers,
+            parts=parts,
             dry_run=dry_run,
             checkpoint_seconds=checkpoint_seconds,
             reporter=reporter,
             command=" ".join(["peel", *map(shlex.quote, _arguments)]),
             **arguments,
         )
+    if not is_first:
+        return OK
     if json:
         _print_json(
             {"plan": result.plan, "rows": result.rows, "notes": result.notes, "estimate": result.estimate, "folder": folder and str(folder)}
@@ -233,6 +250,17 @@ def run(
     else:
         draw_outcome(result, console)
     return OK
+
+
+def _start_processes(count: int) -> int:
+    """Run the same command in several processes, started by torchrun."""
+    if count < 1:
+        raise PeelError(f"--gpus must be at least 1, not {count}.")
+    arguments = [*_arguments]
+    place = next(i for i, argument in enumerate(arguments) if argument == "--gpus" or argument.startswith("--gpus="))
+    del arguments[place : place + (2 if arguments[place] == "--gpus" else 1)]
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m", "peel", *arguments]
+    os.execv(sys.executable, [sys.executable, *command])
 
 
 def _changes(changes: Any) -> dict[str, Any]:
@@ -294,6 +322,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DivergedError as error:
         print(f"error: {error}", file=sys.stderr)
         return DIVERGED
+    except MemoryShortError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return MEMORY_SHORT
     except PeelError as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG_INPUT
@@ -302,4 +333,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         return OK
+    except BaseException as error:
+        if type(error).__name__ != "Stopped":  # its home imports torch
+            raise
+        print(f"{error}; the state is kept. Go on with the same command:\n  peel {shlex.join(_arguments)}", file=sys.stderr)
+        return 128 + error.signal_number  # type: ignore[attr-defined, no-any-return]
     return code if isinstance(code, int) else OK

@@ -125,7 +125,7 @@ class _Planner:
             train, held_out = hold_out(problem.data.train, HELD_OUT, problem.seed)
         objective = CrossEntropy(recipe.label_smoothing)
         self.penalty = self._penalty(recipe, max(1, train.size // recipe.batch_size))
-        scales = list(scale_weights(network, graph).values())
+        scales = list(scale_weights(network, graph))
         criterion = find_criterion(method.criterion, **({"evaluations": method.evaluations} if method.criterion == "legr" else {}))
 
         def measure(model: nn.Module) -> Importance:

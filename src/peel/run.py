@@ -2,104 +2,38 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import platform
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from . import zoo
 from .allocation import resolve_budget
-from .errors import ConfigError, DataError, RunError, did_you_mean
-from .graph import ChannelGraph, slim, trace
-from .method import HELD_OUT, Plan, make_plan, neutral_plan, rehearse
+from .errors import ConfigError, DataError, did_you_mean
+from .graph import ChannelGraph, trace
 from .problem import Problem
 from .settings import Method
-from .steps.distillation import Distillation, InPlace, Pair, in_place_pair
+from .stages import STEPS, Reporter, Result, Silent, Stages
 from .steps.grouping import group_layers
-from .store import save
-from .teacher import load_teacher, saved_teacher
 from .train.chance import derive
-from .train.data import Data, Split, held_out_size, load_data
+from .train.data import Data, load_data
 from .train.engine import Engine, find_engine
 from .train.folder import Folder
-from .train.loop import Epoch, Scores, evaluate, fit
-from .train.objective import CrossEntropy, Objective, class_scores
+from .train.objective import class_scores
 from .train.recipe import RECIPES, Recipe, backbone_recipe, named_recipe
 from .train.resident import Resident
 from .version import __version__
 from .widths import Widths
 from .workspace import Workspace
 
-__all__ = ["STEPS", "Reporter", "Result", "prune"]
-
-STEPS: dict[str, str] = {
-    "original": "train the original, or take the trained one that was named: the teacher",
-    "backbone": "train the over-pruned backbone (steps 1 and 2)",
-    "plan": "group and reallocate (steps 3 and 4)",
-    "uniform": "train the uniform network of the same budget, to compare with",
-    "peel": "train the slim network (step 5)",
-}
-
-#: A step of training costs about this many forward passes.
-TRAINING_PASSES = 3
-
-
-class Reporter(Protocol):
-    """Is told how a run goes."""
-
-    def plan_stages(self, stages: Sequence[tuple[str, float]]) -> None: ...
-    def stage(self, name: str, what: str) -> None: ...
-    def begin(self, history: list[Epoch]) -> None: ...
-    def step(self, done: int, total: int, images: int) -> None: ...
-    def epoch(self, epoch: Epoch) -> None: ...
-    def note(self, text: str) -> None: ...
-
-
-class Silent:
-    """Says nothing."""
-
-    def plan_stages(self, stages: Sequence[tuple[str, float]]) -> None:
-        pass
-
-    def stage(self, name: str, what: str) -> None:
-        pass
-
-    def begin(self, history: list[Epoch]) -> None:
-        pass
-
-    def step(self, done: int, total: int, images: int) -> None:
-        pass
-
-    def epoch(self, epoch: Epoch) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run leaves."""
-
-    model: nn.Module | None
-    """The slim network, trained; None where the steps that were asked for end before it."""
-    plan: dict[str, Any] | None
-    history: Mapping[str, Sequence[Epoch]]
-    rows: Sequence[Mapping[str, Any]]
-    """The table: original, uniform, peel."""
-    notes: Sequence[str]
-    folder: Path | None
-    estimate: Mapping[str, float] | None = None
-    """Seconds per stage, of a dry run."""
+__all__ = ["STEPS", "Reporter", "Result", "Silent", "prune"]
 
 
 def prune(
@@ -122,6 +56,7 @@ def prune(
     device: str = "auto",
     workers: int | None = None,
     deterministic: bool = False,
+    parts: int = 1,
     dry_run: bool = False,
     checkpoint_seconds: float = 600.0,
     reporter: Reporter | None = None,
@@ -133,8 +68,8 @@ def prune(
     `model` is a name of `peel.zoo` or a module; `data` a name, a folder or a `Data`. `recipe` names the training recipe; `train` and
     `search` change fields of it for the final training and for the backbone's. `teacher` is `"train"` (train the original first), a
     trained module, `"pretrained"`, or a path: what is kept there is used, and where nothing is yet, the original is trained and kept there.
-    `plan` trains widths that come from elsewhere. The state is kept after every epoch, and every `checkpoint_seconds` within one. All
-    other arguments are fields of `peel.settings.Method`.
+    `plan` trains widths that come from elsewhere. `parts` splits each batch where memory is short. The state is kept after every epoch,
+    and every `checkpoint_seconds` within one. All other arguments are fields of `peel.settings.Method`.
 
     >>> result = peel.prune("cifar_resnet20", "digits", budget="50%", output="run")
     >>> result.rows[-1]["top1"], result.model
@@ -152,15 +87,18 @@ def prune(
     recipes = _recipes(recipe, loaded, network, train, search)
     chosen = replace(chosen, hold=_held(network, graph, chosen.hold))
     given_plan = _read_plan(plan, graph) if plan is not None else None
-    engine = find_engine(device, workers=workers, deterministic=deterministic)
-    torch_settings: dict[str, Any] = {
+    engine = find_engine(device, workers=workers, deterministic=deterministic, parts=parts)
+    resolved: dict[str, Any] = {
         "model": model if isinstance(model, str) else f"{type(model).__module__}:{type(model).__qualname__}",
         "data": loaded.name,
         "image_shape": list(loaded.shape),
         "images": [loaded.train.size, loaded.test.size],
         "fingerprint": _fingerprint(loaded) if output is not None else "",
         "seed": seed,
-        "device": str(engine.device),
+        "device": engine.device.type,
+        "processes": engine.world.size,
+        "parts": engine.parts,
+        "align": engine.align,
         "method": asdict(chosen),
         "train": asdict(recipes[0]),
         "search": asdict(recipes[1]),
@@ -181,392 +119,20 @@ def prune(
         engine,
         seed,
     )
-    run = _Run(problem, chosen, recipes[0], wanted, teacher, given_plan, reporter or Silent())
+    run = Stages(problem, chosen, recipes[0], wanted, teacher, given_plan, (reporter if engine.world.is_first else None) or Silent())
     run.checkpoint_seconds = checkpoint_seconds
     run.check()
+    engine.world.check_equal("a setting", json.dumps({**resolved, "device": None}, sort_keys=True))
     if dry_run:
         return run.estimate()
-    if output is None:
+    if output is None or not engine.world.is_first:
+        # The first process writes; the others learn from it what it finds in the folder.
         return run.go()
     with Workspace(output) as workspace:
-        settings = {"format": "peel-run", "version": 1, "command": command or "peel.prune(...)", "resolved": torch_settings}
+        settings = {"format": "peel-run", "version": 1, "command": command or "peel.prune(...)", "resolved": resolved}
         workspace.settle({**settings, "given": _given(model, data, budget, recipe, train, search, method)}, _environment(engine))
         run.workspace = workspace
         return run.go()
-
-
-class _Run:
-    """The stages of one run, each done once."""
-
-    def __init__(
-        self,
-        problem: Problem,
-        method: Method,
-        recipe: Recipe,
-        steps: Sequence[str],
-        teacher: nn.Module | str | Path,
-        given: Widths | None,
-        reporter: Reporter,
-    ) -> None:
-        self.problem, self.method, self.recipe, self.steps = problem, method, recipe, steps
-        self.named_teacher, self.given, self.reporter = teacher, given, reporter
-        self.workspace: Workspace | None = None
-        self.taken: nn.Module | None = None
-        self.checkpoint_seconds = 600.0
-        self.history: dict[str, list[Epoch]] = {}
-        self.rows: dict[str, dict[str, Any]] = {}
-        self.notes: list[str] = []
-        self.search: dict[str, float] = {"seconds": 0.0, "image_passes": 0}
-
-    def check(self) -> None:
-        """Refuse what cannot work, before anything is written or trained."""
-        problem, method = self.problem, self.method
-        finals = [name for name in ("uniform", "peel") if name in self.steps]
-        if self.given is None and not {"backbone", "plan"} <= set(self.steps) and (finals or "plan" in self.steps):
-            raise ConfigError(
-                f"the steps {', '.join(self.steps)} need a plan: add backbone and plan to them, or give widths of your own with plan."
-            )
-        if finals and method.distill == "teacher" and "original" not in self.steps:
-            raise ConfigError('distillation needs the teacher: add "original" to the steps, name a teacher, or set distill="none".')
-        if "original" in self.steps:
-            self.taken = self._named_teacher()
-        searches = self.given is None and "backbone" in self.steps and method.policy in ("importance", "winner-take-all")
-        trains = bool(finals) or ("original" in self.steps and self.taken is None)
-        whole = problem.data.train.size
-        for is_used, recipe, size in (
-            (trains, self.recipe, whole),
-            (searches, problem.search, whole - held_out_size(whole, HELD_OUT) if method.criterion == "legr" else whole),
-        ):
-            if is_used and recipe.batch_size > size:
-                raise DataError(
-                    f"a batch of {recipe.batch_size} images is larger than the training set of {size}. "
-                    f"Choose a batch size of at most {size}."
-                )
-        problem.uniform()
-        if self.given is None and "backbone" in self.steps:
-            rehearse(problem, method)
-
-    def _named_teacher(self) -> nn.Module | None:
-        """The teacher, where it is trained already."""
-        named = self.named_teacher
-        if named == "train":
-            return None
-        if isinstance(named, nn.Module):
-            teacher = copy.deepcopy(named)  # it will be moved and frozen
-        elif named == "pretrained":
-            teacher = copy.deepcopy(self.problem.model)
-        else:
-            kept = saved_teacher(Path(named))
-            if kept is None and Path(named).suffix:
-                raise RunError(f"there is no teacher at {named}.")
-            if kept is None:
-                return None
-            teacher = load_teacher(kept, self.problem.model)
-        scores = class_scores(self._outputs(teacher))
-        if scores.shape[1] != len(self.problem.data.classes):
-            raise DataError(f"the teacher knows {scores.shape[1]} classes, the data has {len(self.problem.data.classes)}.")
-        return teacher
-
-    # The order of things
-
-    def go(self) -> Result:
-        self.reporter.plan_stages(self._work())
-        original = self._original() if "original" in self.steps else None
-        plan = self._plan()
-        if plan is not None:
-            self.notes += [item["note"] for item in plan.document.get("rounds", []) if "note" in item and not item["distinct"]]
-            self._compare_with_uniform(plan)
-        slimmed = None
-        if plan is not None and "uniform" in self.steps:
-            self._final("uniform", self.problem.uniform(), original)
-        if plan is not None and "peel" in self.steps:
-            slimmed = self._final("peel", plan.widths, original)
-        return self._end(plan, slimmed)
-
-    def _end(self, plan: Plan | None, slimmed: nn.Module | None) -> Result:
-        document = plan.document if plan is not None else None
-        rows = [self.rows[name] for name in ("original", "uniform", "peel") if name in self.rows]
-        for note in self.notes:
-            self.reporter.note(note)
-        if self.workspace is not None:
-            if slimmed is not None:
-                save(slimmed, self.workspace.folder / "slim")
-            result = {
-                "format": "peel-result",
-                "version": 1,
-                "rows": rows,
-                "budget": self.problem.budget,
-                "resource": self.problem.resource,
-                "seed": self.problem.seed,
-                "search": self.search,
-                "wall_seconds": sum(row["seconds"] for row in rows) + self.search["seconds"],
-                "notes": self.notes,
-            }
-            self.workspace.write_json("result.json", result)
-            from .record import RunRecord
-            from .report import render
-
-            self.workspace.write_text("report.html", render(RunRecord.read(self.workspace.folder)))
-        return Result(slimmed, document, self.history, rows, self.notes, self.workspace.folder if self.workspace else None)
-
-    def _compare_with_uniform(self, plan: Plan) -> None:
-        uniform = self.problem.uniform()
-        moved = max(abs(plan.widths[tie] / uniform[tie] - 1) for tie in uniform)
-        if moved < 0.02:
-            self.notes.append(f"The plan is the uniform network but for rounding: no width differs by more than {moved:.1%}.")
-
-    # Stages
-
-    def _original(self) -> nn.Module:
-        """The trained original: the teacher and the first row of the table."""
-        if self.taken is not None:
-            return self._taken(self.taken)
-        if self.named_teacher == "train":
-            return self._trained_original()
-        assert isinstance(self.named_teacher, str | Path)
-        home = self.workspace
-        with Workspace(self.named_teacher) as shared:
-            self.workspace = shared
-            try:
-                return self._trained_original()
-            finally:
-                self.workspace = home
-
-    def _trained_original(self) -> nn.Module:
-        torch.manual_seed(derive("init", "original", self.problem.seed))
-        fresh = slim(self.problem.model, self.problem.graph.widths, graph=self.problem.graph)
-        objective = CrossEntropy(self.recipe.label_smoothing)
-        trained = self._train("original", "the original", fresh, objective, self.recipe, self.problem.data.train)
-        return self._row("original", trained, self.problem.graph.widths)
-
-    def _taken(self, teacher: nn.Module) -> nn.Module:
-        """A teacher that is trained already is only evaluated."""
-        self.reporter.stage("original", "evaluating the teacher")
-        self.problem.engine.prepare(teacher)
-        scored = evaluate(teacher, self.problem.data.test, self.problem.engine)
-        self.history["original"] = []
-        self._add_row("original", self.problem.graph.widths, scored, 0.0, 0)
-        return teacher
-
-    def _outputs(self, network: nn.Module) -> Any:
-        network = network.to(self.problem.engine.device).eval()
-        with torch.inference_mode():
-            return network(torch.zeros(2, *self.problem.data.shape, device=self.problem.engine.device))
-
-    def _plan(self) -> Plan | None:
-        if self.given is not None:
-            return self._given_plan(self.given)
-        if self.workspace is not None and self.workspace.has("plan.json"):
-            document = self.workspace.read_json("plan.json")
-            self._recall_search()
-            return Plan(self.problem.graph.check(document["widths"]), document)
-        if "backbone" not in self.steps:
-            return None
-        plan = make_plan(self.problem, self.method, self._train_backbone)
-        if "plan" not in self.steps:
-            return None
-        if self.workspace is not None:
-            self.workspace.write_json("plan.json", plan.document)
-        return plan
-
-    def _given_plan(self, widths: Widths) -> Plan:
-        graph, uniform = self.problem.graph, self.problem.uniform()
-        networks = {"original": graph.widths, "uniform": uniform, "peel": widths}
-        described = {
-            name: {"widths": dict(chosen), "macs": graph.macs(chosen), "params": graph.params(chosen)} for name, chosen in networks.items()
-        }
-        document = {
-            "format": "peel-plan",
-            "version": 1,
-            "resource": self.problem.resource,
-            "budget": self.problem.budget,
-            "groups": {group: list(ties) for group, ties in graph.groups.items()},
-            "rounds": [],
-            "original": described["original"],
-            "uniform": described["uniform"],
-            **described["peel"],
-            "macs_by_group": {name: graph.macs_by_group(chosen) for name, chosen in networks.items()},
-        }
-        if self.workspace is not None:
-            self.workspace.write_json("plan.json", document)
-        return Plan(widths, document)
-
-    def _train_backbone(
-        self,
-        stage: str,
-        network: nn.Module,
-        objective: Objective,
-        recipe: Recipe,
-        images: Split,
-        each_epoch: Callable[[nn.Module], dict[str, Any]] | None,
-    ) -> nn.Module:
-        trained = self._train(stage, "the over-pruned backbone", network, objective, recipe, images, each_epoch)
-        self._add_search(stage, recipe, images)
-        return trained
-
-    def _add_search(self, stage: str, recipe: Recipe, images: Split) -> None:
-        self.search["seconds"] += sum(epoch.seconds for epoch in self.history[stage])
-        self.search["image_passes"] += recipe.epochs * (images.size // recipe.batch_size) * recipe.batch_size
-
-    def _recall_search(self) -> None:
-        """The history and cost of a search that an earlier start of this run finished."""
-        assert self.workspace is not None
-        for number in range(self.method.rounds):
-            stage = "backbone" if number == 0 else f"backbone-{number + 1}"
-            record = self.workspace.finished(stage)
-            if record is not None:
-                self.history[stage] = [Epoch(**epoch) for epoch in record["history"]]
-                self.search["seconds"] += sum(epoch.seconds for epoch in self.history[stage])
-                self.search["image_passes"] += record["image_passes"]
-
-    def _final(self, name: str, widths: Widths, teacher: nn.Module | None) -> nn.Module:
-        """Step 5: a network of these widths, trained from scratch with the recipe that all share."""
-        problem, method = self.problem, self.method
-        torch.manual_seed(derive("init", name, problem.seed))
-        objective: Objective = CrossEntropy(self.recipe.label_smoothing)
-        weight = method.kd_weight
-        if method.distill == "in-place":
-            network: nn.Module = in_place_pair(problem.model, problem.graph, widths)
-            objective = InPlace(objective, 1.0 if weight is None else weight, method.hard_weight, method.temperature)
-        else:
-            network = slim(problem.model, widths, graph=problem.graph)
-            if method.distill == "teacher":
-                assert teacher is not None
-                problem.engine.prepare(teacher).eval().requires_grad_(False)
-                objective = Distillation(objective, teacher, 0.1 if weight is None else weight, method.temperature)
-        what = "the uniform network of the same budget" if name == "uniform" else "the slim network"
-        trained = self._train(name, what, network, objective, self.recipe, problem.data.train)
-        return self._row(name, trained, widths)
-
-    def _train(
-        self,
-        stage: str,
-        what: str,
-        network: nn.Module,
-        objective: Objective,
-        recipe: Recipe,
-        images: Split,
-        each_epoch: Callable[[nn.Module], dict[str, Any]] | None = None,
-    ) -> nn.Module:
-        """Train, or take what an earlier start of this run has trained."""
-        space = self.workspace
-        record = space.finished(stage) if space is not None else None
-        if space is not None and record is not None:
-            self.history[stage] = [Epoch(**epoch) for epoch in record["history"]]
-            self.reporter.stage(stage, f"{what}: finished before")
-            space.checkpoints(stage).clear()  # a kill may have come before this
-            return self.problem.engine.prepare(space.model_of(stage, self.problem.model)).eval()
-        self.reporter.stage(stage, f"training {what}")
-        watcher = _Watcher(stage, self.reporter, space)
-        self.history[stage] = fit(
-            network,
-            objective,
-            images,
-            recipe,
-            engine=self.problem.engine,
-            seed=derive("order", self.problem.seed),
-            test=self.problem.data.test,
-            checkpoints=space.checkpoints(stage) if space is not None else None,
-            checkpoint_seconds=self.checkpoint_seconds,
-            watcher=watcher,
-            each_epoch=each_epoch,
-        )
-        if isinstance(network, Pair):
-            network = network.student()
-            self.problem.engine.prepare(network).eval()
-        if space is not None:
-            passes = recipe.epochs * (images.size // recipe.batch_size) * recipe.batch_size
-            space.finish(stage, {"history": [asdict(epoch) for epoch in self.history[stage]], "image_passes": passes}, network)
-        return network
-
-    def _row(self, name: str, network: nn.Module, widths: Widths) -> nn.Module:
-        last = self.history[name][-1].test
-        assert last is not None
-        seconds = sum(epoch.seconds for epoch in self.history[name])
-        size = self.problem.data.train.size // self.recipe.batch_size * self.recipe.batch_size
-        self._add_row(name, widths, Scores(**last), seconds, self.recipe.epochs * size)
-        return network
-
-    def _add_row(self, name: str, widths: Widths, scores: Scores, seconds: float, passes: int) -> None:
-        graph = self.problem.graph
-        self.rows[name] = {
-            "name": name,
-            **asdict(scores),
-            "macs": graph.macs(widths),
-            "params": graph.params(widths),
-            "seconds": seconds,
-            "image_passes": passes,
-            "file": "slim.json" if name == "peel" else f"stages/{name}.json",
-        }
-
-    # Time
-
-    def _work(self) -> list[tuple[str, float]]:
-        """Stages and how much there is to do in each, in multiply-adds."""
-        graph, method = self.problem.graph, self.method
-        images = self.problem.data.train.size
-        full, slimmed = graph.macs(), graph.macs(self.problem.uniform())
-        taught = full if method.distill == "teacher" else TRAINING_PASSES * 2.25 * full if method.distill == "in-place" else 0
-        final = self.recipe.epochs * images * (TRAINING_PASSES * slimmed + taught)
-        work: list[tuple[str, float]] = []
-        if "original" in self.steps and self.named_teacher == "train":
-            work.append(("original", self.recipe.epochs * images * TRAINING_PASSES * full))
-        if "backbone" in self.steps and self.given is None and method.policy in ("importance", "winner-take-all"):
-            epochs = self.problem.search.epochs
-            for number in range(method.rounds):
-                stage = "backbone" if number == 0 else f"backbone-{number + 1}"
-                part = epochs if number == 0 else max(1, round(epochs / method.rounds))
-                work.append((stage, part * images * TRAINING_PASSES * method.keep * slimmed))
-        work += [(name, float(final)) for name in ("uniform", "peel") if name in self.steps]
-        return work
-
-    def estimate(self) -> Result:
-        """The plan with neutral importance, and how long it would take: a few steps of the original are timed and thrown away."""
-        problem = self.problem
-        plan = neutral_plan(problem, self.method) if self.given is None else self._given_plan(self.given)
-        network = problem.engine.prepare(slim(problem.model, problem.graph.widths, graph=problem.graph)).train()
-        batch = min(self.recipe.batch_size, problem.data.train.size)
-        objective = CrossEntropy()
-        times = []
-        order = torch.arange(batch).repeat(4)
-        for images, labels in problem.data.train.batches(order, batch, _train_view(self.recipe), problem.engine.device, 0):
-            began = time.perf_counter()
-            with problem.engine.autocast():
-                losses = objective(network, images, labels)
-            losses.total.backward()  # type: ignore[no-untyped-call]
-            if problem.engine.device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - began)
-        per_mac = min(times) / (batch * TRAINING_PASSES * problem.graph.macs())
-        return Result(None, plan.document, {}, [], [], None, {name: work * per_mac for name, work in self._work()})
-
-
-def _train_view(recipe: Recipe) -> Any:
-    from .train.view import View
-
-    return View.of_epoch(recipe.augment, 0, 0)
-
-
-@dataclass
-class _Watcher:
-    """Passes on what the loop tells, and writes the metrics."""
-
-    stage: str
-    reporter: Reporter
-    workspace: Workspace | None
-
-    def begin(self, history: list[Epoch]) -> None:
-        if self.workspace is not None:
-            self.workspace.restart_metrics(self.stage, history)
-        self.reporter.begin(history)
-
-    def step(self, done: int, total: int, images: int) -> None:
-        self.reporter.step(done, total, images)
-
-    def epoch(self, epoch: Epoch) -> None:
-        if self.workspace is not None:
-            self.workspace.log_epoch(self.stage, epoch)
-        self.reporter.epoch(epoch)
 
 
 def _check_steps(steps: Iterable[str] | None) -> list[str]:

@@ -138,14 +138,15 @@ class Penalised:
     """Equation 3: an objective with an L1 term on the scales of norm layers."""
 
     objective: Objective
-    scales: Sequence[Tensor]
+    scales: Sequence[str]
+    """Names of the scales."""
     penalty: float
 
     def __call__(self, model: nn.Module, images: Tensor, labels: Tensor) -> Losses:
         losses = self.objective(model, images, labels)
         if not self.scales or self.penalty == 0:
             return losses
-        term = self.penalty * torch.cat([scale.flatten() for scale in self.scales]).abs().sum()
+        term = self.penalty * torch.cat([model.get_parameter(name).flatten() for name in self.scales]).abs().sum()
         return Losses(losses.total + term, {**losses.terms, "sparsity": term.detach()}, losses.scores)
 
 

@@ -26,6 +26,8 @@ class Engine:
     """Processes that decode images, where they are read from disk."""
     parts: int = 1
     """In how many parts a batch goes through the network; gradients add up, and the weights move once."""
+    align: int = 1
+    """Odd widths are padded with zero channels to a multiple of this while training: tensor cores like eights."""
     world: World = ALONE
     """The processes that train together."""
 
@@ -63,4 +65,4 @@ def find_engine(device: str = "auto", *, workers: int | None = None, determinist
     torch.cuda.set_device(chosen)
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.deterministic = deterministic
-    return Engine(chosen, torch.cuda.is_bf16_supported(), not deterministic, count, parts, world)
+    return Engine(chosen, torch.cuda.is_bf16_supported(), not deterministic, count, parts, align=8, world=world)
