@@ -1,0 +1,494 @@
+"""Step 2: each criterion where the answer is known by other means, and what is made of its numbers."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import peel
+from conftest import traced_net
+from nets import NETS, Chain, ChannelsLast, Decoder, Dense, Flattened, Grouped, MapNorm, Net
+from peel.steps.criteria import find_criterion
+from peel.steps.criteria.gradient import Gradient
+from peel.steps.criteria.legr import Legr
+from peel.steps.criteria.reconstruction import Reconstruction
+from peel.steps.importance import Criterion, Importance, Measured, Penalised, Subject, penalty_of_pull, scale_weights, summarise
+from peel.train.engine import Engine
+from peel.train.loop import fit
+from peel.train.objective import CrossEntropy
+from peel.train.recipe import RECIPES, Recipe
+from peel.train.resident import Resident
+
+CPU = Engine(torch.device("cpu"))
+
+
+def images(count: int, shape: tuple[int, ...] = (3, 8, 8), seed: int = 0, classes: int = 5) -> Resident:
+    chance = torch.Generator().manual_seed(seed)
+    channels, height, width = shape
+    pixels = torch.randint(256, (count, height, width, channels), generator=chance, dtype=torch.uint8)
+    return Resident(pixels, torch.randint(classes, (count,), generator=chance), (0.5,) * channels, (0.3,) * channels)
+
+
+def seen(split: Resident) -> tuple[Tensor, Tensor]:
+    """All images of a split as a network sees them, and their labels."""
+    return (split.pixels.permute(0, 3, 1, 2) / 255 - 0.5) / 0.3, split.labels
+
+
+def subject(
+    net: nn.Module,
+    groups: dict[str, list[str]] | None = None,
+    train: Resident | None = None,
+    held_out: Resident | None = None,
+    seed: int = 0,
+    shape: tuple[int, ...] = (3, 8, 8),
+) -> Subject:
+    graph = peel.trace(net, torch.randn(1, *shape))
+    train = images(16, shape) if train is None else train
+    return Subject(net, graph if groups is None else graph.regroup(groups), train, held_out or train, CrossEntropy(), CPU, seed)
+
+
+def importance(criterion: str | Criterion, of: Subject, reduce: str = "mean") -> Importance:
+    chosen = find_criterion(criterion) if isinstance(criterion, str) else criterion
+    return summarise(chosen.measure(of), of.graph, reduce)
+
+
+def per_tie(found: list[Measured]) -> dict[tuple[str, str], list[float]]:
+    return {(item.tie, item.layer): item.values.tolist() for item in found}
+
+
+def filled(parameter: Tensor, values: list[float] | float) -> None:
+    with torch.no_grad():
+        parameter.copy_(torch.tensor(values).expand(parameter.shape))
+
+
+# Scales of norm layers
+
+
+class Normed(Net):
+    """A depthwise convolution with a norm of its own on the channels of the stem, a projection, and a norm for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.bn1 = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.dw, self.bn2 = nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.BatchNorm2d(4)
+        self.late, self.bn3 = nn.Conv2d(4, 2, 3, stride=2), nn.BatchNorm2d(2)
+        self.project, self.bn4 = nn.Conv2d(4, 2, 3, stride=2), nn.BatchNorm2d(2)
+        self.fc = nn.Linear(2, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn2(self.dw(F.relu(self.bn1(self.stem(x))))))
+        return self.head(F.relu(self.bn3(self.late(x)) + self.bn4(self.project(x))))
+
+
+NORMED = {"early": ["stem"], "late": ["late"]}
+
+
+def normed() -> Normed:
+    torch.manual_seed(0)
+    net = Normed()
+    filled(net.bn1.weight, [1.0, -2.0, 3.0, -4.0])
+    filled(net.bn2.weight, 0.5)
+    filled(net.bn3.weight, [0.25, -0.75])
+    filled(net.bn4.weight, [2.0, 1.0])
+    return net.eval()
+
+
+def test_scales_count_once_per_norm_layer_by_their_absolute_value() -> None:
+    of = subject(normed(), NORMED)
+    assert importance("bn", of).groups == {"early": (1 + 2 + 3 + 4 + 4 * 0.5) / 8, "late": (0.25 + 0.75 + 2 + 1) / 4}
+    assert importance("bn", of, "sum").groups == {"early": 12.0, "late": 4.0}
+    assert importance("bn", of, "sum").ties == {"stem": 1.5, "late": 1.0}
+
+
+def test_scales_of_channels_that_cannot_change_are_not_counted() -> None:
+    net = Dense()  # its norm layer reads the image itself (3 channels), a (4) and b (6)
+    filled(net.bn.weight, [100.0] * 3 + [1.0] * 4 + [2.0] * 6)
+    found = importance("bn", subject(net, {"all": ["a", "b", "c"]}))
+    assert found.groups["all"] == (4 * 1 + 6 * 2) / 10
+    assert found.ties == {"a": 1.0, "b": 2.0}
+
+
+def test_norm_layers_of_any_kind_count_by_their_scale() -> None:
+    net = ChannelsLast()
+    filled(net.norm.weight, [float(i) for i in range(8)])
+    assert importance("bn", subject(net, {"all": ["stem", "up"]})).ties == {"stem": 3.5}
+    maps = MapNorm()
+    filled(maps.norm.weight, [[[float(-i)]] for i in range(6)])
+    assert per_tie(find_criterion("bn").measure(subject(maps))) == {("conv", "norm"): [0, 1, 2, 3, 4, 5]}
+
+
+def test_a_group_without_scales_and_a_network_without_norm_layers_are_told_what_to_do() -> None:
+    with pytest.raises(peel.PeelError, match=r"nothing in group rest \(c\).*another criterion"):
+        importance("bn", subject(Dense(), {"both": ["a", "b"], "rest": ["c"]}))
+    with pytest.raises(peel.PeelError, match='criterion="weight"'):
+        importance("bn", subject(Grouped()))
+
+
+# Weights
+
+
+def test_weights_count_by_the_mean_of_each_filter() -> None:
+    net = Chain()
+    filled(net.conv1.weight, [[[[(-1.0) ** i * i]]] for i in range(8)])
+    filled(net.conv2.weight, [[[[float(i % 3)]]] for i in range(12)])
+    found = importance("weight", subject(net, {"first": ["conv1"], "second": ["conv2"]}))
+    assert found.groups == {"first": 3.5, "second": 1.0}
+
+
+def test_filters_lie_along_the_second_axis_of_a_transposed_convolution() -> None:
+    net = Decoder()
+    filled(net.up.weight, [[[[float(i)]] for i in range(4)]] * 8)  # two groups, each writes four channels
+    filled(net.spread.weight, [[[[float(10 * i)]]] for i in range(6)])  # depthwise
+    found = per_tie(find_criterion("weight").measure(subject(net)))
+    assert found["up", "up"] == [0, 1, 2, 3]
+    assert found["dw", "spread"] == [0, 10, 20, 30, 40, 50]
+
+
+# Gradients
+
+
+def loss(net: nn.Module, split: Resident) -> float:
+    with torch.no_grad():
+        pictures, labels = seen(split)
+        return float(F.cross_entropy(net(pictures).double(), labels))
+
+
+def effect(net: nn.Module, split: Resident, scaled: list[tuple[Tensor, int | slice]], step: float = 2e-2) -> float:
+    """By how much the loss moves, per unit, when some entries are scaled."""
+
+    def moved(factor: float) -> float:
+        for tensor, which in scaled:
+            tensor.data[which] *= factor
+        value = loss(net, split)
+        for tensor, which in scaled:
+            tensor.data[which] /= factor
+        return value
+
+    return (moved(1 + step) - moved(1 - step)) / (2 * step)
+
+
+def trained_chain() -> Chain:
+    torch.manual_seed(1)
+    net = Chain()
+    with torch.no_grad():
+        net.bn.weight.uniform_(-2, 2)
+        net.bn.running_mean.normal_()
+        net.bn.running_var.uniform_(0.5, 2)
+        net.fc.weight.mul_(4)
+    return net.eval()
+
+
+def test_the_gradient_of_a_channel_is_what_scaling_it_does_to_the_loss() -> None:
+    net, split = trained_chain(), images(32)
+    found = per_tie(Gradient(batches=1, batch_size=32).measure(subject(net, train=split)))
+    assert set(found) == {("conv1", "bn"), ("conv2", "conv2")}  # the scale where there is one, else the filter
+    by_scale = [abs(effect(net, split, [(net.bn.weight, i)])) for i in range(8)]
+    by_filter = [abs(effect(net, split, [(net.conv2.weight, i)])) for i in range(12)]
+    assert found["conv1", "bn"] == pytest.approx(by_scale, rel=0.02, abs=2e-4)
+    assert found["conv2", "conv2"] == pytest.approx(by_filter, rel=0.02, abs=2e-4)
+    assert max(by_scale) > 20 * min(by_scale)
+
+
+def test_the_sum_over_a_group_is_the_effect_of_scaling_all_of_it() -> None:
+    net, split = trained_chain(), images(32)
+    # Channels alike pull the same way, so that their effects add up.
+    for tensor in (net.conv1.weight, net.conv1.bias, net.bn.weight, net.bn.running_mean, net.bn.running_var):
+        tensor.data[:] = tensor.data[:1].clone()
+    net.conv2.weight.data[:] = net.conv2.weight.data[:, :1].clone()
+    found = importance(Gradient(1, 32), subject(net, {"first": ["conv1"], "second": ["conv2"]}, split), "sum")
+    assert found.groups["first"] == pytest.approx(abs(effect(net, split, [(net.bn.weight, slice(None))], 5e-3)), rel=0.02)
+
+
+def test_gradients_are_averaged_over_batches_without_their_signs() -> None:
+    net, split = trained_chain(), images(2)
+    alone = [Gradient(1, 1).measure(subject(net, train=split.subset(torch.tensor([i])))) for i in range(2)]
+    together = Gradient(2, 1).measure(subject(net, train=split))
+    for first, second, both in zip(*alone, together):
+        assert torch.allclose((first.values + second.values) / 2, both.values, rtol=1e-4, atol=1e-7)
+
+
+def test_measuring_leaves_the_network_as_it_was() -> None:
+    net = Normed().train()
+    before = copy.deepcopy(net.state_dict())
+    of = subject(net)
+    for criterion in (*map(find_criterion, ("bn", "weight", "gradient", "reconstruction")), Legr(evaluations=2)):
+        criterion.measure(of)
+        assert net.training
+        assert all(parameter.grad is None for parameter in net.parameters())
+        assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+        assert not any(module._forward_pre_hooks for module in net.modules())
+
+
+# Reconstruction
+
+
+class Constant(Net):
+    """Four channels that are constant over the image, and a layer that reads them."""
+
+    def __init__(self, reader: nn.Conv2d | nn.Linear) -> None:
+        super().__init__()
+        self.conv, self.reader = nn.Conv2d(3, 4, 1), reader
+        self.fc, self.is_flat = nn.Linear(5, 5), isinstance(reader, nn.Linear) and reader.in_features > 4
+        filled(self.conv.weight, 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        if isinstance(self.reader, nn.Conv2d):
+            return self.fc(self.reader(x).mean((2, 3)))
+        return self.fc(self.reader(x.flatten(1) if self.is_flat else x.mean((2, 3))))
+
+
+READERS = {
+    "linear": lambda: nn.Linear(4, 5),
+    "flattened": lambda: nn.Linear(4 * 64, 5),
+    "conv": lambda: nn.Conv2d(4, 5, 3),
+    "valid": lambda: nn.Conv2d(4, 5, 3, padding="valid"),
+    "strided": lambda: nn.Conv2d(4, 5, (3, 2), stride=(2, 3)),
+    "dilated": lambda: nn.Conv2d(4, 5, 3, dilation=2),
+    "same": lambda: nn.Conv2d(4, 5, 1, padding="same"),
+}
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_the_error_without_half_is_known_where_channels_are_constant(kind: str) -> None:
+    reader = READERS[kind]()
+    # Each channel is read with weights that add up to one, at another place of the kernel each: a window in the wrong place would show.
+    weight = torch.zeros_like(reader.weight).flatten(1).view(5, 4, -1)
+    weight[:, range(4), [i % weight.shape[2] for i in (0, 2, 5, 8)]] = 1.0
+    with torch.no_grad():
+        reader.weight.copy_(weight.view_as(reader.weight))
+    net = Constant(reader)
+    of = subject(net)
+    for values, error in (
+        ([1.0, 2.0, 4.0, 8.0], (3 / 15) ** 2),
+        ([8.0, 1.0, 4.0, 2.0], (3 / 15) ** 2),
+        ([5.0, 1.0, 5.0, -1.0], 0),
+        ([1.0, 1.0, 1.0, 1.0], (2 / 4) ** 2),
+        ([0.0, 0.0, 3.0, 1.0], 0),
+        ([1.0, 1.0, 3.0, -2.5], (1.5 / 2.5) ** 2),  # greedily: 1, then -2.5, though 3 and -2.5 would be better
+    ):
+        filled(net.conv.bias, values)
+        assert per_tie(Reconstruction().measure(of))["conv", "reader"] == pytest.approx([error], abs=1e-6)
+
+
+def test_a_tie_whose_other_half_feeds_nothing_has_no_error() -> None:
+    torch.manual_seed(0)
+    net = Chain().eval()
+    before = per_tie(Reconstruction().measure(subject(net)))
+    with torch.no_grad():
+        net.conv2.weight[:, 1::2] = 0
+    after = per_tie(Reconstruction().measure(subject(net)))
+    assert before["conv1", "conv2"][0] > 0.01
+    assert after["conv1", "conv2"] == [0]
+    assert after["conv2", "fc"][0] > 0.01
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_taking_channels_away_greedily_is_nearly_as_good_as_trying_every_half(seed: int) -> None:
+    torch.manual_seed(seed)
+    net = Flattened().eval()
+    filled(net.fc.weight, net.fc.weight[0].tolist())  # rows alike: it does not matter which outputs are looked at
+    split = images(12, Flattened.shape, seed)
+    of = subject(net, train=split, shape=Flattened.shape)
+    with torch.no_grad():
+        parts = F.relu(net.hidden(net.conv(seen(split)[0]).flatten(1))) * net.fc.weight[0]
+    whole = float(parts.sum(1).square().sum())
+    halves = [float(parts[:, list(half)].sum(1).square().sum()) / whole for half in itertools.combinations(range(7), 3)]
+    (found,) = per_tie(Reconstruction(images=12).measure(of))["hidden", "fc"]
+    assert min(halves) * (1 - 1e-4) <= found <= sorted(halves)[len(halves) // 4]
+    assert any(found == pytest.approx(half, rel=1e-3) for half in halves)
+
+
+def test_reconstruction_draws_the_same_places_for_the_same_seed() -> None:
+    torch.manual_seed(0)
+    net = Chain().eval()
+    first, again, other = (per_tie(Reconstruction().measure(subject(net, seed=seed))) for seed in (3, 3, 4))
+    assert first == again != other
+
+
+# LeGR
+
+
+class Rivals(Net):
+    """Two branches side by side: one has large filters, the other small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.loud, self.quiet, self.fc = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1), nn.Linear(16, 5)
+        with torch.no_grad():
+            self.loud.weight.mul_(10)
+            self.quiet.weight.mul_(0.5)
+            self.fc.weight[:, :8] *= 0.3
+            self.fc.weight[:, 8:] *= 20
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat([F.relu(self.loud(x)), F.relu(self.quiet(x))], 1))
+
+    def answers(self, x: Tensor, branch: str) -> Tensor:
+        """What the network would say with one branch only."""
+        twin = copy.deepcopy(self)
+        twin.fc.weight.data[:, slice(8, 16) if branch == "loud" else slice(0, 8)] = 0
+        return twin(x).argmax(1)
+
+
+def rivals(branch: str, seed: int = 0, train_seed: int = 7) -> Subject:
+    """Held-out images whose labels only one branch knows."""
+    net = Rivals().eval()
+    split = images(64, seed=1)
+    held_out = Resident(split.pixels, net.answers(seen(split)[0], branch), split.mean, split.std)
+    return subject(net, {"loud": ["loud"], "quiet": ["quiet"]}, images(8, seed=train_seed), held_out, seed)
+
+
+LEGR = Legr(evaluations=30, population=12, tournament=4)
+
+
+def test_legr_starts_from_the_plain_norm_of_filters() -> None:
+    of = rivals("quiet")
+    assert isinstance(of.model, Rivals)
+    norms = {name: getattr(of.model, name).weight.detach().square().sum((1, 2, 3)) for name in ("loud", "quiet")}
+    lowest = min(float(values.min()) for values in norms.values())
+    for item in Legr(evaluations=1).measure(of):
+        assert torch.allclose(item.values, norms[item.tie] - lowest)
+
+
+def test_legr_finds_small_filters_that_matter() -> None:
+    plain = importance(Legr(evaluations=1), rivals("quiet")).groups
+    found = importance(LEGR, rivals("quiet")).groups
+    assert plain["quiet"] < 0.05 * plain["loud"]
+    assert found["quiet"] > found["loud"]
+
+
+def test_legr_asks_held_out_images_and_no_others() -> None:
+    quiet, loud = (importance(LEGR, rivals(branch)).groups for branch in ("quiet", "loud"))
+    assert quiet["quiet"] / sum(quiet.values()) > 2 * loud["quiet"] / sum(loud.values())
+    assert importance(LEGR, rivals("quiet", train_seed=8)).groups == quiet
+
+
+def test_legr_gives_the_same_for_the_same_seed_and_never_less_than_zero() -> None:
+    found = [LEGR.measure(rivals("quiet", seed)) for seed in (0, 0, 1)]
+    assert per_tie(found[0]) == per_tie(found[1])
+    assert per_tie(found[0]) != per_tie(found[2])
+    for measured in found:
+        assert min(float(item.values.min()) for item in measured) == 0
+
+
+# What is made of the numbers
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+def test_groups_that_are_alike_are_said_to_be(reduce: str) -> None:
+    graph = peel.trace(Rivals(), torch.randn(1, 3, 8, 8)).regroup({"loud": ["loud"], "quiet": ["quiet"]})
+
+    def found(loud: list[float], quiet: list[float]) -> Importance:
+        return summarise([Measured("loud", "loud", torch.tensor(loud)), Measured("quiet", "quiet", torch.tensor(quiet))], graph, reduce)
+
+    equal = found([1.0] * 8, [1.02] * 8)
+    assert not equal.distinct
+    assert "cannot be told apart" in equal.note
+    assert "loud 49.5%, quiet 50.5%" in equal.note
+    noisy = found([0.1, 2, 0.1, 2, 0.1, 2, 0.1, 2], [0.2, 2.4, 0.2, 2.4, 0.2, 2.4, 0.2, 2.4])
+    assert not noisy.distinct
+    assert "cannot be told apart" in noisy.note
+    assert "spread" in noisy.note
+    clear = found([1.0, 1.1] * 4, [2.0, 2.1] * 4)
+    assert clear.distinct
+    assert "groups differ" in clear.note
+    nothing = found([0.0] * 8, [0.0] * 8)
+    assert not nothing.distinct
+    assert "zero" in nothing.note
+
+
+def test_fresh_scales_say_nothing_and_a_single_group_cannot_differ() -> None:
+    fresh = importance("bn", subject(Normed(), NORMED))
+    assert fresh.groups == {"early": 1.0, "late": 1.0}
+    assert not fresh.distinct
+    one = importance("bn", subject(Normed(), {"all": ["stem", "late"]}))
+    assert not one.distinct
+    assert "one group only" in one.note
+    assert importance("bn", subject(normed(), NORMED)).groups["early"] > 1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_numbers_that_are_none_are_refused_with_the_layer_they_came_from(value: float) -> None:
+    net = normed()
+    filled(net.bn3.weight, [1.0, value])
+    with pytest.raises(peel.PeelError, match="bn3 holds numbers that are not finite"):
+        importance("bn", subject(net, NORMED))
+
+
+OF_IMAGES = [kind for kind in NETS if len(kind.shape) == 3 and kind.expected]
+
+
+@pytest.mark.parametrize("kind", OF_IMAGES, ids=lambda kind: kind.__name__)
+def test_weights_and_gradients_can_be_measured_on_any_network(kind: type[Net]) -> None:
+    net, graph = traced_net(kind)
+    split = images(8, kind.shape)
+    of = Subject(net, graph, split, split, CrossEntropy(), CPU, 0)
+    for criterion in ("weight", "gradient"):
+        found = find_criterion(criterion).measure(of)
+        assert {item.tie for item in found} == set(kind.expected)
+        assert all(bool((item.values >= 0).all()) for item in found)
+
+
+def test_what_is_no_criterion_is_answered_with_those_there_are() -> None:
+    with pytest.raises(peel.PeelError, match=r"Did you mean gradient\? .*bn, weight, legr, reconstruction, gradient"):
+        find_criterion("gradients")
+    with pytest.raises(peel.PeelError, match="mean"):
+        summarise([], peel.trace(Chain(), torch.randn(1, 3, 8, 8)), "median")
+    for wrong in (lambda: Gradient(batches=0), lambda: Reconstruction(places=0), lambda: Legr(evaluations=0), lambda: Legr(target=1.0)):
+        with pytest.raises(peel.PeelError):
+            wrong()
+
+
+# The penalty
+
+
+def test_the_penalty_adds_exactly_its_part_of_the_scales() -> None:
+    net = normed()
+    of = subject(net, NORMED)
+    pictures, labels = seen(images(16))
+    scales = list(scale_weights(net, of.graph))
+    plain = CrossEntropy(0.1)(net, pictures, labels)
+    whole = Penalised(CrossEntropy(0.1), scales, 0.01)(net, pictures, labels)
+    assert float((whole.total - plain.total).detach()) == pytest.approx(0.01 * (10 + 2 + 1 + 3), rel=1e-5)
+    assert float(whole.terms["sparsity"]) == pytest.approx(0.16)
+    assert float(whole.terms["cross_entropy"]) == float(plain.total.detach())
+    with_term, without = (torch.autograd.grad(losses.total, net.bn1.weight)[0] for losses in (whole, plain))
+    assert torch.allclose(with_term - without, 0.01 * torch.tensor([1.0, -1.0, 1.0, -1.0]), atol=1e-6)
+    for nothing in (Penalised(CrossEntropy(0.1), scales, 0.0), Penalised(CrossEntropy(0.1), [], 0.01)):
+        assert nothing(net, pictures, labels).total == plain.total
+
+
+class Aside(Net):
+    """A norm layer whose output does not reach the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn, self.fc = nn.BatchNorm2d(3), nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x.mean((2, 3))) + 0 * self.bn(x).mean()
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"momentum": 0.0, "nesterov": False}, {"nesterov": False}, {"schedule": "steps"}, {"lr": 0.02, "warmup_from": 0.01}]
+)
+def test_a_pull_moves_scales_by_as_much_over_the_schedule(changed: dict[str, object]) -> None:
+    pull = 0.6
+    recipe = Recipe(epochs=30, batch_size=4, lr=0.1, warmup_epochs=3, augment="none", weight_decay=0.1).changed(**changed)
+    net, split = Aside(), images(32)
+    filled(net.bn.weight, [1.0, -1.0, 1.0])
+    fit(net, Penalised(CrossEntropy(), ["bn.weight"], penalty_of_pull(pull, recipe, 8)), split, recipe, engine=CPU, seed=0)
+    assert net.bn.weight.tolist() == pytest.approx([1 - pull, pull - 1, 1 - pull], abs=0.05 * pull)
+
+
+def test_the_penalty_of_the_paper_pulls_by_twelve_and_a_half() -> None:
+    steps = 1_281_167 // 512
+    assert penalty_of_pull(12.5, RECIPES["imagenet-backbone"], steps) == pytest.approx(1e-4, rel=0.01)
