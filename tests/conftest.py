@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
@@ -43,3 +44,11 @@ def resnet18() -> tuple[torch.nn.Module, peel.ChannelGraph]:
 @pytest.fixture
 def cifar_net() -> tuple[torch.nn.Module, peel.ChannelGraph]:
     return traced_zoo("cifar_resnet20")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For networks so small that a second thread would only wait; and the same bits in every process."""
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(2)

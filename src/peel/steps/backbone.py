@@ -49,10 +49,13 @@ def backbone(
         return given
     part = max(1, int(target * keep))
     held = {hold} if isinstance(hold, str) else set(hold)
-    if start == "uniform":
-        return uniform(graph, part, resource=resource, divisor=divisor, hold=held, cap=cap)
-    if start == "equal":
-        return round_to_budget(graph, _equal(graph, part, resource, held), part, resource=resource, divisor=divisor, hold=held)
+    try:
+        if start == "uniform":
+            return uniform(graph, part, resource=resource, divisor=divisor, hold=held, cap=cap)
+        if start == "equal":
+            return round_to_budget(graph, _equal(graph, part, resource, held), part, resource=resource, divisor=divisor, hold=held)
+    except BudgetError as error:
+        raise BudgetError(f"the backbone, which may cost {keep:g} of the budget: {error}") from error
     raise ConfigError(f"start is {' or '.join(map(repr, STARTS))}, or widths, not {start!r}.")
 
 

@@ -1,0 +1,66 @@
+"""Networks and data so small that a whole run takes less than a second."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peel.run import Result, prune
+from peel.train.data import Data, load_data
+from peel.train.engine import Engine
+
+CPU = Engine(torch.device("cpu"))
+
+#: Two epochs of three steps for every network, one for the backbone.
+SHORT: dict[str, Any] = {"train": {"epochs": 2, "batch_size": 64}, "search": {"epochs": 1}}
+
+
+class Small(nn.Module):
+    """Four ties in two groups of resolution."""
+
+    def __init__(self, num_classes: int = 10, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(8)
+        self.conv2 = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(8)
+        self.conv3 = nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False)
+        self.norm3 = nn.BatchNorm2d(16)
+        self.conv4 = nn.Conv2d(16, 16, 3, padding=1, bias=False)
+        self.norm4 = nn.BatchNorm2d(16)
+        self.dropout = nn.Dropout(dropout)
+        self.fc = nn.Linear(16, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(self.conv1(x)).relu()
+        x = self.norm2(self.conv2(x)).relu()
+        x = self.norm3(self.conv3(x)).relu()
+        x = self.norm4(self.conv4(x)).relu()
+        return self.fc(self.dropout(x.mean((2, 3))))
+
+
+class Dropping(Small):
+    def __init__(self) -> None:
+        super().__init__(dropout=0.5)
+
+
+@functools.cache
+def few_digits(train: int = 200, test: int = 90) -> Data:
+    """The first of the embedded digits."""
+    whole = load_data("digits")
+    return replace(whole, train=whole.train.subset(torch.arange(train)), test=whole.test.subset(torch.arange(test)))
+
+
+def small_run(model: nn.Module | None = None, data: Data | None = None, **settings: Any) -> Result:
+    """A whole run on a small network and few digits."""
+    return prune(model if model is not None else Small(), data if data is not None else few_digits(), **{**SHORT, **settings})
+
+
+def same_weights(first: nn.Module, second: nn.Module) -> bool:
+    """Whether two networks have the same tensors, to the bit."""
+    mine, theirs = first.state_dict(), second.state_dict()
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
