@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import peel
 from conftest import traced_net, traced_zoo
-from nets import Grouped
+from nets import Decoder, Grouped
 from peel.steps.backbone import backbone
 
 
@@ -37,9 +37,11 @@ def test_equal_channels_of_resnet18_are_those_worked_out_for_the_paper(keep: flo
     assert graph.macs(dict.fromkeys(graph.widths, channels)) <= keep * 1.04e9 < graph.macs(dict.fromkeys(graph.widths, channels + 1))
 
 
-def test_equal_channels_are_those_of_the_network_not_of_the_layer() -> None:
+@pytest.mark.parametrize("resource", ["macs", "params"])
+def test_equal_channels_are_those_of_the_network_not_of_the_layer(resource: str) -> None:
     _, graph = traced_zoo("resnet18")
-    widths = backbone(graph, "1.04G", start="equal")
+    widths = backbone(graph, "57%", start="equal", resource=resource)
+    assert max(widths.values()) - min(widths.values()) <= 1
     assert widths["conv1"] > graph.widths["conv1"]
     assert widths["layer4.0.conv1"] < graph.widths["layer4.0.conv1"] / 4
 
@@ -66,6 +68,13 @@ def test_widths_keep_the_divisor_and_the_steps(start: str) -> None:
     widths = backbone(graph, "80%", start=start)  # type: ignore[arg-type]
     assert all(width % 4 == 0 for width in widths.values())
     assert graph.macs(widths) <= 0.64 * graph.macs()
+
+
+def test_equal_channels_are_equal_whatever_the_steps() -> None:
+    _, graph = traced_net(Decoder)  # steps of 2, 2 and 1
+    widths = backbone(graph, 4 * graph.macs(), start="equal")
+    assert max(widths.values()) - min(widths.values()) <= 2
+    assert min(widths.values()) > 8
 
 
 def test_a_budget_above_the_original_needs_layers_that_may_grow() -> None:

@@ -312,8 +312,8 @@ def test_a_view_depends_on_seed_epoch_and_index_alone(augment: str, kind: str, s
     split: Split = few_digits().train.subset(torch.arange(10)) if kind == "resident" else streamed
     view = View.of_epoch(augment, 3, 5)
     torch.manual_seed(1)
-    first = seen_by_index(split, torch.arange(10), 10, view)
     state = torch.get_rng_state()
+    first = seen_by_index(split, torch.arange(10), 10, view)
     again = seen_by_index(split, epoch_order(10, 0, 0), 3, view)
     assert torch.equal(torch.get_rng_state(), state), "drawing images must leave the random numbers of the network alone"
     later = seen_by_index(split, torch.tensor([7, 2]), 1, view)

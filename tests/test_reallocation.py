@@ -99,13 +99,16 @@ def test_the_triangular_solve_shrinks_what_follows_a_winner() -> None:
     st.floats(0.2, 1.0),
     st.floats(0.5, 0.95),
     st.lists(st.floats(0.02, 1.0), min_size=5, max_size=5),
+    st.sampled_from(["macs", "params"]),
     st.sampled_from(["telescoped", "triangular"]),
 )
-def test_fractional_factors_spend_the_budget_to_the_last_mac(name: str, part: float, keep: float, weights: list[float], solve: str) -> None:
+def test_fractional_factors_spend_the_budget_to_the_last_unit(
+    name: str, part: float, keep: float, weights: list[float], resource: str, solve: str
+) -> None:
     _, graph = traced_zoo(name)
-    budget = int(graph.macs() * part)
-    base = backbone(graph, budget, keep)
-    found = reallocation(graph, base, dict(zip(graph.groups, weights)), budget, solve=solve)
+    budget = int(getattr(graph, resource)() * part)
+    base = backbone(graph, budget, keep, resource=resource)
+    found = reallocation(graph, base, dict(zip(graph.groups, weights)), budget, resource=resource, solve=solve)
     assert found.ideal_cost == pytest.approx(budget, rel=1e-9)
     for group, ties in graph.groups.items():
         assert [found.ideal[tie] / base[tie] for tie in ties] == pytest.approx([found.factors[group]] * len(ties))

@@ -289,10 +289,11 @@ def test_each_epoch_sees_every_image_at_most_once_and_whole_batches_only() -> No
 
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others() -> None:
     recipe = replace(PLAIN, epochs=1, augment="crop")
-    first, _ = trained(recipe, model=fresh(dropout=0.3))
+    first, second, other = (fresh(dropout=0.3) for _ in range(3))
+    trained(recipe, model=first)
     torch.rand(17)
-    second, _ = trained(recipe, model=fresh(dropout=0.3))
-    other, _ = trained(recipe, seed=1, model=fresh(dropout=0.3))
+    trained(recipe, model=second)
+    trained(recipe, seed=1, model=other)
     assert same_weights(first, second)
     assert not same_weights(first, other)
 
@@ -365,6 +366,16 @@ def test_a_last_step_that_breaks_the_weights_is_noticed_although_its_loss_was_a_
     assert state is not None
     assert state["epoch"] == 1
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state["model"].values())
+
+
+def test_a_loss_that_is_no_number_is_noticed_although_the_weights_are() -> None:
+    class Undefined(CrossEntropy):
+        def __call__(self, model: nn.Module, images: Tensor, labels: Tensor) -> Losses:
+            losses = super().__call__(model, images, labels)
+            return Losses(losses.total + math.inf, losses.terms, losses.scores)
+
+    with pytest.raises(DivergedError):
+        fit(fresh(), Undefined(), few_digits().train, PLAIN, engine=CPU, seed=0)
 
 
 def test_a_rate_far_too_high_is_an_error_not_a_result() -> None:

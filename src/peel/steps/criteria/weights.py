@@ -15,8 +15,9 @@ __all__ = ["WeightMagnitude", "filters"]
 
 def filters(model: nn.Module, graph: ChannelGraph) -> Iterator[tuple[str, str, int, Tensor]]:
     """Layer, name, producing axis and weight of each layer that writes channels of a free tie."""
+    norms = {name.rpartition(".")[0] for name in graph.scales}
     for name, weight in model.named_parameters():
-        if weight.ndim < 2 or name in graph.scales:
+        if weight.ndim < 2 or name.rpartition(".")[0] in norms:
             continue
         # The weight of a transposed convolution sums over its first axis and writes its second.
         axis = 1 if graph.consumers.get(name) == (0,) else 0
