@@ -22,6 +22,8 @@ from peel.train.objective import CrossEntropy
 from peel.train.recipe import Recipe
 from peel.train.resident import Resident
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = Engine(torch.device("cpu"))
 
 rows = st.lists(st.lists(st.floats(-8, 8), min_size=4, max_size=4), min_size=3, max_size=3)

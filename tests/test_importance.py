@@ -25,6 +25,8 @@ from peel.train.objective import CrossEntropy
 from peel.train.recipe import RECIPES, Recipe
 from peel.train.resident import Resident
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = Engine(torch.device("cpu"))
 
 
