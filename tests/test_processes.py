@@ -26,6 +26,8 @@ def model(num_classes=10):
 """
 
 #: Without a teacher: what it says depends on the statistics of its norm layers, which each process gathers from its own part.
+#: Without a teacher: what it says depends on the statistics of its norm layers, which each process gathers from its own part. With a low
+#: rate: a high one makes more of differences in rounding.
 SHORT = [
     "--train.epochs",
     "1",
@@ -33,10 +35,12 @@ SHORT = [
     "1",
     "--train.batch-size",
     "128",
+    "--train.lr",
+    "0.01",
     "--device",
     "cpu",
-    "--criterion",
-    "gradient",
+    "--distill",
+    "none",
     "--quiet",
 ]
 
@@ -79,7 +83,7 @@ def test_processes_reach_the_weights_of_one_that_adds_up_the_same_parts(place: P
     assert plans[0]["widths"] == plans[1]["widths"]
     alone, together = weights(place / "alone"), weights(place / "together")
     for name, value in alone.items():
-        assert torch.allclose(value, together[name], rtol=1e-3, atol=1e-3), name
+        assert torch.allclose(value, together[name], rtol=1e-3, atol=1e-4), name
     settings = json.loads((place / "together" / "settings.json").read_text())
     assert settings["resolved"]["processes"] == processes
 

@@ -341,7 +341,8 @@ def test_what_a_capped_group_cannot_take_goes_to_the_others(part: float, keep: f
     if max(reaches.values()) > cap + 0.05:
         assert any(capped.factors[group] > free.factors[group] for group in graph.groups)
     if max(reaches.values()) < cap:
-        assert capped == free
+        # Rounding may still want a step beyond the cap, so only what is solved for is the same.
+        assert (capped.factors, capped.ideal) == (free.factors, free.ideal)
 
 
 def test_the_others_share_it_by_their_own_shares(branches: peel.ChannelGraph) -> None:

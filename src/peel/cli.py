@@ -248,7 +248,7 @@ def run(
     elif dry_run:
         draw_estimate(result, console)
     else:
-        draw_outcome(result, console)
+        draw_outcome(result, console, with_notes=quiet)
     return OK
 
 

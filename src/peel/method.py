@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from .errors import ConfigError, did_you_mean
 from .graph import ChannelGraph, slim
 from .problem import Problem
 from .settings import Method
 from .steps.backbone import backbone
 from .steps.criteria import find_criterion
-from .steps.importance import Importance, Measured, Penalised, Subject, penalty_of_pull, scale_weights, summarise
+from .steps.importance import Importance, Measured, Penalised, Subject, scale_weights, summarise
 from .steps.reallocation import Reallocation, add_evenly, grow_at_random, reallocation, shares_of
 from .train.chance import derive
 from .train.data import hold_out
@@ -86,6 +87,8 @@ class _Round:
     importance: Importance | None
     shares: dict[str, float] | None
     reallocation: Reallocation
+    budget: int
+    """What the network may cost after this round."""
 
 
 class _Planner:
@@ -108,7 +111,7 @@ class _Planner:
         torch.manual_seed(derive("backbone", self.problem.seed))
         if before is not None and graph is not None:
             return slim(before, widths, graph=graph, weights="inherit")
-        network = slim(self.problem.model, widths, graph=self.problem.graph)
+        network = slim(self.problem.model, widths, graph=self.problem.graph).requires_grad_(True)
         with torch.no_grad():
             for scale in scale_weights(network, self.problem.graph).values():
                 scale.fill_(self.method.gamma_init)
@@ -143,12 +146,24 @@ class _Planner:
 
     def _penalty(self, recipe: Recipe, steps: int) -> float:
         if self.method.pull is not None:
-            return penalty_of_pull(self.method.pull, recipe, steps)
+            return self.method.pull * (1 - recipe.momentum) / self._rate_sum(steps)
         if self.method.penalty is not None:
             return self.method.penalty
         return PENALTY if self.method.criterion == "bn" else 0.0
 
+    def _rate_sum(self, steps: int) -> float:
+        """Over all rounds: the pull is that of the whole search."""
+        first = self.problem.search
+        later = first.changed(epochs=max(1, round(first.epochs / self.method.rounds)))
+        return first.rate_sum(steps) + (self.method.rounds - 1) * later.rate_sum(steps)
+
     def _counted(self, measured: list[Measured]) -> list[Measured]:
+        layers = [item.layer for item in measured]
+        for pattern in self.method.ignore:
+            if not any(fnmatch(layer, pattern) for layer in layers):
+                raise ConfigError(f"ignore: no layer that is measured matches {pattern!r}.{did_you_mean(pattern, layers)}")
+            if all(fnmatch(layer, pattern) for layer in layers):
+                raise ConfigError(f"ignore: {pattern!r} matches every layer, so nothing is left to measure.")
         return [item for item in measured if not any(fnmatch(item.layer, pattern) for pattern in self.method.ignore)]
 
     def round(self, current: Widths, importance: Importance | None, budget: int) -> _Round:
@@ -157,13 +172,13 @@ class _Planner:
         common: dict[str, Any] = {"resource": problem.resource, "divisor": problem.divisor, "hold": problem.hold}
         graph = problem.graph.at(current)
         if method.policy == "uniform":
-            return _Round(graph, None, None, add_evenly(problem.graph, current, budget, **common))
+            return _Round(graph, None, None, add_evenly(problem.graph, current, budget, **common), budget)
         if method.policy == "random":
-            return _Round(graph, None, None, grow_at_random(problem.graph, current, budget, seed=problem.seed, **common))
+            return _Round(graph, None, None, grow_at_random(problem.graph, current, budget, seed=problem.seed, **common), budget)
         assert importance is not None
         shares = shares_of(importance.groups, method.policy)
         found = reallocation(problem.graph, current, shares, budget, solve=method.solve, cap=method.cap, **common)
-        return _Round(graph, importance, shares, found)
+        return _Round(graph, importance, shares, found, budget)
 
     def finish(self, rounds: list[_Round]) -> Plan:
         graph, method = self.problem.graph, self.method
@@ -172,7 +187,7 @@ class _Planner:
 
         def described(name: str) -> dict[str, Any]:
             chosen = networks[name]
-            return {"widths": dict(chosen), "macs": graph.macs(chosen), "params": graph.params(chosen)}
+            return self.problem.described(chosen)
 
         document = {
             "format": "peel-plan",
@@ -180,7 +195,7 @@ class _Planner:
             "resource": self.problem.resource,
             "budget": self.problem.budget,
             "original": described("original"),
-            "backbone": {"keep": method.keep, "start": method.start, **described("backbone")},
+            "backbone": {"keep": method.keep, "start": method.start if isinstance(method.start, str) else "given", **described("backbone")},
             "pool": self.problem.budget - self.problem.cost(self.backbone),
             "groups": {group: list(ties) for group, ties in graph.groups.items()},
             "hold": list(self.problem.hold),
@@ -205,8 +220,7 @@ class _Planner:
             "params": graph.params(found.widths),
             "rounding": {"ideal": found.ideal_cost, "spent": found.spent, "ideal_widths": dict(found.ideal)},
         }
-        budget = self.problem.budget
-        described["rounding"]["unused"] = budget - found.spent if found.spent <= budget else 0
+        described["rounding"]["unused"] = item.budget - found.spent
         if item.importance is not None:
             described["importance"] = {"groups": dict(item.importance.groups), "ties": dict(item.importance.ties)}
             described["shares"] = item.shares

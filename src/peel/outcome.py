@@ -43,7 +43,9 @@ def read_groups(path: Path) -> dict[str, Iterable[str]]:
     return groups
 
 
-def draw_outcome(result: Result, console: Console) -> None:
+def draw_outcome(result: Result, console: Console, *, with_notes: bool = False) -> None:
+    for note in result.notes if with_notes else ():
+        console.print(f"note: {note}")
     if result.rows:
         table = Table(title=None, box=None, padding=(0, 2, 0, 0))
         for name, side in (("", "left"), ("top-1", "right"), ("top-5", "right"), ("MACs", "right"), ("params", "right"), ("time", "right")):
@@ -66,7 +68,8 @@ def draw_outcome(result: Result, console: Console) -> None:
         ]
         console.print(f"\nfiles in {result.folder}: {', '.join(files)}")
         if (result.folder / "slim.json").exists():
-            console.print(f'the slim network: peel.load("{result.folder / "slim"}")')
+            is_own = result.model is not None and not hasattr(result.model, "peel_source")
+            console.print(f'the slim network: peel.load("{result.folder / "slim"}"{", model=..." if is_own else ""})')
 
 
 def draw_estimate(result: Result, console: Console) -> None:

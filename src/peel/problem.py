@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -33,6 +34,11 @@ class Problem:
 
     def cost(self, widths: Widths) -> int:
         return int(cost_of(self.graph, self.resource)(self.graph.units(widths)))
+
+    def described(self, widths: Widths) -> dict[str, Any]:
+        """Widths and what they cost, for plan.json."""
+        costs = {"macs": self.graph.macs(widths), "params": self.graph.params(widths), self.resource: self.cost(widths)}
+        return {"widths": dict(widths), **costs}
 
     def uniform(self) -> Widths:
         """The network that every result is compared with: one factor for all layers, the same budget."""

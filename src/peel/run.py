@@ -16,7 +16,7 @@ from torch import nn
 
 from . import zoo
 from .allocation import resolve_budget
-from .errors import ConfigError, DataError, did_you_mean
+from .errors import ConfigError, DataError, ModelError, did_you_mean
 from .graph import ChannelGraph, trace
 from .problem import Problem
 from .settings import Method
@@ -78,6 +78,10 @@ def prune(
     for name in method:
         if name not in known:
             raise ConfigError(f"prune has no setting {name!r}.{did_you_mean(name, known)}")
+    if isinstance(method.get("start"), str | Path) and str(method["start"]).endswith(".json"):
+        method["start"] = _read_json(method["start"], "the widths of the backbone")
+    if output is not None and isinstance(teacher, str | Path) and Path(output).resolve() == Path(teacher).resolve():
+        raise ConfigError(f"output and teacher are the same folder, {output}: give each one of its own.")
     chosen = Method(budget=budget if isinstance(budget, str) else repr(budget), **method)
     wanted = _check_steps(steps)
     torch.manual_seed(derive("original", seed))
@@ -93,7 +97,8 @@ def prune(
         "data": loaded.name,
         "image_shape": list(loaded.shape),
         "images": [loaded.train.size, loaded.test.size],
-        "fingerprint": _fingerprint(loaded) if output is not None else "",
+        "fingerprint": _fingerprint(loaded) if output is not None or isinstance(teacher, str | Path) else "",
+        "input": {"classes": list(loaded.classes), "mean": list(loaded.train.mean), "std": list(loaded.train.std)},
         "seed": seed,
         "device": engine.device.type,
         "processes": engine.world.size,
@@ -121,6 +126,9 @@ def prune(
     )
     run = Stages(problem, chosen, recipes[0], wanted, teacher, given_plan, (reporter if engine.world.is_first else None) or Silent())
     run.checkpoint_seconds = checkpoint_seconds
+    own = ("model", "data", "image_shape", "fingerprint", "seed", "device", "processes", "parts", "align", "train")
+    run.teacher_settings = {name: resolved[name] for name in own}
+    run.environment = _environment(engine)
     run.check()
     engine.world.check_equal("a setting", json.dumps({**resolved, "device": None}, sort_keys=True))
     if dry_run:
@@ -130,13 +138,16 @@ def prune(
         return run.go()
     with Workspace(output) as workspace:
         settings = {"format": "peel-run", "version": 1, "command": command or "peel.prune(...)", "resolved": resolved}
-        workspace.settle({**settings, "given": _given(model, data, budget, recipe, train, search, method)}, _environment(engine))
+        workspace.settle({**settings, "given": _given(model, data, budget, recipe, train, search, method)}, run.environment)
         run.workspace = workspace
-        return run.go()
+        try:
+            return run.go()
+        finally:
+            run.draw()
 
 
 def _check_steps(steps: Iterable[str] | None) -> list[str]:
-    wanted = list(STEPS) if steps is None else list(steps)
+    wanted = list(STEPS) if steps is None else [steps] if isinstance(steps, str) else list(steps)
     for name in wanted:
         if name not in STEPS:
             raise ConfigError(f"no step is called {name!r}.{did_you_mean(name, STEPS)} The steps are {', '.join(STEPS)}.")
@@ -151,19 +162,39 @@ def _model_and_data(
     else:
         first = next((layer for layer in model.modules() if isinstance(layer, nn.Conv2d)), None)
         channels = first.in_channels if first is not None else 3
-    loaded = (
-        data if isinstance(data, Data) else load_data(str(data), image_size=image_size, channels=channels, root=root, skip_bad=skip_bad)
-    )
-    network = zoo.create(model, num_classes=len(loaded.classes), pretrained=pretrained) if isinstance(model, str) else model
+
+    def load(channels: int) -> Data:
+        if isinstance(data, Data):
+            return data
+        return load_data(str(data), image_size=image_size, channels=channels, root=root, skip_bad=skip_bad)
+
+    loaded = load(channels)
+    if not isinstance(model, str):
+        return loaded, model
+    network = _create(model, len(loaded.classes), pretrained)
+    first = next((layer for layer in network.modules() if isinstance(layer, nn.Conv2d)), None)
+    if first is not None and first.in_channels != loaded.shape[0]:
+        loaded = load(first.in_channels)
     return loaded, network
 
 
+def _create(model: str, classes: int, pretrained: bool) -> nn.Module:
+    """The model with as many classes as the data; a callable of the user's may not take that argument."""
+    try:
+        return zoo.create(model, num_classes=classes, pretrained=pretrained)
+    except ModelError as error:
+        if isinstance(error.__cause__, TypeError) and "num_classes" in str(error.__cause__):
+            return zoo.create(model, pretrained=pretrained)
+        raise
+
+
 def _check_classes(network: nn.Module, data: Data) -> None:
-    was_training = network.training
+    modes = {name: module.training for name, module in network.named_modules()}
     with torch.inference_mode():
         parameter = next(network.parameters())
         scores = class_scores(network.eval()(torch.zeros(1, *data.shape, device=parameter.device, dtype=parameter.dtype)))
-    network.train(was_training)
+    for name, module in network.named_modules():
+        module.training = modes[name]
     if scores.ndim != 2 or scores.shape[1] != len(data.classes):
         raise DataError(
             f"the model gives scores of shape {tuple(scores.shape[1:])}, the data {data.name} has {len(data.classes)} classes. Build the "
@@ -207,16 +238,20 @@ def _held(network: nn.Module, graph: ChannelGraph, hold: tuple[str, ...] | None)
 def _read_plan(plan: Mapping[str, Any] | str | Path, graph: ChannelGraph) -> Widths:
     """Widths from a plan.json, from a bare mapping in a JSON file, or from a mapping."""
     if isinstance(plan, str | Path):
-        try:
-            plan = json.loads(Path(plan).read_text())
-        except OSError as error:
-            raise ConfigError(f"cannot read the plan {plan}: {error.strerror}.") from error
-        except ValueError as error:
-            raise ConfigError(f"the plan {plan} is not JSON: {error}.") from error
+        plan = _read_json(plan, "the plan")
     if not isinstance(plan, Mapping):
         raise ConfigError("a plan is an object with `widths`, or the widths themselves (tie name -> channels).")
     widths = plan["widths"] if isinstance(plan.get("widths"), Mapping) else plan
     return graph.check(widths)
+
+
+def _read_json(path: str | Path, what: str) -> Any:
+    try:
+        return json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {what} {path}: {error.strerror}.") from error
+    except ValueError as error:
+        raise ConfigError(f"{what} {path} is not JSON: {error}.") from error
 
 
 def _fingerprint(data: Data) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +55,7 @@ class Method:
     keep: float = 0.8
     """Step 1: the part of the budget that the backbone costs (lambda)."""
     start: str = "uniform"
-    """Step 1: the backbone's widths: uniform, or equal (the same number of channels everywhere)."""
+    """Step 1: the backbone's widths: uniform, equal (the same number of channels everywhere), or a JSON file with widths of your own."""
     criterion: str = "bn"
     """Step 2: bn, weight, legr, reconstruction or gradient."""
     reduce: str = "mean"
@@ -91,7 +92,11 @@ class Method:
     """Step 5: with in-place distillation, the weight of the labels for the student."""
 
     def __post_init__(self) -> None:
+        for name in ("ignore", "hold"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, (getattr(self, name),))
         self._check_names()
+        self._check_pairs()
         if not 0 < _number("keep (lambda)", self.keep) <= 1:
             raise ConfigError(
                 f"keep (lambda) is the part of the budget that the backbone may cost, above 0 and at most 1, not {self.keep!r}."
@@ -122,8 +127,23 @@ class Method:
             ("distill", DISTILLATIONS),
         ):
             value = getattr(self, name)
-            if value not in known:
+            if name == "start" and isinstance(value, Mapping):
+                continue
+            if not isinstance(value, str) or value not in known:
                 raise ConfigError(f"{name} is one of {', '.join(known)}, not {value!r}.{did_you_mean(str(value), known)}")
+
+    def _check_pairs(self) -> None:
+        """A setting that would have no effect is refused, so that nobody takes it for one that had."""
+        if self.policy in ("uniform", "random"):
+            for name in ("cap", "pull", "penalty"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"the policy {self.policy} has no use for {name}: leave it out.")
+            if self.rounds > 1:
+                raise ConfigError(f"the policy {self.policy} gives the pool away at once: leave out rounds.")
+        if self.hard_weight and self.distill != "in-place":
+            raise ConfigError(f"hard_weight belongs to in-place distillation, not to distill={self.distill!r}.")
+        if self.kd_weight is not None and self.distill == "none":
+            raise ConfigError('kd_weight has no use without a teacher: distill="none".')
 
 
 def _number(name: str, value: Any) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .errors import ConfigError, DataError, RunError
+from .errors import BudgetError, ConfigError, DataError, PeelError, RunError
 from .graph import slim
 from .graph.padding import Padded, pad
 from .method import HELD_OUT, Plan, make_plan, neutral_plan, rehearse
@@ -40,6 +41,8 @@ STEPS: dict[str, str] = {
     "uniform": "train the uniform network of the same budget, to compare with",
     "peel": "train the slim network (step 5)",
 }
+
+log = logging.getLogger("peel")
 
 #: A step of training costs about this many forward passes.
 TRAINING_PASSES = 3
@@ -112,6 +115,11 @@ class Stages:
         self.named_teacher, self.given, self.reporter = teacher, given, reporter
         self.workspace: Workspace | None = None
         self.taken: nn.Module | None = None
+        self.teacher_file = "stages/original.json"
+        self.teacher_record: dict[str, Any] | None = None
+        #: What a teacher that is trained at a path of its own is told apart by.
+        self.teacher_settings: dict[str, Any] = {}
+        self.environment: dict[str, Any] = {}
         self.checkpoint_seconds = 600.0
         self.history: dict[str, list[Epoch]] = {}
         self.rows: dict[str, dict[str, Any]] = {}
@@ -126,10 +134,16 @@ class Stages:
             raise ConfigError(
                 f"the steps {', '.join(self.steps)} need a plan: add backbone and plan to them, or give widths of your own with plan."
             )
-        if finals and method.distill == "teacher" and "original" not in self.steps:
-            raise ConfigError('distillation needs the teacher: add "original" to the steps, name a teacher, or set distill="none".')
-        if "original" in self.steps:
+        needs_teacher = bool(finals) and method.distill == "teacher"
+        if needs_teacher or "original" in self.steps:
             self.taken = self._named_teacher()
+        if needs_teacher and "original" not in self.steps and self.taken is None:
+            raise ConfigError('distillation needs the teacher: add "original" to the steps, name a trained teacher, or set distill="none".')
+        if self.given is not None and problem.cost(self.given) > problem.budget:
+            raise BudgetError(
+                f"the given plan costs {problem.cost(self.given):,} {problem.resource}, more than the budget of {problem.budget:,}. "
+                f"Give the budget that it was made for, or budget={problem.cost(self.given)}."
+            )
         searches = self.given is None and "backbone" in self.steps and method.policy in ("importance", "winner-take-all")
         trains = bool(finals) or ("original" in self.steps and self.taken is None)
         whole = problem.data.train.size
@@ -157,12 +171,18 @@ class Stages:
             teacher = copy.deepcopy(self.problem.model)
         else:
             kept = saved_teacher(Path(named))
-            if kept is None and Path(named).suffix:
-                raise RunError(f"there is no teacher at {named}.")
+            if kept is None and Path(named).suffix in (".pt", ".pth", ".json", ".safetensors"):
+                raise RunError(f"there is no teacher at {named}. Name a file that exists, or a folder to train the original in.")
             if kept is None:
                 return None
             teacher = load_teacher(kept, self.problem.model)
-        scores = class_scores(self._outputs(teacher))
+            self.teacher_file = str(kept)
+            record = kept.with_name("original.record.json")
+            self.teacher_record = json.loads(record.read_text()) if record.is_file() else None
+        try:
+            scores = class_scores(self._outputs(teacher))
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise DataError(f"the teacher cannot take images of shape {self.problem.data.shape}: {error}") from error
         if scores.shape[1] != len(self.problem.data.classes):
             raise DataError(f"the teacher knows {scores.shape[1]} classes, the data has {len(self.problem.data.classes)}.")
         return teacher
@@ -171,7 +191,7 @@ class Stages:
 
     def go(self) -> Result:
         self.reporter.plan_stages(self._work())
-        original = self._original() if "original" in self.steps else None
+        original = self._original() if "original" in self.steps else self.taken
         plan = self._plan()
         if plan is not None:
             self.notes += [item["note"] for item in plan.document.get("rounds", []) if "note" in item and not item["distinct"]]
@@ -203,11 +223,19 @@ class Stages:
                 "notes": self.notes,
             }
             self.workspace.write_json("result.json", result)
-            from .record import RunRecord
-            from .report import render
-
-            self.workspace.write_text("report.html", render(RunRecord.read(self.workspace.folder)))
         return Result(slimmed, document, self.history, rows, self.notes, self.workspace.folder if self.workspace else None)
+
+    def draw(self) -> None:
+        """The page of the run, as far as it has come. It never fails a run."""
+        if self.workspace is None or not self.workspace.has("settings.json"):
+            return
+        from .record import RunRecord
+        from .report import render
+
+        try:
+            self.workspace.write_text("report.html", render(RunRecord.read(self.workspace.folder)))
+        except (PeelError, KeyError, TypeError, ValueError) as error:
+            log.warning("report.html could not be drawn: %s: %s", type(error).__name__, error)
 
     def _compare_with_uniform(self, plan: Plan) -> None:
         uniform = self.problem.uniform()
@@ -228,7 +256,10 @@ class Stages:
             return self._trained_original()
         home = self.workspace
         with Workspace(self.named_teacher) as shared:
+            settings = {"format": "peel-run", "version": 1, "command": "the teacher of another run", "given": {}}
+            shared.settle({**settings, "resolved": self.teacher_settings}, self.environment)
             self.workspace = shared
+            self.teacher_file = str(Path(self.named_teacher) / "stages" / "original.json")
             try:
                 return self._trained_original()
             finally:
@@ -236,7 +267,7 @@ class Stages:
 
     def _trained_original(self) -> nn.Module:
         torch.manual_seed(derive("init", "original", self.problem.seed))
-        fresh = slim(self.problem.model, self.problem.graph.widths, graph=self.problem.graph)
+        fresh = slim(self.problem.model, self.problem.graph.widths, graph=self.problem.graph).requires_grad_(True)
         objective = CrossEntropy(self.recipe.label_smoothing)
         trained = self._train("original", "the original", fresh, objective, self.recipe, self.problem.data.train)
         return self._row("original", trained, self.problem.graph.widths)
@@ -246,8 +277,10 @@ class Stages:
         self.reporter.stage("original", "evaluating the teacher")
         self.problem.engine.prepare(teacher)
         scored = evaluate(teacher, self.problem.data.test, self.problem.engine)
-        self.history["original"] = []
-        self._add_row("original", self.problem.graph.widths, scored, 0.0, 0)
+        record = self.teacher_record or {"history": [], "image_passes": 0}
+        self.history["original"] = [Epoch(**epoch) for epoch in record["history"]]
+        seconds = sum(epoch.seconds for epoch in self.history["original"])
+        self._add_row("original", self.problem.graph.widths, scored, seconds, record["image_passes"])
         return teacher
 
     def _outputs(self, network: nn.Module) -> Any:
@@ -281,9 +314,7 @@ class Stages:
     def _given_plan(self, widths: Widths) -> Plan:
         graph, uniform = self.problem.graph, self.problem.uniform()
         networks = {"original": graph.widths, "uniform": uniform, "peel": widths}
-        described = {
-            name: {"widths": dict(chosen), "macs": graph.macs(chosen), "params": graph.params(chosen)} for name, chosen in networks.items()
-        }
+        described = {name: self.problem.described(chosen) for name, chosen in networks.items()}
         document = {
             "format": "peel-plan",
             "version": 1,
@@ -339,7 +370,7 @@ class Stages:
             network: nn.Module = in_place_pair(problem.model, problem.graph, widths)
             objective = InPlace(objective, 1.0 if weight is None else weight, method.hard_weight, method.temperature)
         else:
-            network = slim(problem.model, widths, graph=problem.graph)
+            network = slim(problem.model, widths, graph=problem.graph).requires_grad_(True)
             if method.distill == "teacher":
                 assert teacher is not None
                 problem.engine.prepare(teacher).eval().requires_grad_(False)
@@ -415,7 +446,7 @@ class Stages:
             "params": graph.params(widths),
             "seconds": seconds,
             "image_passes": passes,
-            "file": "slim.json" if name == "peel" else f"stages/{name}.json",
+            "file": "slim.json" if name == "peel" else self.teacher_file if name == "original" else f"stages/{name}.json",
         }
 
     # Time
@@ -428,7 +459,7 @@ class Stages:
         taught = full if method.distill == "teacher" else TRAINING_PASSES * 2.25 * full if method.distill == "in-place" else 0
         final = self.recipe.epochs * images * (TRAINING_PASSES * slimmed + taught)
         work: list[tuple[str, float]] = []
-        if "original" in self.steps and self.named_teacher == "train":
+        if "original" in self.steps and self.taken is None:
             work.append(("original", self.recipe.epochs * images * TRAINING_PASSES * full))
         if "backbone" in self.steps and self.given is None and method.policy in ("importance", "winner-take-all"):
             epochs = self.problem.search.epochs

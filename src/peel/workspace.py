@@ -30,7 +30,7 @@ from .train.loop import Epoch
 __all__ = ["Workspace", "difference"]
 
 #: Settings that may change between one start of a run and the next: they do not change what is computed.
-FREE = ("device", "workers")
+FREE = ("device", "workers", "steps")
 
 #: What a run that was stopped before it wrote its settings may have left.
 EARLY = (".lock", ".probe", "environment.json")

@@ -69,6 +69,9 @@ class Checkpoints:
             )
         return None
 
+    def exist(self) -> bool:
+        return bool(self._found())
+
     def clear(self) -> None:
         for path in self._found():
             path.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from .faults import fault
 from .objective import Objective, class_scores
 from .recipe import Recipe
 from .step import Step
-from .stop import Stopped, stop_requested
+from .stop import Stopped, listened_to, stop_requested
 from .view import AS_IT_IS, View
 
 __all__ = ["Epoch", "Scores", "Watcher", "evaluate", "fit"]
@@ -91,6 +91,24 @@ def fit(
             f"Choose a batch size of at most {train.size}."
         )
     engine.prepare(model)
+    with listened_to():
+        return _fit(model, objective, train, recipe, engine, seed, test, checkpoints, checkpoint_seconds, watcher, each_epoch, steps)
+
+
+def _fit(
+    model: nn.Module,
+    objective: Objective,
+    train: Split,
+    recipe: Recipe,
+    engine: Engine,
+    seed: int,
+    test: Split | None,
+    checkpoints: Checkpoints | None,
+    checkpoint_seconds: float,
+    watcher: Watcher | None,
+    each_epoch: Callable[[nn.Module], dict[str, Any]] | None,
+    steps: int,
+) -> list[Epoch]:
     training = _Training(model, objective, recipe, engine, checkpoints)
     torch.manual_seed(derive("model", seed, engine.world.rank))
     start_epoch, start_step, history, spent_before = training.resume()
@@ -170,6 +188,8 @@ class _Training:
         if recipe.batch_size % self.world.size:
             raise ConfigError(f"a batch of {recipe.batch_size} images cannot be shared evenly by {self.world.size} processes.")
         self.part_size = recipe.batch_size // self.world.size
+        if engine.parts > self.part_size:
+            raise ConfigError(f"{self.part_size} images cannot go through in {engine.parts} parts. Choose at most {self.part_size} parts.")
         self.running = Step(model, objective, recipe, engine)
         # A mask of infinities that belongs to the network is none of our business.
         floats = [tensor for tensor in model.state_dict().values() if tensor.is_floating_point()]
@@ -213,7 +233,8 @@ class _Training:
         if is_good and weights:
             is_good = bool(torch.stack([torch.isfinite(tensor).all() for tensor in self.finite]).all())
         if self.world.any(not is_good):
-            kept = "" if self.checkpoints is None else f" The last good checkpoint is kept in {self.checkpoints.folder}."
+            is_kept = self.checkpoints is not None and self.checkpoints.exist()
+            kept = f" The last good checkpoint is kept in {self.checkpoints.folder}." if is_kept and self.checkpoints is not None else ""
             raise DivergedError(
                 f"the loss is no finite number any more (epoch {epoch + 1}, step {step + 1}).{kept} A lower lr, more warm-up epochs, or "
                 "a look at the images usually helps."

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..errors import ModelError
+
 __all__ = ["CrossEntropy", "Losses", "Objective"]
 
 
@@ -42,5 +44,8 @@ def class_scores(output: object) -> Tensor:
         output = output[0]
     if not isinstance(output, Tensor):
         output = getattr(output, "logits", output)
-    assert isinstance(output, Tensor), "a classifier returns a tensor of class scores"
+    if not isinstance(output, Tensor):
+        raise ModelError(
+            f"the model returns a {type(output).__name__}; a classifier returns a tensor of class scores, or a tuple that begins with it."
+        )
     return output.float()

@@ -92,7 +92,7 @@ class Step:
     def _compute(self, images: Tensor, labels: Tensor) -> None:
         # A recorded step needs gradients that stay where they are; so do buckets shared with other processes.
         self.optimiser.zero_grad(set_to_none=not self.replays and self.engine.world.size == 1)
-        for number, (some, their) in enumerate(zip(images.chunk(self.parts), labels.chunk(self.parts), strict=True)):
+        for number, (some, their) in enumerate(zip(images.tensor_split(self.parts), labels.tensor_split(self.parts), strict=True)):
             _pretend_short_memory(len(some))
             # Gradients travel once, with the last part.
             is_last = number + 1 == self.parts

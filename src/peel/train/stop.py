@@ -8,11 +8,14 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["Stopped", "listening", "stop_requested"]
+__all__ = ["Stopped", "listened_to", "listening", "stop_requested"]
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 
 _received: list[int] = []
+
+#: How many trainings are running that will look at what was received.
+_listeners: list[None] = []
 
 
 class Stopped(BaseException):
@@ -46,7 +49,19 @@ def listening() -> Iterator[None]:
         _received.clear()
 
 
+@contextlib.contextmanager
+def listened_to() -> Iterator[None]:
+    """While this lasts, someone asks `stop_requested` at every step; otherwise a signal stops at once, as nothing would be lost."""
+    _listeners.append(None)
+    try:
+        yield
+    finally:
+        _listeners.pop()
+
+
 def _note(number: int, _: FrameType | None) -> None:
+    if not _listeners:
+        raise Stopped(number)
     if number == signal.SIGINT and signal.SIGINT in _received:
         raise KeyboardInterrupt
     _received.append(number)
