@@ -139,6 +139,12 @@ def test_stages_that_finished_are_kept_when_a_later_one_is_lost(own: Path) -> No
     assert all(after[name] == before[name] for name in before if name.startswith(("stages/original", "stages/backbone", "stages/uniform")))
 
 
+def test_checkpoints_that_a_kill_left_beside_a_finished_stage_are_taken_away(own: Path) -> None:
+    Workspace(own).checkpoints("uniform").save({"epoch": 2}, 2, 0)
+    small_run(output=own, seed=3)
+    assert not list((own / "checkpoints").iterdir())
+
+
 # The table
 
 
@@ -349,14 +355,19 @@ def test_a_plan_from_elsewhere_is_trained_as_it_is(form: str, tmp_path: Path) ->
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"widths": WIDTHS, "budget": 1} if form == "plan file" else WIDTHS))
     plan: Any = WIDTHS if form == "mapping" else peel.Widths(WIDTHS) if form == "widths" else str(path)
-    result = small_run(plan=plan, output=tmp_path / "run")
+    result = small_run(plan=plan, steps=["peel"], distill="none")
     assert isinstance(result.model, nn.Module)
     assert [result.model.get_submodule(name).out_channels for name in WIDTHS] == list(WIDTHS.values())
-    assert "backbone" not in result.history
+    assert list(result.history) == ["peel"]
+
+
+def test_a_run_with_a_plan_from_elsewhere_keeps_it_and_trains_nothing_again(tmp_path: Path) -> None:
+    result = small_run(plan=WIDTHS, output=tmp_path / "run")
     assert [row["name"] for row in result.rows] == ["original", "uniform", "peel"]
+    assert "backbone" not in result.history
     assert read(tmp_path / "run" / "plan.json")["widths"] == WIDTHS
     reporter = Counting()
-    small_run(plan=plan, output=tmp_path / "run", reporter=reporter)
+    small_run(plan=WIDTHS, output=tmp_path / "run", reporter=reporter)
     assert reporter.steps == {}
 
 
@@ -640,6 +651,7 @@ def test_a_dry_run_of_the_command_shows_the_plan_and_the_time_and_leaves_nothing
     assert not (place / "runs").exists()
 
 
+@pytest.mark.slow
 def test_output_of_a_run_into_a_pipe_has_no_escape_codes(place: Path) -> None:
     command = [sys.executable, "-m", "peel", *COMMAND, "--steps", "original"]
     found = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
