@@ -389,7 +389,9 @@ def test_a_strong_teacher_is_followed_closer_than_a_weak_one() -> None:
     images, _ = next(iter(few_digits().test.batches(torch.arange(90), 90, AS_IT_IS, CPU.device)))
 
     def distance(weight: float) -> float:
-        student = small_run(train=dict(length), teacher=teacher, kd_weight=weight, steps=["original", "peel"], plan=dict.fromkeys(NORM, 8))
+        student = small_run(
+            train=dict(length), teacher=teacher, kd_weight=weight, steps=["original", "peel"], plan=dict.fromkeys(NORM, 8), budget="100%"
+        )
         assert student.model is not None
         with torch.no_grad():
             answers = [network.eval()(images).log_softmax(1) for network in (student.model, teacher)]

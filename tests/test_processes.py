@@ -28,21 +28,8 @@ def model(num_classes=10):
 #: Without a teacher: what it says depends on the statistics of its norm layers, which each process gathers from its own part.
 #: Without a teacher: what it says depends on the statistics of its norm layers, which each process gathers from its own part. With a low
 #: rate: a high one makes more of differences in rounding.
-SHORT = [
-    "--train.epochs",
-    "1",
-    "--search.epochs",
-    "1",
-    "--train.batch-size",
-    "128",
-    "--train.lr",
-    "0.01",
-    "--device",
-    "cpu",
-    "--distill",
-    "none",
-    "--quiet",
-]
+SHORT = ["--train.epochs", "1", "--search.epochs", "1", "--train.batch-size", "128", "--train.lr", "0.01", "--distill", "none"]
+SHORT += ["--device", "cpu", "--quiet"]
 
 
 @pytest.fixture
