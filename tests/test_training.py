@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from peel.errors import ConfigError, DataError, DivergedError
+from peel.train.chance import epoch_order
 from peel.train.checkpoint import Checkpoints
 from peel.train.data import Split
 from peel.train.loop import Epoch, evaluate, fit
@@ -254,6 +255,25 @@ def test_training_reduces_the_loss_and_learns_the_digits() -> None:
     assert history[-1].test["top1"] > 0.75
     assert history[-1].test["top1"] == evaluate(model, few_digits().test, CPU).top1
     assert not model.training
+
+
+def test_training_is_what_a_plain_loop_of_sgd_does() -> None:
+    recipe = replace(PLAIN, epochs=2, weight_decay=0.01, label_smoothing=0.1)
+    model, _ = trained(recipe)
+    reference, data = fresh(), few_digits().train
+    weights = [parameter for parameter in reference.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in reference.parameters() if parameter.ndim <= 1]
+    optimiser = torch.optim.SGD([{"params": weights, "weight_decay": 0.01}, {"params": others}], lr=1.0, momentum=0.9, nesterov=True)
+    for epoch in range(2):
+        for step, index in enumerate(epoch_order(200, 0, epoch).split(50)):
+            images, labels = next(iter(data.batches(index, 50, AS_IT_IS, CPU.device)))
+            for group in optimiser.param_groups:
+                group["lr"] = recipe.rate(4 * epoch + step, 4)
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(reference(images), labels, label_smoothing=0.1).backward()
+            optimiser.step()
+    expected = reference.state_dict()
+    assert all(torch.allclose(tensor, expected[name], rtol=1e-3, atol=1e-5) for name, tensor in model.state_dict().items())
 
 
 def test_the_recorded_loss_is_the_mean_over_the_batches() -> None:
