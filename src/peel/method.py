@@ -16,7 +16,7 @@ from .problem import Problem
 from .settings import Method
 from .steps.backbone import backbone
 from .steps.criteria import find_criterion
-from .steps.importance import Importance, Measured, Penalised, Subject, scale_weights, summarise
+from .steps.importance import Importance, Measured, Penalised, Subject, penalty_of_pull, scale_weights, summarise
 from .steps.reallocation import Reallocation, add_evenly, grow_at_random, reallocation, shares_of
 from .train.chance import derive
 from .train.data import hold_out
@@ -24,7 +24,7 @@ from .train.objective import CrossEntropy, Objective
 from .train.recipe import Recipe
 from .widths import Widths
 
-__all__ = ["HELD_OUT", "Plan", "TrainBackbone", "make_plan", "neutral_plan", "rehearse"]
+__all__ = ["HELD_OUT", "Plan", "TrainBackbone", "make_plan", "neutral_plan", "recipe_of_round", "rehearse", "stage_of_round"]
 
 #: The part of the training images that criteria which select (legr) look at, and nothing else.
 HELD_OUT = 0.1
@@ -80,6 +80,16 @@ def rehearse(problem: Problem, method: Method) -> None:
         neutral_plan(problem, method)
 
 
+def stage_of_round(number: int) -> str:
+    return "backbone" if number == 0 else f"backbone-{number + 1}"
+
+
+def recipe_of_round(problem: Problem, method: Method, number: int) -> Recipe:
+    """The whole search recipe for the first round; for later ones, as many epochs as its share of the rounds."""
+    epochs = problem.search.epochs
+    return problem.search if number == 0 else problem.search.changed(epochs=max(1, round(epochs / method.rounds)))
+
+
 @dataclass(frozen=True)
 class _Round:
     graph: ChannelGraph
@@ -120,14 +130,12 @@ class _Planner:
     def learn(self, number: int, network: nn.Module, graph: ChannelGraph, train_backbone: TrainBackbone) -> tuple[nn.Module, Importance]:
         """Step 2: train the backbone, then measure. The trained one need not be the one that was given: a resumed run reads it back."""
         problem, method = self.problem, self.method
-        recipe = problem.search
-        if number > 0:
-            recipe = recipe.changed(epochs=max(1, round(recipe.epochs / method.rounds)))
+        recipe = recipe_of_round(problem, method, number)
         train, held_out = problem.data.train, problem.data.train
         if method.criterion == "legr":
             train, held_out = hold_out(problem.data.train, HELD_OUT, problem.seed)
         objective = CrossEntropy(recipe.label_smoothing)
-        self.penalty = self._penalty(recipe, max(1, train.size // recipe.batch_size))
+        self.penalty = self._penalty(max(1, train.size // recipe.batch_size))
         scales = list(scale_weights(network, graph))
         criterion = find_criterion(method.criterion, **({"evaluations": method.evaluations} if method.criterion == "legr" else {}))
 
@@ -138,24 +146,18 @@ class _Planner:
         def note(model: nn.Module) -> dict[str, Any]:
             return {"importance": dict(measure(model).groups)}
 
-        stage = "backbone" if number == 0 else f"backbone-{number + 1}"
         # The slow criteria are measured once, at the end.
         each_epoch = note if method.criterion in ("bn", "weight", "gradient") else None
-        trained = train_backbone(stage, network, Penalised(objective, scales, self.penalty), recipe, train, each_epoch)
+        trained = train_backbone(stage_of_round(number), network, Penalised(objective, scales, self.penalty), recipe, train, each_epoch)
         return trained, measure(trained)
 
-    def _penalty(self, recipe: Recipe, steps: int) -> float:
+    def _penalty(self, steps: int) -> float:
         if self.method.pull is not None:
-            return self.method.pull * (1 - recipe.momentum) / self._rate_sum(steps)
+            first, *later = (recipe_of_round(self.problem, self.method, number) for number in range(self.method.rounds))
+            return penalty_of_pull(self.method.pull, first, steps, *later)
         if self.method.penalty is not None:
             return self.method.penalty
         return PENALTY if self.method.criterion == "bn" else 0.0
-
-    def _rate_sum(self, steps: int) -> float:
-        """Over all rounds: the pull is that of the whole search."""
-        first = self.problem.search
-        later = first.changed(epochs=max(1, round(first.epochs / self.method.rounds)))
-        return first.rate_sum(steps) + (self.method.rounds - 1) * later.rate_sum(steps)
 
     def _counted(self, measured: list[Measured]) -> list[Measured]:
         layers = [item.layer for item in measured]

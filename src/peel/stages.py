@@ -17,7 +17,7 @@ from torch import nn
 from .errors import BudgetError, ConfigError, DataError, PeelError, RunError
 from .graph import slim
 from .graph.padding import Padded, pad
-from .method import HELD_OUT, Plan, make_plan, neutral_plan, rehearse
+from .method import HELD_OUT, Plan, make_plan, neutral_plan, recipe_of_round, rehearse, stage_of_round
 from .problem import Problem
 from .settings import Method
 from .steps.distillation import Distillation, InPlace, Pair, in_place_pair
@@ -353,7 +353,7 @@ class Stages:
         if self.workspace is None:
             return
         for number in range(self.method.rounds):
-            stage = "backbone" if number == 0 else f"backbone-{number + 1}"
+            stage = stage_of_round(number)
             record = self.workspace.finished(stage)
             if record is not None:
                 self.history[stage] = [Epoch(**epoch) for epoch in record["history"]]
@@ -462,11 +462,9 @@ class Stages:
         if "original" in self.steps and self.taken is None:
             work.append(("original", self.recipe.epochs * images * TRAINING_PASSES * full))
         if "backbone" in self.steps and self.given is None and method.policy in ("importance", "winner-take-all"):
-            epochs = self.problem.search.epochs
             for number in range(method.rounds):
-                stage = "backbone" if number == 0 else f"backbone-{number + 1}"
-                part = epochs if number == 0 else max(1, round(epochs / method.rounds))
-                work.append((stage, part * images * TRAINING_PASSES * method.keep * slimmed))
+                epochs = recipe_of_round(self.problem, method, number).epochs
+                work.append((stage_of_round(number), epochs * images * TRAINING_PASSES * method.keep * slimmed))
         work += [(name, float(final)) for name in ("uniform", "peel") if name in self.steps]
         return work
 

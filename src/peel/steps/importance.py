@@ -150,6 +150,9 @@ class Penalised:
         return Losses(losses.total + term, {**losses.terms, "sparsity": term.detach()}, losses.scores)
 
 
-def penalty_of_pull(pull: float, recipe: Recipe, steps_per_epoch: int) -> float:
-    """The coefficient at which the L1 term moves a scale by `pull` over the whole schedule: the paper's 1e-4 has a pull of about 12.5."""
-    return pull * (1 - recipe.momentum) / recipe.rate_sum(steps_per_epoch)
+def penalty_of_pull(pull: float, recipe: Recipe, steps_per_epoch: int, *later: Recipe) -> float:
+    """The coefficient at which the L1 term moves a scale by `pull` over the whole schedule: the paper's 1e-4 has a pull of about 12.5.
+
+    Where the search has several rounds, `later` are the recipes of those after the first.
+    """
+    return pull * (1 - recipe.momentum) / sum(part.rate_sum(steps_per_epoch) for part in (recipe, *later))
