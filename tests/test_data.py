@@ -19,10 +19,11 @@ from torchvision.transforms import v2
 
 from peel.errors import ConfigError, DataError
 from peel.train.chance import epoch_order, uniform
+from peel.train.crops import draw_windows, seen_through
 from peel.train.data import Data, Split, hold_out, load_data
 from peel.train.folder import Folder, decode
 from peel.train.loop import evaluate
-from peel.train.resident import Resident, cropped
+from peel.train.resident import Resident
 from peel.train.view import AS_IT_IS, View
 from small import CPU, Small, few_digits
 
@@ -32,7 +33,7 @@ DEVICE = torch.device("cpu")
 
 
 def images_of(split: Split, order: Tensor, batch_size: int, view: View, workers: int = 0) -> Tensor:
-    return torch.cat([images for images, _ in split.batches(order, batch_size, view, DEVICE, workers)])
+    return torch.cat([images for images, *_ in split.batches(order, batch_size, view, DEVICE, workers)])
 
 
 def noise(height: int, width: int, seed: int, channels: int = 3) -> np.ndarray:
@@ -266,7 +267,9 @@ def test_resident_crops_are_those_of_torchvision_and_as_frequent(augment: str) -
     ours: Counter[int] = Counter()
     for epoch in range(3):
         index = torch.arange(draws // 3)
-        seen = cropped(image.expand(len(index), size, size, 1), index, View.of_epoch(augment, 0, epoch)).permute(0, 3, 1, 2)
+        seen = seen_through(draw_windows(index, View.of_epoch(augment, 0, epoch), size), image.expand(len(index), size, size, 1)).permute(
+            0, 3, 1, 2
+        )
         ours.update(keys[window.contiguous().numpy().tobytes()] for window in seen)
     transforms = v2.Compose([v2.RandomCrop(size, padding=1), *([v2.RandomHorizontalFlip()] if augment == "crop-flip" else [])])
     torch.manual_seed(0)

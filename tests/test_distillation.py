@@ -16,6 +16,7 @@ import peel
 from conftest import traced_net
 from nets import NETS, AuxiliaryHead, Chain, ChannelsLast, Dense, Depthwise, Net, Shuffled
 from peel.steps.distillation import Distillation, InPlace, Pair, in_place_pair, soft_loss
+from peel.train.batch import Batch
 from peel.train.engine import Engine
 from peel.train.loop import fit
 from peel.train.objective import CrossEntropy
@@ -77,8 +78,8 @@ def test_the_teacher_adds_its_part_and_learns_nothing() -> None:
     torch.manual_seed(0)
     student, teacher = Chain(), Chain().eval()
     pictures, labels = batch()
-    plain = CrossEntropy(0.1)(student, pictures, labels)
-    losses = Distillation(CrossEntropy(0.1), teacher, 0.3, 2.0)(student, pictures, labels)
+    plain = CrossEntropy(0.1)(student, Batch(pictures, labels))
+    losses = Distillation(CrossEntropy(0.1), teacher, 0.3, 2.0)(student, Batch(pictures, labels))
     with torch.no_grad():
         term = soft_loss(student(pictures), teacher(pictures), 2.0)
     assert float(losses.total.detach()) == pytest.approx(float(plain.total.detach() + 0.3 * term), rel=1e-5)
@@ -116,7 +117,7 @@ def test_a_teacher_with_two_heads_is_asked_for_the_first() -> None:
     torch.manual_seed(0)
     teacher = AuxiliaryHead().train()
     pictures, labels = batch()
-    losses = Distillation(CrossEntropy(), teacher)(Chain(), pictures, labels)
+    losses = Distillation(CrossEntropy(), teacher)(Chain(), Batch(pictures, labels))
     assert math.isfinite(float(losses.total.detach()))
 
 
@@ -241,14 +242,14 @@ def test_in_place_the_wide_network_learns_from_labels_and_the_student_from_it() 
     torch.manual_seed(0)
     pair = in_place_pair(net, graph, {"a": 2, "b": 3}).eval()
     pictures, labels = batch()
-    losses = InPlace(CrossEntropy(0.1), weight=0.7, temperature=2.0)(pair, pictures, labels)
-    hard = CrossEntropy(0.1)(pair.wide, pictures, labels).total
-    own = CrossEntropy(0.1)(pair, pictures, labels)
+    losses = InPlace(CrossEntropy(0.1), weight=0.7, temperature=2.0)(pair, Batch(pictures, labels))
+    hard = CrossEntropy(0.1)(pair.wide, Batch(pictures, labels)).total
+    own = CrossEntropy(0.1)(pair, Batch(pictures, labels))
     soft = soft_loss(pair(pictures), pair.wide(pictures).detach(), 2.0)
     assert float(losses.total.detach()) == pytest.approx(float((hard + 0.7 * soft).detach()), rel=1e-5)
     assert torch.equal(losses.scores, own.scores)
     assert float(losses.terms["distillation"]) == pytest.approx(float(soft.detach()), rel=1e-5)
-    both = InPlace(CrossEntropy(0.1), weight=0.7, hard_weight=0.5, temperature=2.0)(pair, pictures, labels)
+    both = InPlace(CrossEntropy(0.1), weight=0.7, hard_weight=0.5, temperature=2.0)(pair, Batch(pictures, labels))
     assert float((both.total - losses.total).detach()) == pytest.approx(0.5 * float(own.total.detach()), rel=1e-4)
     # The wide network does not bend towards its student: weights beyond the student's learn from the labels alone.
     found, alone = (torch.autograd.grad(total, pair.wide.fc.weight)[0] for total in (losses.total, hard))
@@ -291,7 +292,7 @@ def test_a_student_taken_out_stays_as_it_was_while_the_pair_trains_on() -> None:
 def test_in_place_distillation_of_a_network_alone_is_refused() -> None:
     pictures, labels = batch()
     with pytest.raises(peel.PeelError, match="in_place_pair"):
-        InPlace(CrossEntropy())(Chain(), pictures, labels)
+        InPlace(CrossEntropy())(Chain(), Batch(pictures, labels))
     net, graph = traced_net(Chain)
     with pytest.raises(peel.WidthsError, match="conv9"):
         in_place_pair(net, graph, {"conv9": 3})

@@ -19,6 +19,7 @@ from peel.steps.criteria.gradient import Gradient
 from peel.steps.criteria.legr import Legr
 from peel.steps.criteria.reconstruction import Reconstruction
 from peel.steps.importance import Criterion, Importance, Measured, Penalised, Subject, penalty_of_pull, scale_weights, summarise
+from peel.train.batch import Batch
 from peel.train.engine import Engine
 from peel.train.loop import fit
 from peel.train.objective import CrossEntropy
@@ -513,15 +514,15 @@ def test_the_penalty_adds_exactly_its_part_of_the_scales() -> None:
     of = subject(net, NORMED)
     pictures, labels = seen(images(16))
     scales = list(scale_weights(net, of.graph))
-    plain = CrossEntropy(0.1)(net, pictures, labels)
-    whole = Penalised(CrossEntropy(0.1), scales, 0.01)(net, pictures, labels)
+    plain = CrossEntropy(0.1)(net, Batch(pictures, labels))
+    whole = Penalised(CrossEntropy(0.1), scales, 0.01)(net, Batch(pictures, labels))
     assert float((whole.total - plain.total).detach()) == pytest.approx(0.01 * (10 + 2 + 1 + 3), rel=1e-5)
     assert float(whole.terms["sparsity"]) == pytest.approx(0.16)
     assert float(whole.terms["cross_entropy"]) == float(plain.total.detach())
     with_term, without = (torch.autograd.grad(losses.total, net.bn1.weight)[0] for losses in (whole, plain))
     assert torch.allclose(with_term - without, 0.01 * torch.tensor([1.0, -1.0, 1.0, -1.0]), atol=1e-6)
     for nothing in (Penalised(CrossEntropy(0.1), scales, 0.0), Penalised(CrossEntropy(0.1), [], 0.01)):
-        assert nothing(net, pictures, labels).total == plain.total
+        assert nothing(net, Batch(pictures, labels)).total == plain.total
 
 
 class Aside(Net):

@@ -81,7 +81,7 @@ def test_gradient_is_the_first_order_effect_of_each_scale_on_the_loss(folder: Pa
     # One batch that holds all images: no matter in which order they come.
     data = few_digits(100)
     plan, backbone = searched(folder, criterion="gradient", data=data)
-    images, labels = next(iter(data.train.batches(torch.arange(100), 100, AS_IT_IS, CPU.device)))
+    images, labels, _ = next(iter(data.train.batches(torch.arange(100), 100, AS_IT_IS, CPU.device)))
     # By differences in double precision, channel by channel.
     backbone, images = backbone.double(), images.double()
 
@@ -386,7 +386,7 @@ def test_a_strong_teacher_is_followed_closer_than_a_weak_one() -> None:
     length = frozenset({"epochs": 6, "batch_size": 50}.items())
     torch.manual_seed(5)
     teacher = Small()
-    images, _ = next(iter(few_digits().test.batches(torch.arange(90), 90, AS_IT_IS, CPU.device)))
+    images, *_ = next(iter(few_digits().test.batches(torch.arange(90), 90, AS_IT_IS, CPU.device)))
 
     def distance(weight: float) -> float:
         student = small_run(

@@ -161,7 +161,7 @@ def test_the_costs_in_the_table_are_those_of_the_saved_networks(finished: tuple[
 
 def test_the_accuracy_in_the_table_is_that_of_the_saved_networks(finished: tuple[Path, Result]) -> None:
     folder, result = finished
-    images, labels = next(iter(few_digits().test.batches(torch.arange(90), 90, AS_IT_IS, CPU.device)))
+    images, labels, _ = next(iter(few_digits().test.batches(torch.arange(90), 90, AS_IT_IS, CPU.device)))
     for row in result.rows:
         network = peel.load(folder / row["file"], model=Small()).eval()
         with torch.no_grad():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from peel.errors import ConfigError, DataError, DivergedError
+from peel.train.batch import Batch
 from peel.train.chance import epoch_order
 from peel.train.checkpoint import Checkpoints
 from peel.train.data import Split
@@ -171,8 +172,8 @@ def test_an_unknown_recipe_is_answered_with_the_nearest() -> None:
 class Nothing:
     """A loss whose gradient is zero everywhere."""
 
-    def __call__(self, model: nn.Module, images: Tensor, labels: Tensor) -> Losses:
-        scores = class_scores(model(images))
+    def __call__(self, model: nn.Module, batch: Batch) -> Losses:
+        scores = class_scores(model(batch.images))
         loss = 0.0 * sum(parameter.sum() for parameter in model.parameters())
         return Losses(loss, {}, scores)
 
@@ -198,7 +199,7 @@ def test_norms_and_biases_decay_only_where_asked(decay_norms: bool) -> None:
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
 def test_smoothed_labels_are_spread_over_all_classes(smoothing: float) -> None:
     model, images, labels = fresh().eval(), torch.randn(6, 3, 8, 8), torch.tensor([0, 1, 2, 9, 9, 4])
-    losses = CrossEntropy(smoothing)(model, images, labels)
+    losses = CrossEntropy(smoothing)(model, Batch(images, labels))
     soft = torch.full((6, 10), smoothing / 10)
     soft[torch.arange(6), labels] += 1 - smoothing
     expected = -(soft * model(images).log_softmax(1)).sum(1).mean()
@@ -266,7 +267,7 @@ def test_training_is_what_a_plain_loop_of_sgd_does() -> None:
     optimiser = torch.optim.SGD([{"params": weights, "weight_decay": 0.01}, {"params": others}], lr=1.0, momentum=0.9, nesterov=True)
     for epoch in range(2):
         for step, index in enumerate(epoch_order(200, 0, epoch).split(50)):
-            images, labels = next(iter(data.batches(index, 50, AS_IT_IS, CPU.device)))
+            images, labels, _ = next(iter(data.batches(index, 50, AS_IT_IS, CPU.device)))
             for group in optimiser.param_groups:
                 group["lr"] = recipe.rate(4 * epoch + step, 4)
             optimiser.zero_grad()
@@ -283,8 +284,8 @@ def test_the_recorded_loss_is_the_mean_over_the_batches() -> None:
     seen: list[float] = []
 
     class Noting(CrossEntropy):
-        def __call__(self, model: nn.Module, images: Tensor, labels: Tensor) -> Losses:
-            losses = super().__call__(model, images, labels)
+        def __call__(self, model: nn.Module, batch: Batch) -> Losses:
+            losses = super().__call__(model, batch)
             seen.append(float(losses.total.detach()))
             return losses
 
@@ -297,9 +298,9 @@ def test_each_epoch_sees_every_image_at_most_once_and_whole_batches_only() -> No
     seen: list[Tensor] = []
 
     class Noting(CrossEntropy):
-        def __call__(self, model: nn.Module, images: Tensor, labels: Tensor) -> Losses:
-            seen.append(images.detach().clone())
-            return super().__call__(model, images, labels)
+        def __call__(self, model: nn.Module, batch: Batch) -> Losses:
+            seen.append(batch.images.detach().clone())
+            return super().__call__(model, batch)
 
     fit(fresh(), Noting(), few_digits().train, replace(PLAIN, epochs=2, batch_size=60), engine=CPU, seed=0)
     assert [len(batch) for batch in seen] == [60] * 6
@@ -341,8 +342,8 @@ class Poisoned:
         self.size, self.labels, self.shape = split.size, split.labels, split.shape
 
     def batches(self, *arguments: Any) -> Any:
-        for number, (images, labels) in enumerate(self.split.batches(*arguments)):
-            yield images * math.nan if (self.seen, number) == (self.epoch, self.batch) else images, labels
+        for number, batch in enumerate(self.split.batches(*arguments)):
+            yield batch._replace(images=batch.images * math.nan) if (self.seen, number) == (self.epoch, self.batch) else batch
         self.seen += 1
 
 
@@ -372,9 +373,9 @@ def test_a_last_step_that_breaks_the_weights_is_noticed_although_its_loss_was_a_
     class Breaking(CrossEntropy):
         calls = 0
 
-        def __call__(self, model: nn.Module, images: Tensor, labels: Tensor) -> Losses:
+        def __call__(self, model: nn.Module, batch: Batch) -> Losses:
             Breaking.calls += 1
-            losses = super().__call__(model, images, labels)
+            losses = super().__call__(model, batch)
             # The square root of zero: a finite value with an infinite gradient.
             bad = (model.get_parameter("fc.bias") * 0).abs().sqrt().sum() if Breaking.calls == 8 else 0.0
             return Losses(losses.total + bad, losses.terms, losses.scores)
@@ -390,8 +391,8 @@ def test_a_last_step_that_breaks_the_weights_is_noticed_although_its_loss_was_a_
 
 def test_a_loss_that_is_no_number_is_noticed_although_the_weights_are() -> None:
     class Undefined(CrossEntropy):
-        def __call__(self, model: nn.Module, images: Tensor, labels: Tensor) -> Losses:
-            losses = super().__call__(model, images, labels)
+        def __call__(self, model: nn.Module, batch: Batch) -> Losses:
+            losses = super().__call__(model, batch)
             return Losses(losses.total + math.inf, losses.terms, losses.scores)
 
     with pytest.raises(DivergedError):
@@ -457,14 +458,14 @@ def test_no_augmentation_shows_the_images_as_they_are() -> None:
     shown: list[Tensor] = []
 
     class Noting(CrossEntropy):
-        def __call__(self, model: nn.Module, images: Tensor, labels: Tensor) -> Losses:
-            shown.append(images)
-            return super().__call__(model, images, labels)
+        def __call__(self, model: nn.Module, batch: Batch) -> Losses:
+            shown.append(batch.images)
+            return super().__call__(model, batch)
 
     train = few_digits().train
     plain = {
         image.contiguous().numpy().tobytes()
-        for images, _ in train.batches(torch.arange(200), 200, AS_IT_IS, CPU.device)
+        for images, *_ in train.batches(torch.arange(200), 200, AS_IT_IS, CPU.device)
         for image in images
     }
     for augment, inside in (("none", 200), ("crop", 60)):

@@ -137,6 +137,8 @@ def run(
     workers: int | None = None,
     deterministic: bool = False,
     parts: int = 1,
+    compile: str = "auto",
+    sync_bn: bool = False,
     gpus: int | None = None,
     dry_run: bool = False,
     checkpoint_seconds: float = 600.0,
@@ -183,6 +185,10 @@ def run(
         The same bits in every run, on a GPU too; slower there.
     parts
         In how many parts each batch goes through the network, where memory is short; the batch stays the same.
+    compile
+        Fused kernels for the network: auto (on a GPU, when what is left takes longer than ten minutes), on, off.
+    sync_bn
+        With several processes, batch norms take their statistics over the whole batch instead of each process's part.
     gpus
         Train with this many processes on this machine, one per GPU; for many machines, start `torchrun -m peel run ...`.
     dry_run
@@ -233,6 +239,8 @@ def run(
             device=device,
             workers=workers,
             parts=parts,
+            compile=compile,
+            sync_bn=sync_bn,
             dry_run=dry_run,
             checkpoint_seconds=checkpoint_seconds,
             reporter=reporter,

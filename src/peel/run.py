@@ -57,6 +57,8 @@ def prune(
     workers: int | None = None,
     deterministic: bool = False,
     parts: int = 1,
+    compile: str = "auto",
+    sync_bn: bool = False,
     dry_run: bool = False,
     checkpoint_seconds: float = 600.0,
     reporter: Reporter | None = None,
@@ -68,8 +70,9 @@ def prune(
     `model` is a name of `peel.zoo` or a module; `data` a name, a folder or a `Data`. `recipe` names the training recipe; `train` and
     `search` change fields of it for the final training and for the backbone's. `teacher` is `"train"` (train the original first), a
     trained module, `"pretrained"`, or a path: what is kept there is used, and where nothing is yet, the original is trained and kept there.
-    `plan` trains widths that come from elsewhere. `parts` splits each batch where memory is short. The state is kept after every epoch,
-    and every `checkpoint_seconds` within one. All other arguments are fields of `peel.settings.Method`.
+    `plan` trains widths that come from elsewhere. `parts` splits each batch where memory is short; `compile` is `"auto"` (on a
+    GPU, where a training is long enough to repay it), `"on"` or `"off"`; `sync_bn` lets batch norms see the batch of all processes. The
+    state is kept after every epoch, and every `checkpoint_seconds` within one. All other arguments are fields of `peel.settings.Method`.
 
     >>> result = peel.prune("cifar_resnet20", "digits", budget="50%", output="run")
     >>> result.rows[-1]["top1"], result.model
@@ -91,7 +94,7 @@ def prune(
     recipes = _recipes(recipe, loaded, network, train, search)
     chosen = replace(chosen, hold=_held(network, graph, chosen.hold))
     given_plan = _read_plan(plan, graph) if plan is not None else None
-    engine = find_engine(device, workers=workers, deterministic=deterministic, parts=parts)
+    engine = find_engine(device, workers=workers, deterministic=deterministic, parts=parts, compile=compile, sync_bn=sync_bn)
     resolved: dict[str, Any] = {
         "model": model if isinstance(model, str) else f"{type(model).__module__}:{type(model).__qualname__}",
         "data": loaded.name,
@@ -104,6 +107,7 @@ def prune(
         "processes": engine.world.size,
         "parts": engine.parts,
         "align": engine.align,
+        "sync_bn": engine.sync_bn,
         "method": asdict(chosen),
         "train": asdict(recipes[0]),
         "search": asdict(recipes[1]),
@@ -126,7 +130,7 @@ def prune(
     )
     run = Stages(problem, chosen, recipes[0], wanted, teacher, given_plan, (reporter if engine.world.is_first else None) or Silent())
     run.checkpoint_seconds = checkpoint_seconds
-    own = ("model", "data", "image_shape", "fingerprint", "seed", "device", "processes", "parts", "align", "train")
+    own = ("model", "data", "image_shape", "fingerprint", "seed", "device", "processes", "parts", "align", "sync_bn", "train")
     run.teacher_settings = {name: resolved[name] for name in own}
     run.environment = _environment(engine)
     run.check()

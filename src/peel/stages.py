@@ -23,6 +23,7 @@ from .settings import Method
 from .steps.distillation import Distillation, InPlace, Pair, in_place_pair
 from .store import save
 from .teacher import load_teacher, saved_teacher
+from .train.answers import Answers, Taught, remember_answers
 from .train.chance import derive
 from .train.data import Split, held_out_size
 from .train.loop import Epoch, Scores, evaluate, fit
@@ -124,6 +125,9 @@ class Stages:
         self.history: dict[str, list[Epoch]] = {}
         self.rows: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []
+        #: What the teacher said so far, where it is remembered; and the folder to keep it in for other runs.
+        self.answers: Answers | None = None
+        self.answers_folder: Path | None = None
         self.search: dict[str, float] = {"seconds": 0.0, "image_passes": 0}
 
     def check(self) -> None:
@@ -177,6 +181,7 @@ class Stages:
                 return None
             teacher = load_teacher(kept, self.problem.model)
             self.teacher_file = str(kept)
+            self.answers_folder = Path(named) if Path(named).is_dir() else None
             record = kept.with_name("original.record.json")
             self.teacher_record = json.loads(record.read_text()) if record.is_file() else None
         try:
@@ -260,6 +265,7 @@ class Stages:
             shared.settle({**settings, "resolved": self.teacher_settings}, self.environment)
             self.workspace = shared
             self.teacher_file = str(Path(self.named_teacher) / "stages" / "original.json")
+            self.answers_folder = Path(self.named_teacher)
             try:
                 return self._trained_original()
             finally:
@@ -376,8 +382,30 @@ class Stages:
                 problem.engine.prepare(teacher).eval().requires_grad_(False)
                 objective = Distillation(objective, teacher, 0.1 if weight is None else weight, method.temperature)
         what = "the uniform network of the same budget" if name == "uniform" else "the slim network"
-        trained = self._train(name, what, network, objective, self.recipe, problem.data.train)
+        images = self._taught(objective.teacher) if isinstance(objective, Distillation) else problem.data.train
+        trained = self._train(name, what, network, objective, self.recipe, images)
+        if isinstance(images, Taught) and self.answers_folder is not None and self.world.is_first:
+            self._keep_answers(images.answers)
         return self._row(name, trained, widths)
+
+    def _taught(self, teacher: nn.Module) -> Split:
+        """The training images, with the teacher's answers where it is worth to remember them: all students share them."""
+        problem = self.problem
+        images, augment = problem.data.train, self.recipe.augment
+        if self.answers is None and problem.engine.remembers:
+            self.answers = remember_answers(teacher, images, augment, len(problem.data.classes), problem.engine)
+            if self.answers is not None and self.answers_folder is not None:
+                self.answers.load(self.answers_folder / Answers.name_of(teacher, images, augment, problem.engine))
+        return images if self.answers is None else Taught(images, self.answers)
+
+    def _keep_answers(self, answers: Answers) -> None:
+        """For other runs with the same teacher; a run never fails for it."""
+        assert self.answers_folder is not None
+        name = Answers.name_of(answers.teacher, self.problem.data.train, self.recipe.augment, self.problem.engine)
+        try:
+            answers.save(self.answers_folder / name)
+        except OSError as error:
+            log.warning("the answers of the teacher could not be kept in %s: %s", self.answers_folder, error.strerror)
 
     def _train(
         self,
@@ -477,10 +505,10 @@ class Stages:
         objective = CrossEntropy()
         times = []
         order = torch.arange(batch).repeat(4)
-        for images, labels in problem.data.train.batches(order, batch, _train_view(self.recipe), problem.engine.device, 0):
+        for seen in problem.data.train.batches(order, batch, _train_view(self.recipe), problem.engine.device, 0):
             began = time.perf_counter()
             with problem.engine.autocast():
-                losses = objective(network, images, labels)
+                losses = objective(network, seen)
             losses.total.backward()  # type: ignore[no-untyped-call]
             if problem.engine.device.type == "cuda":
                 torch.cuda.synchronize()

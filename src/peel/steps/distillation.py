@@ -19,6 +19,7 @@ from torch.func import functional_call
 from ..errors import ConfigError
 from ..graph import ChannelGraph, slim
 from ..graph.channel_graph import Run
+from ..train.batch import Batch
 from ..train.objective import Losses, Objective, class_scores
 from ..widths import Widths
 
@@ -44,10 +45,12 @@ class Distillation:
     weight: float = 0.1
     temperature: float = 1.0
 
-    def __call__(self, model: nn.Module, images: Tensor, labels: Tensor) -> Losses:
-        losses = self.objective(model, images, labels)
-        with torch.no_grad():
-            answers = class_scores(self.teacher(images))
+    def __call__(self, model: nn.Module, batch: Batch) -> Losses:
+        losses = self.objective(model, batch)
+        answers = batch.answers
+        if answers is None:
+            with torch.no_grad():
+                answers = class_scores(self.teacher(batch.images))
         term = soft_loss(losses.scores, answers, self.temperature)
         return Losses(losses.total + self.weight * term, {**losses.terms, "distillation": term.detach()}, losses.scores)
 
@@ -107,11 +110,11 @@ class InPlace:
     hard_weight: float = 0.0
     temperature: float = 1.0
 
-    def __call__(self, model: nn.Module, images: Tensor, labels: Tensor) -> Losses:
+    def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         if not isinstance(model, Pair):
             raise ConfigError("in-place distillation trains a pair of networks; build it with in_place_pair.")
-        wide = self.objective(model.wide, images, labels)
-        student = self.objective(model, images, labels)
+        wide = self.objective(model.wide, batch)
+        student = self.objective(model, batch)
         term = soft_loss(student.scores, wide.scores.detach(), self.temperature)
         total = wide.total + self.weight * term
         if self.hard_weight:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..graph import ChannelGraph
+from ..train.batch import Batch
 from ..train.data import Split
 from ..train.engine import Engine
 from ..train.objective import Losses, Objective
@@ -142,8 +143,8 @@ class Penalised:
     """Names of the scales."""
     penalty: float
 
-    def __call__(self, model: nn.Module, images: Tensor, labels: Tensor) -> Losses:
-        losses = self.objective(model, images, labels)
+    def __call__(self, model: nn.Module, batch: Batch) -> Losses:
+        losses = self.objective(model, batch)
         if not self.scales or self.penalty == 0:
             return losses
         term = self.penalty * torch.cat([model.get_parameter(name).flatten() for name in self.scales]).abs().sum()

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, DataError, did_you_mean
+from .batch import Batch
 from .chance import derive
-from .folder import Folder, find_images, image_size, load_images, scan
+from .folder import Folder, Paths, find_images, image_size, load_images, scan
 from .resident import Resident
 from .view import View
 
@@ -48,9 +49,7 @@ class Split(Protocol):
     def std(self) -> tuple[float, ...]: ...
     def to(self, device: torch.device) -> Split: ...
     def subset(self, index: Tensor) -> Split: ...
-    def batches(
-        self, order: Tensor, batch_size: int, view: View, device: torch.device, workers: int = 0
-    ) -> Iterator[tuple[Tensor, Tensor]]: ...
+    def batches(self, order: Tensor, batch_size: int, view: View, device: torch.device, workers: int = 0) -> Iterator[Batch]: ...
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,7 @@ def _folder(folder: Path, channels: int, wanted: int | None, skip_bad: bool) -> 
         return _resident_data(str(folder), tuple(classes), seen, kept, test_seen, test_kept, channels, None, "crop-flip")
     mean, std = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((0.45,), (0.225,))
     train, test = (
-        Folder(tuple(every[i] for i in side), found, shape, mean, std) for side, found in zip(sides, (kept, test_kept), strict=True)
+        Folder(Paths(every[i] for i in side), found, shape, mean, std) for side, found in zip(sides, (kept, test_kept), strict=True)
     )
     return Data(str(folder), tuple(classes), train, test, "imagenet")
 

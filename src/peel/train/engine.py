@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, did_you_mean
+from .norms import JointNorms
 from .world import ALONE, World, join_world
 
-__all__ = ["Engine", "find_engine"]
+__all__ = ["COMPILE", "Engine", "find_engine"]
+
+COMPILE: dict[str, str] = {
+    "auto": "on a GPU, when what is left of the training takes longer than ten minutes",
+    "on": "from the first step",
+    "off": "never",
+}
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,12 @@ class Engine:
     """In how many parts a batch goes through the network; gradients add up, and the weights move once."""
     align: int = 1
     """Odd widths are padded with zero channels to a multiple of this while training: tensor cores like eights."""
+    compile: str = "off"
+    """Whether networks are turned into fused kernels before training: on, off, or auto, when the steps that are left repay it."""
+    remembers: bool = False
+    """What a teacher says is kept for every view of every image, where views can be counted: asked once for all students."""
+    sync_bn: bool = False
+    """Batch norms take their statistics over all processes instead of each over its part."""
     world: World = ALONE
     """The processes that train together."""
 
@@ -37,14 +50,29 @@ class Engine:
     def autocast(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext()
 
+    def joint_norms(self) -> AbstractContextManager[object]:
+        return JointNorms() if self.sync_bn and self.world.size > 1 else nullcontext()
+
     @property
     def description(self) -> str:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
         return f"{name}, {'bfloat16' if self.bf16 else 'float32'}"
 
 
-def find_engine(device: str = "auto", *, workers: int | None = None, deterministic: bool = False, parts: int = 1) -> Engine:
+def find_engine(
+    device: str = "auto",
+    *,
+    workers: int | None = None,
+    deterministic: bool = False,
+    parts: int = 1,
+    compile: str = "auto",
+    sync_bn: bool = False,
+) -> Engine:
     """The engine for a device: `auto` takes a GPU where there is one. `deterministic` gives up speed for equal bits on a GPU."""
+    if compile not in COMPILE:
+        raise ConfigError(f"compile is one of {', '.join(COMPILE)}, not {compile!r}.{did_you_mean(compile, COMPILE)}")
+    if compile == "on" and (deterministic or sync_bn):
+        raise ConfigError("a network that is compiled is neither deterministic nor has it batch norms over all processes: choose one.")
     if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
         raise ConfigError(f"parts must be a whole number of at least 1, not {parts!r}.")
     if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 0):
@@ -60,9 +88,15 @@ def find_engine(device: str = "auto", *, workers: int | None = None, determinist
         raise ConfigError(f"the device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
     count = min(8, torch.get_num_threads()) if workers is None else workers
     world = join_world(chosen)
+    common = Engine(chosen, workers=count, parts=parts, sync_bn=sync_bn, world=world)
     if chosen.type != "cuda":
-        return Engine(chosen, workers=count, parts=parts, world=world)
+        # Compiling takes longer than most trainings on a CPU are worth, so it happens there only where it was asked for.
+        return replace(common, compile="on" if compile == "on" else "off")
     torch.cuda.set_device(chosen)
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.deterministic = deterministic
-    return Engine(chosen, torch.cuda.is_bf16_supported(), not deterministic, count, parts, align=8, world=world)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        return replace(common, bf16=torch.cuda.is_bf16_supported(), align=8)
+    return replace(common, bf16=torch.cuda.is_bf16_supported(), graphs=True, align=8, remembers=True, compile="off" if sync_bn else compile)

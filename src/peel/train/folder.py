@@ -7,23 +7,27 @@ are decoded by worker processes as training goes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import DataError
-from .resident import cropped
-from .transforms import centre_view, imagenet_view
+from .batch import Batch
+from .crops import draw_windows, seen_through
+from .loader import Loader, ahead
+from .transforms import centre_view, imagenet_view, jittered_and_mirrored
 from .view import View
 
-__all__ = ["Folder", "find_images", "load_images", "scan"]
+__all__ = ["Folder", "Paths", "find_images", "load_images", "scan"]
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff", ".gif"}
 
@@ -34,15 +38,40 @@ FULL_SCAN = 20_000
 SMALL_FILE = 16_384
 
 
+#: A file that cannot be read is tried so often, in case it is the way to it that is disturbed, with pauses that double.
+READ_TRIES, READ_PAUSE = 3, 0.5
+
+
+class Paths(Sequence[Path]):
+    """Many paths in little memory: a million of them as objects would be copied into every process that touches them."""
+
+    def __init__(self, paths: Iterable[Path] | np.ndarray) -> None:
+        self._bytes = paths if isinstance(paths, np.ndarray) else np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
+
+    def __len__(self) -> int:
+        return len(self._bytes)
+
+    @overload
+    def __getitem__(self, index: int) -> Path: ...
+    @overload
+    def __getitem__(self, index: slice) -> Paths: ...
+    def __getitem__(self, index: int | slice) -> Path | Paths:
+        return Paths(self._bytes[index]) if isinstance(index, slice) else Path(os.fsdecode(bytes(self._bytes[index])))
+
+    def chosen(self, index: Tensor) -> Paths:
+        return Paths(self._bytes[index.numpy()])
+
+
 @dataclass(frozen=True)
 class Folder:
     """One split that is read from disk as training goes."""
 
-    paths: tuple[Path, ...]
+    paths: Paths
     labels: Tensor
     shape: tuple[int, int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    _loaders: dict[tuple[int, bool], Loader[Key]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def size(self) -> int:
@@ -52,55 +81,67 @@ class Folder:
         return self
 
     def subset(self, index: Tensor) -> Folder:
-        chosen = index.tolist()
-        return replace(self, paths=tuple(self.paths[i] for i in chosen), labels=self.labels[index])
+        return replace(self, paths=self.paths.chosen(index), labels=self.labels[index])
 
-    def batches(
-        self, order: Tensor, batch_size: int, view: View, device: torch.device, workers: int = 0
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        from torch.utils.data import DataLoader
-
-        chosen = order.tolist()
-        loader: Any = DataLoader(
-            _Views(self, view),  # type: ignore[arg-type]
-            batch_sampler=[chosen[i : i + batch_size] for i in range(0, len(chosen), batch_size)],
-            num_workers=workers,
-            collate_fn=_collate,
-            pin_memory=device.type == "cuda",
-            # A generator of its own, or the loader would draw from the one that dropout uses.
-            generator=torch.Generator(),
-        )
+    def batches(self, order: Tensor, batch_size: int, view: View, device: torch.device, workers: int = 0) -> Iterator[Batch]:
+        on_gpu = device.type == "cuda"
+        if (workers, on_gpu) not in self._loaders:
+            self._loaders[workers, on_gpu] = Loader(_Decoder(self.paths, self.shape, finishes=not on_gpu), workers, pin=on_gpu)
+        keys = [Key(index, view) for index in order.tolist()]
+        decoded = self._loaders[workers, on_gpu].batches([keys[i : i + batch_size] for i in range(0, len(keys), batch_size)])
         mean = torch.tensor(self.mean, device=device)[:, None, None] * 255
         scale = 1 / (torch.tensor(self.std, device=device)[:, None, None] * 255)
-        for images, labels in loader:
-            moved = images.to(device, non_blocking=True)
-            yield ((moved - mean) * scale).contiguous(memory_format=torch.channels_last), labels.to(device, non_blocking=True)
+
+        def prepare(images: Tensor, index: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+            images = images.to(memory_format=torch.channels_last)
+            if on_gpu and view.augment == "imagenet":
+                images = jittered_and_mirrored(images, index, view.seed)
+            return ((images - mean) * scale).contiguous(memory_format=torch.channels_last), labels
+
+        labelled = ((images, index, self.labels[index]) for images, index in decoded)
+        for images, labels in ahead(labelled, device, prepare):
+            yield Batch(images, labels)
+
+
+class Key(NamedTuple):
+    """What a decoding process is asked for."""
+
+    place: int
+    view: View
+
+    def __str__(self) -> str:
+        return f"image {self.place}"
 
 
 @dataclass(frozen=True)
-class _Views:
-    """What the worker processes run."""
+class _Decoder:
+    """What the decoding processes run."""
 
-    split: Folder
-    view: View
+    paths: Paths
+    shape: tuple[int, int, int]
+    finishes: bool
+    """Whether colours and mirroring are changed here too; else on the device, batch by batch."""
 
-    def __len__(self) -> int:
-        return self.split.size
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image = decode(self.split.paths[index], self.split.shape[0])
-        size = self.split.shape[1:]
-        if self.view.augment == "imagenet":
-            image = imagenet_view(image, size, self.view.seed, index)
-        elif self.view.augment == "none":
-            image = centre_view(image, size)
+    def __call__(self, key: Key) -> tuple[Tensor, ...] | str:
+        path, (index, view), (channels, *size) = self.paths[key.place], key, self.shape
+        for number in range(READ_TRIES):
+            try:
+                image = decode(path, channels)
+                break
+            except Exception as error:
+                if number + 1 == READ_TRIES:
+                    return f"{path} could be read before training, but not any more: {type(error).__name__}: {error}"
+                time.sleep(READ_PAUSE * 2**number)
+        place = torch.tensor([index])
+        if view.augment == "imagenet":
+            image = imagenet_view(image, (size[0], size[1]), view.seed, index)
+            if self.finishes:
+                image = jittered_and_mirrored(image[None], place, view.seed)[0].to(torch.uint8)
         else:
-            image = cropped(centre_view(image, size).permute(1, 2, 0)[None], torch.tensor([index]), self.view)[0].permute(2, 0, 1)
-        return image, int(self.split.labels[index])
-
-
-def _collate(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
-    return torch.stack([image for image, _ in samples]), torch.tensor([label for _, label in samples])
+            image = centre_view(image, (size[0], size[1]))
+            if view.augment != "none":
+                image = seen_through(draw_windows(place, view, size[0]), image.permute(1, 2, 0)[None])[0].permute(2, 0, 1)
+        return image, place[0]
 
 
 def decode(path: Path, channels: int) -> Tensor:

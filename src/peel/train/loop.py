@@ -119,16 +119,16 @@ def _fit(
         order = training.part(epoch_order(train.size, seed, epoch)[: steps * recipe.batch_size], start_step)
         view = View.of_epoch(recipe.augment, seed, epoch)
         began = last_saved = time.perf_counter()
-        for step, (images, labels) in enumerate(train.batches(order, training.part_size, view, engine.device, engine.workers), start_step):
-            rate = recipe.rate(epoch * steps + step, steps)
-            images = fault(epoch * steps + step, images)
-            training.step(images, labels, rate)
+        for step, batch in enumerate(train.batches(order, training.part_size, view, engine.device, engine.workers), start_step):
+            done = epoch * steps + step
+            rate = recipe.rate(done, steps)
+            training.running(batch._replace(images=fault(done, batch.images)), rate, recipe.epochs * steps - done)
             if watcher is not None:
-                watcher.step(epoch * steps + step + 1, recipe.epochs * steps, recipe.batch_size)
+                watcher.step(done + 1, recipe.epochs * steps, recipe.batch_size)
             is_last = step + 1 == steps
             now = time.perf_counter()
-            stop = training.asked_to_stop(epoch * steps + step)
-            is_due = not is_last and training.is_due(epoch * steps + step, now - last_saved > checkpoint_seconds)
+            stop = training.asked_to_stop(done)
+            is_due = not is_last and training.is_due(done, now - last_saved > checkpoint_seconds)
             if (step + 1) % CHECK_EVERY == 0 or is_last or is_due or stop is not None:
                 training.check_finite(epoch, step, weights=is_last or is_due or stop is not None)
             if is_due or (stop is not None and not is_last):
@@ -167,7 +167,7 @@ def evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int = 1
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=engine.device)
     mine = torch.arange(engine.world.rank, split.size, engine.world.size)
-    for images, labels in split.batches(mine, batch_size, AS_IT_IS, engine.device, engine.workers):
+    for images, labels, _ in split.batches(mine, batch_size, AS_IT_IS, engine.device, engine.workers):
         with engine.autocast():
             output = model(images)
         scores = class_scores(output)
@@ -199,9 +199,6 @@ class _Training:
         """What this process sees of an epoch: its part of every batch, from a step on."""
         parts = order.view(-1, self.world.size, self.part_size)
         return parts[start_step:, self.world.rank].flatten()
-
-    def step(self, images: Tensor, labels: Tensor, rate: float) -> None:
-        self.running(images, labels, rate)
 
     def asked_to_stop(self, step: int) -> int | None:
         """The signal that asks to stop; with several processes, all learn of it at the same step."""

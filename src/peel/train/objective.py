@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ModelError
+from .batch import Batch
 
 __all__ = ["CrossEntropy", "Losses", "Objective"]
 
@@ -23,7 +24,7 @@ class Losses:
 
 
 class Objective(Protocol):
-    def __call__(self, model: nn.Module, images: Tensor, labels: Tensor) -> Losses: ...
+    def __call__(self, model: nn.Module, batch: Batch) -> Losses: ...
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class CrossEntropy:
 
     label_smoothing: float = 0.0
 
-    def __call__(self, model: nn.Module, images: Tensor, labels: Tensor) -> Losses:
-        scores = class_scores(model(images))
-        loss = F.cross_entropy(scores, labels, label_smoothing=self.label_smoothing)
+    def __call__(self, model: nn.Module, batch: Batch) -> Losses:
+        scores = class_scores(model(batch.images))
+        loss = F.cross_entropy(scores, batch.labels, label_smoothing=self.label_smoothing)
         return Losses(loss, {"cross_entropy": loss.detach()}, scores)
 
 

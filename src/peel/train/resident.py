@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .chance import uniform
+from .batch import Batch
+from .crops import draw_windows, seen_through
+from .transforms import imagenet_view, jittered_and_mirrored
 from .view import View
 
-__all__ = ["Resident", "cropped"]
+__all__ = ["Resident"]
 
 
 @dataclass(frozen=True)
@@ -40,45 +44,35 @@ class Resident:
         index = index.to(self.pixels.device)
         return replace(self, pixels=self.pixels[index], labels=self.labels[index])
 
-    def batches(
-        self, order: Tensor, batch_size: int, view: View, device: torch.device, workers: int = 0
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, order: Tensor, batch_size: int, view: View, device: torch.device, workers: int = 0) -> Iterator[Batch]:
         """Batches of normalised images and their labels, in the given order; `workers` are not needed here."""
         home = self.pixels.device
         order = order.to(home)
+        mean = torch.tensor(self.mean, device=home) * 255
+        scale = 1 / (torch.tensor(self.std, device=home) * 255)
+        fused = _fused_view() if home.type == "cuda" and view.augment != "imagenet" else None
         for index in torch.split(order, batch_size):
-            images = self._seen(index, view)
-            yield self._normalised(images.to(device)), self.labels[index].to(device)
+            if fused is not None:
+                images = fused(self.pixels, index, view, mean, scale)
+            else:
+                images = (self._seen(index, view) - mean) * scale
+            yield Batch(images.permute(0, 3, 1, 2).to(device), self.labels[index].to(device))
 
     def _seen(self, index: Tensor, view: View) -> Tensor:
         if view.augment == "none":
             return self.pixels[index]
         if view.augment == "imagenet":
-            from .transforms import imagenet_view
-
-            drawn = torch.stack([imagenet_view(self.pixels[i].permute(2, 0, 1), self.shape[1:], view.seed, int(i)) for i in index])
-            return drawn.permute(0, 2, 3, 1)
-        return cropped(self.pixels[index], index, view)
-
-    def _normalised(self, images: Tensor) -> Tensor:
-        """Float32, zero mean and unit deviation; a view as channels x height x width over channels-last memory."""
-        mean = torch.tensor(self.mean, device=images.device) * 255
-        scale = 1 / (torch.tensor(self.std, device=images.device) * 255)
-        return ((images - mean) * scale).permute(0, 3, 1, 2)
+            parts = [imagenet_view(self.pixels[i].permute(2, 0, 1), self.shape[1:], view.seed, int(i)) for i in index]
+            return jittered_and_mirrored(torch.stack(parts), index, view.seed).permute(0, 2, 3, 1)
+        return seen_through(draw_windows(index, view, self.shape[1]), self.pixels[index])
 
 
-def cropped(images: Tensor, index: Tensor, view: View) -> Tensor:
-    """Zeros around each image, a window of its size at random, mirrored half of the time where asked."""
-    _, height, width, _ = images.shape
-    pad = max(1, height // 8)
-    drawn = uniform(index, view.seed, 3)
-    top = (drawn[:, 0] * (2 * pad + 1)).long() - pad
-    left = (drawn[:, 1] * (2 * pad + 1)).long() - pad
-    rows = top[:, None] + torch.arange(height, device=index.device)
-    columns = left[:, None] + torch.arange(width, device=index.device)
-    if view.augment == "crop-flip":
-        columns = torch.where(drawn[:, 2:3] < 0.5, columns, columns.flip(1))
-    inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]
-    which = torch.arange(len(images), device=index.device)[:, None, None]
-    windows = images[which, rows.clamp(0, height - 1)[:, :, None], columns.clamp(0, width - 1)[:, None, :]]
-    return windows * inside[..., None]
+@cache
+def _fused_view() -> Callable[..., Tensor] | None:
+    """One kernel instead of twenty, where torch came with a compiler for it."""
+    try:
+        from .kernels import fused_view
+    except ImportError:
+        return None
+    found: Any = fused_view
+    return found  # type: ignore[no-any-return]

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import MemoryShortError
+from .batch import Batch
 from .engine import Engine
 from .objective import Losses, Objective
+from .pace import Pace
 from .recipe import Recipe
 
 __all__ = ["Step"]
@@ -36,8 +38,8 @@ class _Loss(nn.Module):
         self.model = model
         self.objective = objective
 
-    def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        losses = self.objective(self.model, images, labels)
+    def forward(self, images: Tensor, labels: Tensor, answers: Tensor | None) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        losses = self.objective(self.model, Batch(images, labels, answers))
         return losses.total, losses.terms, losses.scores
 
 
@@ -56,53 +58,66 @@ class Step:
         self.optimiser = _optimiser(model, recipe, engine, self.replays)
         self.sums: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=engine.device)}
         self.parts = engine.parts
+        self.pace = Pace(engine)
+        self.is_compiled = False
         self.done = 0
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.static: tuple[Tensor, Tensor] | None = None
+        self.static: Batch | None = None
 
-    def __call__(self, images: Tensor, labels: Tensor, rate: float) -> None:
+    def __call__(self, batch: Batch, rate: float, steps_left: int) -> None:
         for group in self.optimiser.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
+        if not self.is_compiled and self.pace.repays_compiling(steps_left):
+            self._compile()
         while True:
             try:
-                self._run(images, labels)
+                self._run(batch)
                 return
             except torch.OutOfMemoryError:
-                self._halve(len(images))
+                self._halve(len(batch.images))
 
-    def _run(self, images: Tensor, labels: Tensor) -> None:
+    def _run(self, batch: Batch) -> None:
         if not self.replays:
-            self._compute(images, labels)
+            self._compute(batch)
             return
         if self.graph is None:
             if self.done < WARM_UP_STEPS:
-                self._on_side_stream(images, labels)
+                self._on_side_stream(batch)
                 self.done += 1
                 return
-            self._record(images, labels)
+            self._record(batch)
         assert self.graph is not None
         assert self.static is not None
-        self.static[0].copy_(images)
-        self.static[1].copy_(labels)
+        self.static.fill(batch)
         self.graph.replay()
 
-    def _compute(self, images: Tensor, labels: Tensor) -> None:
+    def _compute(self, batch: Batch) -> None:
         # A recorded step needs gradients that stay where they are; so do buckets shared with other processes.
         self.optimiser.zero_grad(set_to_none=not self.replays and self.engine.world.size == 1)
-        for number, (some, their) in enumerate(zip(images.tensor_split(self.parts), labels.tensor_split(self.parts), strict=True)):
-            _pretend_short_memory(len(some))
+        for number, part in enumerate(batch.split(self.parts)):
+            _pretend_short_memory(len(part.images))
+            share = len(part.images) / len(batch.images)
             # Gradients travel once, with the last part.
             is_last = number + 1 == self.parts
             quiet = self.loss.no_sync() if isinstance(self.loss, DistributedDataParallel) and not is_last else contextlib.nullcontext()
-            with quiet:
+            with quiet, self.engine.joint_norms():
                 with self.engine.autocast():
-                    total, terms, scores = self.loss(some, their)
-                (total * (len(some) / len(images))).backward()
-            self._add(Losses(total, terms, scores), their, len(some) / len(images))
+                    total, terms, scores = self.loss(*part)
+                (total * share).backward()
+            self._add(Losses(total, terms, scores), part.labels, share)
         self.optimiser.step()
+
+    def _compile(self) -> None:
+        """Turn the network and its loss into fused kernels from the next step on."""
+        # What was compiled for other widths in this process would count against a limit, beyond which nothing is compiled any more.
+        torch._dynamo.reset()
+        self.loss.compile(dynamic=False)
+        self.is_compiled = True
+        self._forget_recording()
+        log.info("compiling the network: the steps that are left repay it.")
 
     def _halve(self, size: int) -> None:
         """Memory is short: twice as many parts of half the size, the same batch."""
@@ -112,7 +127,7 @@ class Step:
                 "Choose a smaller batch, smaller images, or more parts (--parts)."
             ) from None
         self.parts *= 2
-        self.graph, self.static, self.done = None, None, 0
+        self._forget_recording()
         self.optimiser.zero_grad(set_to_none=True)
         if self.engine.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -122,19 +137,22 @@ class Step:
             -(-size // self.parts),
         )
 
-    def _on_side_stream(self, images: Tensor, labels: Tensor) -> None:
+    def _forget_recording(self) -> None:
+        self.graph, self.static, self.done = None, None, 0
+
+    def _on_side_stream(self, batch: Batch) -> None:
         """A step as a recording needs it to have run before: away from the default stream."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._compute(images, labels)
+            self._compute(batch)
         torch.cuda.current_stream().wait_stream(stream)
 
-    def _record(self, images: Tensor, labels: Tensor) -> None:
-        self.static = (images.clone(memory_format=torch.preserve_format), labels.clone())
+    def _record(self, batch: Batch) -> None:
+        self.static = batch.clone()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            self._compute(*self.static)
+            self._compute(self.static)
 
     @torch.no_grad()
     def _add(self, losses: Losses, labels: Tensor, share: float) -> None:

@@ -56,8 +56,8 @@ class Gradient:
         tensors = [tensor for _, tensor in places]
         sums = [torch.zeros(tensor.shape[axis], device=tensor.device) for axis, tensor in places]
         count = 0
-        for images, labels in subject.train.batches(order, self.batch_size, AS_IT_IS, subject.engine.device, subject.engine.workers):
-            loss = subject.objective(subject.model, images, labels).total
+        for batch in subject.train.batches(order, self.batch_size, AS_IT_IS, subject.engine.device, subject.engine.workers):
+            loss = subject.objective(subject.model, batch).total
             gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
             for total, gradient, (axis, tensor) in zip(sums, gradients, places, strict=True):
                 if gradient is not None:

@@ -65,8 +65,8 @@ class Reconstruction:
         subject.model.eval()
         try:
             order = epoch_order(subject.train.size, subject.seed, -1)[: self.images]
-            for images, _ in subject.train.batches(order, self.images, AS_IT_IS, subject.engine.device, subject.engine.workers):
-                subject.model(images)
+            for batch in subject.train.batches(order, self.images, AS_IT_IS, subject.engine.device, subject.engine.workers):
+                subject.model(batch.images)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -1,0 +1,408 @@
+"""How fast training is on a GPU, as ratios measured side by side in one run.
+
+    python benchmarks/train.py                          every part; some five minutes on an H200
+    python benchmarks/train.py --parts small slim       some of them
+    python benchmarks/train.py --data CIFAR_FOLDER --parts curves
+
+small    32 pixels: images/s of the real loop (data, augmentation and every stage's loss) over the ceiling of the same network, which trains
+         on one batch that never leaves the GPU; and over a plain loop (DataLoader, torchvision transforms, float32)
+slim     images/s of slimmed networks over the full one, beside the ratio of their MACs
+memory   GPU memory of the search stage and of training with a teacher, beside that of the original
+large    224 pixels from JPEG files: images/s of the real loop over the ceiling, and over what can be decoded
+curves   losses of the plain loop and of the fast one, with three seeds each: the same but for chance (needs --data)
+
+The ceiling is written here on its own: bfloat16, channels-last, fused SGD, the step replayed as a CUDA graph; with `compiled`, compiled by
+torch before that. Nothing here is timed before the kernels are warm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import peel
+from peel import zoo
+from peel.graph.padding import pad
+from peel.steps.distillation import Distillation
+from peel.steps.importance import Penalised
+from peel.train.answers import Taught, remember_answers
+from peel.train.data import load_data
+from peel.train.engine import Engine, find_engine
+from peel.train.folder import Folder, Paths, find_images
+from peel.train.loop import fit
+from peel.train.objective import CrossEntropy, Objective
+from peel.train.recipe import Recipe
+from peel.train.resident import Resident
+from peel.train.view import View
+
+PARTS = ["small", "slim", "memory", "large", "curves"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:-1])
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--batch", type=int, default=1024, help="for 32 pixels")
+    parser.add_argument("--large-batch", type=int, default=256, help="for 224 pixels")
+    parser.add_argument("--images", type=int, default=50_000, help="images of 32 pixels")
+    parser.add_argument("--files", type=int, default=1_500, help="JPEG files of 224 pixels and more; each is read several times")
+    parser.add_argument("--reads", type=int, default=12_000, help="how many images of 224 pixels an epoch reads")
+    parser.add_argument("--data", help="CIFAR-10 as a folder, or the word cifar10, for the curves")
+    parser.add_argument("--compiled", action="store_true", help="with compiled networks too; minutes longer")
+    parser.add_argument("--results", type=Path, help="append what was measured to this file, one JSON object per line")
+    options = parser.parse_args()
+    engine = find_engine(options.device, compile="off")
+    bench = Bench(engine, options)
+    print(f"{engine.description}, torch {torch.__version__}", flush=True)
+    for part in options.parts:
+        getattr(bench, part)()
+
+
+class Bench:
+    def __init__(self, engine: Engine, options: argparse.Namespace) -> None:
+        self.engine, self.options = engine, options
+
+    def say(self, part: str, what: str, rate: float, **ratios: float) -> None:
+        text = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in ratios.items())
+        print(f"{part:7} {what:58} {rate:12,.1f}   {text}", flush=True)
+        if self.options.results is not None:
+            line = {"part": part, "what": what, "rate": rate, **ratios, "device": self.engine.description, "torch": torch.__version__}
+            with self.options.results.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    # 32 pixels
+
+    def small(self) -> None:
+        batch = self.options.batch
+        images = noise(self.options.images, 32).to(self.engine.device)
+        for name in ("cifar_resnet18", "cifar_mobilenet_v2"):
+            ceiling = self.ceiling(zoo.create(name, num_classes=10), batch, 32)
+            self.say("small", f"{name}: ceiling", ceiling)
+            for what, (objective, split) in self.stages(name, images).items():
+                rate = self.loop(zoo.create(name, num_classes=10), objective, split, batch)
+                self.say("small", f"{name}: loop, {what}", rate, of_ceiling=rate / ceiling)
+            if name == "cifar_resnet18":
+                rate = self.plain(zoo.create(name, num_classes=10), images, batch)
+                self.say("small", f"{name}: plain loop, float32", rate, of_ceiling=rate / ceiling)
+            if self.options.compiled and name == "cifar_resnet18":
+                highest = self.ceiling(zoo.create(name, num_classes=10), batch, 32, compiled=True)
+                self.say("small", f"{name}: ceiling, compiled", highest, of_ceiling=highest / ceiling)
+                compiling = replace(self.engine, compile="on")
+                for what, (objective, split) in self.stages(name, images).items():
+                    rate = self.loop(zoo.create(name, num_classes=10), objective, split, batch, engine=compiling)
+                    self.say("small", f"{name}: loop, compiled, {what}", rate, of_compiled_ceiling=rate / highest)
+
+    def stages(self, name: str, images: Resident) -> dict[str, tuple[Objective, Any]]:
+        """The losses of the stages, with the images that each of them sees."""
+        graph = peel.trace(zoo.create(name, num_classes=10), torch.zeros(1, 3, 32, 32))
+        teacher = self.engine.prepare(zoo.create(name, num_classes=10)).eval().requires_grad_(False)
+        taught = Distillation(CrossEntropy(0.1), teacher)
+        answers = remember_answers(teacher, images, "crop-flip", 10, self.engine)
+        assert answers is not None
+        return {
+            "labels": (CrossEntropy(0.1), images),
+            "labels and L1 term": (Penalised(CrossEntropy(0.1), graph.scales, 1e-4), images),
+            "teacher from its table": (taught, Taught(images, answers)),
+            "teacher online": (taught, images),
+        }
+
+    def loop(self, model: nn.Module, objective: Objective, split: Any, batch: int, epochs: int = 3, engine: Engine | None = None) -> float:
+        """Images per second of the real loop, in its last epoch; a table of answers is filled for it before, as for a second student."""
+        recipe = Recipe(epochs=epochs, batch_size=batch, lr=0.1, augment="imagenet" if isinstance(split, Folder) else "crop-flip")
+        if isinstance(split, Taught):
+            next(iter(split.batches(torch.arange(split.size), batch, View.of_epoch(recipe.augment, 0, epochs - 1), self.engine.device)))
+        history = fit(model, objective, split, recipe, engine=engine or self.engine, seed=0)
+        return history[-1].images_per_second
+
+    def ceiling(self, model: nn.Module, batch: int, size: int, *, compiled: bool = False, steps: int = 30) -> float:
+        """Images per second on one batch that is always there."""
+        device = self.engine.device
+        model = model.to(device).to(memory_format=torch.channels_last).train()
+        images = torch.randn(batch, 3, size, size, device=device).contiguous(memory_format=torch.channels_last)
+        labels = torch.randint(0, 10, (batch,), device=device)
+        if compiled:
+            torch._dynamo.reset()
+            model.compile(dynamic=False)
+        on_gpu = device.type == "cuda"
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=on_gpu or None)
+
+        def step() -> None:
+            optimiser.zero_grad(set_to_none=False)
+            with torch.autocast(device.type, torch.bfloat16, enabled=self.engine.bf16):
+                loss = nn.functional.cross_entropy(model(images).float(), labels)
+            loss.backward()
+            optimiser.step()
+
+        if not on_gpu:
+            return batch / timed(step, 2, 1, device)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(5):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        return batch / timed(graph.replay, 10, steps, device)
+
+    def plain(self, model: nn.Module, images: Resident, batch: int, steps: int = 20) -> float:
+        """As in torchvision's reference script: worker processes, transforms image by image, float32, a look at the loss each step."""
+        epochs = plain_loop(
+            model, images, Recipe(epochs=1, batch_size=batch, lr=0.1), self.engine.device, 0, self.engine.workers, steps + 5
+        )
+        times = [seconds for _, seconds in epochs]
+        return batch * (len(times) - 5) / sum(times[5:]) if len(times) > 5 else batch * len(times) / sum(times)
+
+    # Slim networks
+
+    def slim(self) -> None:
+        images = noise(self.options.images, 32).to(self.engine.device)
+        for name in ("cifar_resnet18", "cifar_mobilenet_v2"):
+            model = zoo.create(name, num_classes=10)
+            graph = peel.trace(model, torch.zeros(1, 3, 32, 32))
+            for batch in (self.options.batch, self.options.batch // 8):
+                full = self.loop(zoo.create(name, num_classes=10), CrossEntropy(0.1), images, batch)
+                self.say("slim", f"{name}, batch {batch}: full", full)
+                for budget in ("50%", "25%"):
+                    widths = peel.uniform(graph, budget)
+                    ratio = graph.macs() / graph.macs(widths)
+                    for is_padded in (True, False):
+                        network = self.engine.prepare(peel.slim(model, widths, graph=graph))
+                        padded = pad(network, graph.at(widths), 8) if is_padded else None
+                        if is_padded and padded is None:
+                            continue
+                        rate = self.loop(padded.model if padded is not None else network, CrossEntropy(0.1), images, batch)
+                        what = f"{name}, batch {batch}: {budget} of MACs, {'padded to eights' if is_padded else 'as it is'}"
+                        self.say("slim", what, rate, times_full=rate / full, macs_ratio=ratio, of_proportion=rate / full / ratio)
+
+    # Memory
+
+    def memory(self) -> None:
+        if self.engine.device.type != "cuda":
+            print("memory  is measured on a GPU only")
+            return
+        images = noise(4 * self.options.batch, 32).to(self.engine.device)
+        name, batch = "cifar_resnet18", self.options.batch
+        model = zoo.create(name, num_classes=10)
+        graph = peel.trace(model, torch.zeros(1, 3, 32, 32))
+        backbone = peel.backbone(graph, "50%").widths
+        stages = self.stages(name, images)
+        original = 0.0
+        for what, network, stage in (
+            ("original", lambda: zoo.create(name, num_classes=10), "labels"),
+            ("search: backbone for 50 % of the MACs, L1 term", lambda: peel.slim(model, backbone, graph=graph), "labels and L1 term"),
+            (
+                "slim at 50 %, teacher from its table",
+                lambda: peel.slim(model, peel.uniform(graph, "50%"), graph=graph),
+                "teacher from its table",
+            ),
+            ("slim at 50 %, teacher online", lambda: peel.slim(model, peel.uniform(graph, "50%"), graph=graph), "teacher online"),
+        ):
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            base = torch.cuda.memory_allocated()
+            objective, split = stages[stage]
+            self.loop(network(), objective, split, batch, epochs=2)
+            peak = (torch.cuda.max_memory_allocated() - base) / 2**20
+            original = original or peak
+            self.say("memory", f"{what}: MiB at batch {batch}", peak, of_original=peak / original)
+
+    # 224 pixels
+
+    def large(self) -> None:
+        batch, size = self.options.large_batch, 224
+        with tempfile.TemporaryDirectory() as place:
+            split = self.files(Path(place), size)
+            decoded = self.decoding(split, batch)
+            self.say("large", f"decoding alone, {self.engine.workers} processes", decoded)
+            for compiled in [False, True] if self.options.compiled else [False]:
+                word = ", compiled" if compiled else ""
+                ceiling = self.ceiling(zoo.create("resnet50", num_classes=10), batch, size, compiled=compiled, steps=10)
+                self.say("large", f"resnet50: ceiling{word}", ceiling)
+                engine = replace(self.engine, compile="on" if compiled else "off")
+                rate = self.loop(zoo.create("resnet50", num_classes=10), CrossEntropy(0.1), split, batch, epochs=2, engine=engine)
+                limit = "decoding is the limit" if decoded < ceiling else "decoding keeps up"
+                ratios = {"of_ceiling": rate / ceiling, "of_decoding": rate / decoded, "of_the_lower": rate / min(ceiling, decoded)}
+                self.say("large", f"resnet50: loop{word} ({limit})", rate, **ratios)
+
+    def files(self, place: Path, size: int) -> Folder:
+        """Photographs of about ImageNet's size, as files, each several times in the list."""
+        from peel.train.data import IMAGENET_MEAN, IMAGENET_STD
+
+        count = self.options.files
+        with ProcessPoolExecutor() as pool:
+            list(pool.map(draw_photograph, [(place, number) for number in range(count)], chunksize=8))
+        paths, labels, _ = find_images(place)
+        times = max(1, self.options.reads // count)
+        return Folder(Paths(paths * times), torch.tensor(labels * times), (3, size, size), IMAGENET_MEAN, IMAGENET_STD)
+
+    def decoding(self, split: Folder, batch: int) -> float:
+        """Images per second that the worker processes make, with nothing else to do; the first batches fill the queues."""
+        # The time at which each batch came.
+        times = [time.perf_counter()]
+        order = torch.randperm(split.size)[: 40 * batch]
+        batches = split.batches(order, batch, View.of_epoch("imagenet", 0, 0), self.engine.device, self.engine.workers)
+        times += [time.perf_counter() for _ in batches]
+        first = min(2 * max(1, self.engine.workers), len(times) // 2)
+        return batch * (len(times) - 1 - first) / (times[-1] - times[first])
+
+    # Learning
+
+    def curves(self) -> None:
+        if self.options.data is None:
+            raise SystemExit("the curves need --data: a CIFAR-10 folder, or the word cifar10")
+        data = load_data(self.options.data)
+        recipe = Recipe(epochs=2, batch_size=512, lr=0.2, augment="crop-flip", weight_decay=5e-4, label_smoothing=0.1)
+        found: dict[str, list[list[float]]] = {"plain": [], "fast": []}
+        for seed in range(3):
+            torch.manual_seed(seed)
+            model = zoo.create("cifar_resnet18", num_classes=10)
+            weights = {name: value.clone() for name, value in model.state_dict().items()}
+            history = fit(model, CrossEntropy(0.1), data.train.to(self.engine.device), recipe, engine=self.engine, seed=seed)
+            found["fast"].append([epoch.train["loss"] for epoch in history])
+            model.load_state_dict(weights)
+            steps = data.train.size // recipe.batch_size
+            assert isinstance(data.train, Resident)
+            each = [loss for loss, _ in plain_loop(model, data.train, recipe, self.engine.device, seed, self.engine.workers, None)]
+            found["plain"].append([statistics.mean(each[i : i + steps]) for i in range(0, len(each), steps)])
+        for epoch in range(recipe.epochs):
+            plain, fast = ([run[epoch] for run in found[kind]] for kind in ("plain", "fast"))
+            gap = abs(statistics.mean(fast) - statistics.mean(plain))
+            spread = max(plain) - min(plain), max(fast) - min(fast)
+            self.say(
+                "curves",
+                f"loss of epoch {epoch + 1}, plain: {rounded(plain)}, fast: {rounded(fast)}",
+                gap,
+                spread_plain=spread[0],
+                spread_fast=spread[1],
+            )
+
+
+def noise(count: int, size: int) -> Resident:
+    chance = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, generator=chance)
+    return Resident(pixels, torch.randint(0, 10, (count,), generator=chance), (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+
+
+def timed(function: Callable[[], None], warm: int, steps: int, device: torch.device) -> float:
+    """Seconds per call."""
+    for _ in range(warm):
+        function()
+    wait(device)
+    began = time.perf_counter()
+    for _ in range(steps):
+        function()
+    wait(device)
+    return (time.perf_counter() - began) / steps
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def plain_loop(
+    model: nn.Module, images: Resident, recipe: Recipe, device: torch.device, seed: int, workers: int, steps: int | None
+) -> Iterator[tuple[float, float]]:
+    """Loss and seconds of each step of an ordinary loop: what a script looks like that was not made to be fast."""
+    from torch.utils.data import DataLoader
+    from torchvision.transforms import v2
+
+    size = images.shape[1]
+    transform = v2.Compose(
+        [
+            v2.RandomCrop(size, padding=size // 8),
+            v2.RandomHorizontalFlip(),
+            v2.PILToTensor(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(images.mean, images.std),
+        ]
+    )
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        torch.manual_seed(seed)
+        chance = torch.Generator().manual_seed(seed)
+        loader = DataLoader(
+            _Pictures(images, transform),
+            recipe.batch_size,
+            shuffle=True,
+            num_workers=workers,
+            drop_last=True,
+            pin_memory=True,
+            generator=chance,
+        )
+        model = model.to(device).to(memory_format=torch.contiguous_format).train()
+        optimiser = torch.optim.SGD(_decayed(model, recipe), lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov)
+        done = 0
+        for _ in range(recipe.epochs):
+            began = time.perf_counter()
+            for batch, labels in loader:
+                for group in optimiser.param_groups:
+                    group["lr"] = recipe.rate(done, len(loader))
+                loss = nn.functional.cross_entropy(model(batch.to(device)), labels.to(device), label_smoothing=recipe.label_smoothing)
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
+                yield loss.item(), time.perf_counter() - began
+                began = time.perf_counter()
+                done += 1
+                if done == steps:
+                    return
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+
+
+def _decayed(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
+    weights = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    return [{"params": weights, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+class _Pictures(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    def __init__(self, images: Resident, transform: Callable[[Any], Tensor]) -> None:
+        self.pixels, self.labels, self.transform = images.pixels.cpu().numpy(), images.labels.tolist(), transform
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        from PIL import Image
+
+        return self.transform(Image.fromarray(self.pixels[index])), self.labels[index]
+
+
+def draw_photograph(task: tuple[Path, int]) -> None:
+    """A JPEG of 500 x 375 pixels and some 100 KB: large shapes, small ones, and grain."""
+    import numpy as np
+    from PIL import Image
+
+    place, number = task
+    chance = np.random.default_rng(number)
+    image = np.zeros((375, 500, 3))
+    for cells, strength in ((4, 120), (40, 60), (150, 40)):
+        layer = Image.fromarray(chance.integers(0, 256, (cells, cells, 3), dtype=np.uint8)).resize((500, 375), Image.Resampling.BICUBIC)
+        image += np.asarray(layer, dtype=np.float64) / 255 * strength
+    folder = place / f"class{number % 10}"
+    folder.mkdir(exist_ok=True)
+    Image.fromarray(np.clip(image, 0, 255).astype(np.uint8)).save(folder / f"{number}.jpg", quality=92)
+
+
+def rounded(values: list[float]) -> str:
+    return " ".join(f"{value:.3f}" for value in values)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "4")
+    main()

@@ -1,0 +1,137 @@
+"""What a teacher says about every view of every image, asked once.
+
+Pad-and-crop with flips has 162 views of an image at 32 pixels: the teacher's scores for all of them fit on a GPU, and every student of that
+teacher, whatever its widths, budget or seed, reads them from there. They are asked for an epoch at a time, as far as they are missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from ..files import write_bytes
+from .batch import Batch
+from .crops import count_windows, draw_windows, padding_of
+from .data import Split
+from .engine import Engine
+from .objective import class_scores
+from .view import View
+
+__all__ = ["Answers", "Taught", "remember_answers"]
+
+log = logging.getLogger("peel")
+
+#: A table larger than this is not made.
+TABLE_BYTES = 2 * 2**30
+
+#: Images that the teacher sees at a time.
+AT_A_TIME = 1000
+
+
+class Answers:
+    """The table: a row of class scores for each image and view, and whether it is known yet."""
+
+    def __init__(self, teacher: nn.Module, images: int, views: int, classes: int, engine: Engine) -> None:
+        self.teacher, self.views, self.engine = teacher, views, engine
+        # The scores of a network that runs in bfloat16 are not worth more than 16 bits.
+        kind = torch.float16 if engine.bf16 else torch.float32
+        self.scores = torch.zeros(images * views, classes, dtype=kind, device=engine.device)
+        self.known = torch.zeros(images * views, dtype=torch.bool, device=engine.device)
+        self.asked = 0
+
+    @torch.inference_mode()
+    def ask(self, split: Split, order: Tensor, rows: Tensor, view: View) -> None:
+        """Let the teacher answer what is not known yet about these images, seen in this view."""
+        missing = (~self.known[rows]).nonzero()[:, 0]
+        unseen = split.batches(order[missing.cpu()], AT_A_TIME, view, self.engine.device, self.engine.workers)
+        for row, batch in zip(torch.split(rows[missing], AT_A_TIME), unseen, strict=False):
+            with self.engine.autocast():
+                given = class_scores(self.teacher(batch.images))
+            self.scores[row] = given.to(self.scores.dtype)
+            self.known[row] = True
+        self.asked += len(missing)
+
+    def save(self, path: Path) -> None:
+        """Keep the answers for other runs with this teacher, together with what others kept meanwhile."""
+        self.load(path)
+        write_bytes(path, safetensors.torch.save({"scores": self.scores, "known": self.known}))
+
+    def load(self, path: Path) -> None:
+        """Take over what is known there. A file that cannot be read is no answer, and no error either."""
+        if not path.exists():
+            return
+        try:
+            kept = safetensors.torch.load_file(path, device=str(self.scores.device))
+            known = kept["known"] & ~self.known
+            self.scores[known] = kept["scores"][known].to(self.scores.dtype)
+            self.known |= known
+        except (OSError, KeyError, RuntimeError, ValueError, IndexError, safetensors.SafetensorError) as error:
+            log.warning("the answers of the teacher in %s cannot be read (%s); it is asked again.", path, error)
+
+    @staticmethod
+    def name_of(teacher: nn.Module, split: Split, augment: str, engine: Engine) -> str:
+        """A file name that tells teachers, images and views apart."""
+        digest = hashlib.sha256(f"{augment} {split.shape} {split.mean} {split.std} {engine.bf16}".encode())
+        for tensor in [*teacher.state_dict().values(), *(getattr(split, name) for name in ("pixels", "labels") if hasattr(split, name))]:
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return f"answers-{digest.hexdigest()[:16]}.safetensors"
+
+
+@dataclass(frozen=True)
+class Taught:
+    """A split whose batches carry the answers of a teacher."""
+
+    split: Split
+    answers: Answers
+
+    @property
+    def size(self) -> int:
+        return self.split.size
+
+    @property
+    def labels(self) -> Tensor:
+        return self.split.labels
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.split.shape
+
+    @property
+    def mean(self) -> tuple[float, ...]:
+        return self.split.mean
+
+    @property
+    def std(self) -> tuple[float, ...]:
+        return self.split.std
+
+    def to(self, device: torch.device) -> Taught:
+        return replace(self, split=self.split.to(device))
+
+    def subset(self, index: Tensor) -> Split:
+        return self.split.subset(index)
+
+    def batches(self, order: Tensor, batch_size: int, view: View, device: torch.device, workers: int = 0) -> Iterator[Batch]:
+        places = order.to(self.answers.scores.device)
+        height = self.shape[1]
+        numbers = draw_windows(places, view, height).numbers(padding_of(height)) if self.answers.views > 1 else torch.zeros_like(places)
+        rows = places * self.answers.views + numbers
+        self.answers.ask(self.split, order, rows, view)
+        for batch, row in zip(self.split.batches(order, batch_size, view, device, workers), torch.split(rows, batch_size), strict=True):
+            yield batch._replace(answers=self.answers.scores[row].float())
+
+
+def remember_answers(teacher: nn.Module, split: Split, augment: str, classes: int, engine: Engine) -> Answers | None:
+    """A table for this teacher and these images; None where views cannot be counted, or it would be too large."""
+    views = count_windows(augment, split.shape[1])
+    if views is None:
+        return None
+    width = 2 if engine.bf16 else 4
+    return Answers(teacher, split.size, views, classes, engine) if split.size * views * classes * width <= TABLE_BYTES else None

@@ -1,0 +1,304 @@
+"""What only a GPU can show: `CUDA_VISIBLE_DEVICES=0 pytest tests/test_gpu.py`. Skipped without one."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import peel
+from peel import zoo
+from peel.graph.padding import pad
+from peel.steps.distillation import Distillation
+from peel.train.answers import Taught, remember_answers
+from peel.train.batch import Batch
+from peel.train.checkpoint import Checkpoints
+from peel.train.crops import draw_windows, seen_through
+from peel.train.data import load_data
+from peel.train.engine import Engine, find_engine
+from peel.train.folder import Folder, Paths
+from peel.train.loop import Epoch, fit
+from peel.train.objective import CrossEntropy
+from peel.train.recipe import Recipe
+from peel.train.resident import Resident
+from peel.train.step import Step
+from peel.train.stop import Stopped, listening
+from peel.train.view import AS_IT_IS, View
+from small import Small, few_digits, same_weights, small_run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
+
+RECIPE = Recipe(epochs=2, batch_size=100, lr=0.1, augment="crop-flip", warmup_epochs=0.5)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return find_engine("cuda", workers=2)
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def pictures(count: int = 3000, size: int = 32, seed: int = 0) -> Resident:
+    """Images that can be learnt: each class has a colour, with noise."""
+    chance = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 10, (count,), generator=chance)
+    colours = torch.randint(0, 256, (10, 1, 1, 3), generator=torch.Generator().manual_seed(5))
+    noise = torch.randint(-60, 60, (count, size, size, 3), generator=chance)
+    return Resident((colours[labels] + noise).clamp(0, 255).to(torch.uint8), labels, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+
+
+def network(name: str = "cifar_resnet20", seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return zoo.create(name, num_classes=10)
+
+
+def losses(history: list[Epoch]) -> list[float]:
+    return [epoch.train["loss"] for epoch in history]
+
+
+@pytest.mark.parametrize("augment", ["none", "crop", "crop-flip"])
+@pytest.mark.parametrize("shape", [(8, 8, 1), (32, 32, 3), (12, 20, 3)])
+def test_the_kernel_shows_what_the_cpu_shows(augment: str, shape: tuple[int, int, int]) -> None:
+    chance = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (500, *shape), dtype=torch.uint8, generator=chance)
+    mean, std = (0.4,) * shape[2], (0.21,) * shape[2]
+    split = Resident(pixels, torch.arange(500), mean, std)
+    order = torch.randperm(500, generator=chance)[:300]
+    view = View(augment, 2**61 + 77)
+    there = list(split.to(torch.device("cuda")).batches(order, 128, view, torch.device("cuda")))
+    here = list(split.batches(order, 128, view, torch.device("cpu")))
+    for mine, theirs in zip(there, here, strict=True):
+        assert mine.images.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(mine.labels.cpu(), theirs.labels)
+        assert torch.allclose(mine.images.cpu(), theirs.images, atol=1e-6)
+    plain = seen_through(draw_windows(order[:128], view, shape[0]), pixels[order[:128]])
+    assert torch.allclose((there[0].images.cpu().permute(0, 2, 3, 1) * 0.21 + 0.4) * 255, plain.float(), atol=1e-3)
+
+
+class Strict:
+    """Lets torch raise an error at whatever waits for the GPU, between two steps."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last, self.seen = first, last, 0
+
+    def begin(self, history: list[Epoch]) -> None:
+        pass
+
+    def step(self, done: int, total: int, images: int) -> None:
+        if done == self.first:
+            torch.cuda.set_sync_debug_mode("error")
+        elif done == self.last:
+            torch.cuda.set_sync_debug_mode("default")
+        self.seen += self.first < done <= self.last
+
+    def epoch(self, epoch: Epoch) -> None:
+        pass
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("taught", ["not", "online", "from the table"])
+def test_no_step_waits_for_the_gpu(engine: Engine, graphs: bool, taught: str) -> None:
+    images = pictures(8000).to(engine.device)
+    objective: Any = CrossEntropy(0.1)
+    split: Any = images
+    if taught != "not":
+        teacher = engine.prepare(network(seed=1)).eval()
+        objective = Distillation(objective, teacher)
+        if taught == "from the table":
+            answers = remember_answers(teacher, images, "crop-flip", 10, engine)
+            assert answers is not None
+            split = Taught(images, answers)
+    watcher = Strict(10, 78)
+    # Not at steps where the loss is looked at, once in a hundred, nor at the ends of epochs.
+    fit(network(), objective, split, replace(RECIPE, epochs=1), engine=replace(engine, graphs=graphs), seed=0, watcher=watcher)
+    assert watcher.seen == 68
+
+
+def test_a_step_that_waits_would_be_noticed(engine: Engine) -> None:
+    class Waiting(CrossEntropy):
+        def __call__(self, model: nn.Module, batch: Batch) -> Any:
+            found = super().__call__(model, batch)
+            found.total.item()
+            return found
+
+    images, slow = pictures(8000).to(engine.device), replace(engine, graphs=False)
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        fit(network(), Waiting(), images, replace(RECIPE, epochs=1), engine=slow, seed=0, watcher=Strict(10, 78))
+
+
+@pytest.mark.parametrize("compile", ["off", "on"])
+def test_recorded_and_compiled_steps_learn_what_plain_ones_learn(engine: Engine, compile: str) -> None:
+    images = pictures().to(engine.device)
+    plain = fit(network(), CrossEntropy(0.1), images, RECIPE, engine=replace(engine, graphs=False, compile="off"), seed=0)
+    fast = fit(network(), CrossEntropy(0.1), images, RECIPE, engine=replace(engine, compile=compile), seed=0)
+    assert losses(fast) == pytest.approx(losses(plain), rel=0.03)
+    assert losses(plain)[1] < losses(plain)[0] - 0.2, "there is something to learn"
+
+
+def test_many_widths_in_one_process_are_all_compiled(engine: Engine) -> None:
+    """Torch stops compiling a class of networks after eight of its forms, and only warns."""
+    from torch._dynamo.utils import counters
+
+    model = network("cifar_resnet20")
+    graph = peel.trace(model, torch.zeros(1, 3, 32, 32))
+    images = pictures(300).to(engine.device)
+    for number in range(10):
+        counters.clear()
+        widths = dict.fromkeys(graph.widths, 8 + 2 * number)
+        slimmed = peel.slim(model, widths, graph=graph)
+        fit(slimmed, CrossEntropy(), images, replace(RECIPE, epochs=1), engine=replace(engine, compile="on", graphs=False), seed=0)
+        assert counters["stats"]["unique_graphs"] == 1, f"network {number} ran as it was"
+
+
+def test_zero_channels_change_nothing_but_the_speed(engine: Engine) -> None:
+    model = network("cifar_resnet20")
+    graph = peel.trace(model, torch.zeros(1, 3, 32, 32))
+    widths = peel.uniform(graph, "40%")
+    images = pictures().to(engine.device)
+    small = engine.prepare(peel.slim(model, widths, graph=graph))
+    padded = pad(copy.deepcopy(small), graph.at(widths), 8)
+    assert padded is not None
+    first = fit(small, CrossEntropy(0.1), images, RECIPE, engine=engine, seed=0)
+    second = fit(padded.model, CrossEntropy(0.1), images, RECIPE, engine=engine, seed=0)
+    assert losses(second) == pytest.approx(losses(first), rel=0.03)
+    back = padded.unpadded()
+    batch = next(iter(images.batches(torch.arange(100), 100, AS_IT_IS, engine.device)))
+    with torch.no_grad():
+        assert torch.allclose(back.eval()(batch.images), padded.model.eval()(batch.images), rtol=1e-3, atol=1e-3)
+
+
+def test_memory_that_is_really_short_halves_the_parts(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    images = pictures(2048).to(engine.device)
+    recipe = replace(RECIPE, epochs=1, batch_size=1024)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    fit(network("cifar_resnet18"), CrossEntropy(), images, recipe, engine=engine, seed=0)
+    needed = torch.cuda.max_memory_reserved()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(0.6 * needed / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with caplog.at_level(logging.WARNING, "peel"):
+            history = fit(network("cifar_resnet18"), CrossEntropy(), images, recipe, engine=engine, seed=0)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert "memory is short" in caplog.text
+    assert torch.isfinite(torch.tensor(losses(history))).all()
+
+
+def test_the_teacher_is_remembered_as_it_answers(engine: Engine) -> None:
+    images = pictures(2000).to(engine.device)
+    teacher = network("cifar_resnet18", seed=1)
+    fit(teacher, CrossEntropy(), images, replace(RECIPE, epochs=1), engine=engine, seed=3)
+    answers = remember_answers(teacher.eval(), images, "crop-flip", 10, engine)
+    assert answers is not None
+    taught = Taught(images, answers)
+    for epoch in range(3):
+        view = View.of_epoch("crop-flip", 0, epoch)
+        for batch in taught.batches(torch.randperm(2000), 128, view, engine.device):
+            with torch.no_grad(), engine.autocast():
+                online = teacher(batch.images).float()
+            assert batch.answers is not None
+            assert (batch.answers - online).abs().max() < 2e-2 * online.abs().max().clamp_min(1)
+            assert (batch.answers.argmax(1) == online.argmax(1)).float().mean() > 0.98
+    asked = answers.asked
+    list(taught.batches(torch.arange(2000), 128, View.of_epoch("crop-flip", 0, 0), engine.device))
+    assert answers.asked == asked, "what it said is not asked again"
+
+
+def test_a_whole_run_on_the_gpu() -> None:
+    result = small_run(device="cuda", distill="teacher")
+    assert result.model is not None
+    assert [row["name"] for row in result.rows] == ["original", "uniform", "peel"]
+
+
+@pytest.mark.parametrize("net", ["small", "cifar_resnet20"])
+def test_deterministic_runs_have_the_same_bits(net: str) -> None:
+    results = []
+    for _ in range(2):
+        model = Small() if net == "small" else zoo.create(net, num_classes=10)
+        torch.manual_seed(0)
+        results.append(small_run(model, device="cuda", deterministic=True, teacher="train"))
+    assert results[0].model is not None
+    assert results[1].model is not None
+    assert same_weights(results[0].model, results[1].model)
+
+
+class Stopping(Strict):
+    def step(self, done: int, total: int, images: int) -> None:
+        if done == self.first:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_training_stopped_on_the_gpu_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    engine = find_engine("cuda", deterministic=True)
+    images = few_digits().train.to(engine.device)
+    recipe = Recipe(epochs=3, batch_size=50, augment="crop")
+    torch.manual_seed(0)
+    whole = Small()
+    first, second = copy.deepcopy(whole), copy.deepcopy(whole)
+    common: dict[str, Any] = {"engine": engine, "seed": 0}
+    fit(whole, CrossEntropy(), images, recipe, **common)
+    with listening(), pytest.raises(Stopped):
+        fit(first, CrossEntropy(), images, recipe, **common, checkpoints=Checkpoints(tmp_path, "a"), watcher=Stopping(7, 0))
+    fit(second, CrossEntropy(), images, recipe, **common, checkpoints=Checkpoints(tmp_path, "a"))
+    assert same_weights(whole, second)
+
+
+def test_images_from_a_folder_arrive_on_the_gpu_as_on_the_cpu(tmp_path: Path) -> None:
+    from PIL import Image
+
+    chance = torch.Generator().manual_seed(0)
+    paths = []
+    for number in range(70):
+        small = torch.randint(0, 256, (6, 8, 3), dtype=torch.uint8, generator=chance).numpy()
+        paths.append(tmp_path / f"{number}.png")
+        Image.fromarray(small).resize((160, 120), Image.Resampling.BICUBIC).save(paths[-1])
+    split = Folder(Paths(paths), torch.arange(70), (3, 96, 96), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2))
+    order = torch.randperm(70, generator=chance)
+    for view in (View("imagenet", 5), View("none"), View("crop-flip", 5)):
+        there = list(split.batches(order, 16, view, torch.device("cuda"), 2))
+        here = list(split.batches(order, 16, view, torch.device("cpu"), 0))
+        for mine, theirs in zip(there, here, strict=True):
+            assert torch.equal(mine.labels.cpu(), theirs.labels)
+            # Rounding to a level of brightness may fall to either side.
+            assert (mine.images.cpu() - theirs.images).abs().max() <= 1.01 / 255 / 0.2
+            assert (mine.images.cpu() - theirs.images).abs().mean() < 0.01
+
+
+def test_digits_are_learnt_on_the_gpu_with_all_that_makes_it_fast() -> None:
+    engine = find_engine("cuda")
+    data = load_data("digits").to(engine.device)
+    model = network()
+    history = fit(
+        model,
+        CrossEntropy(0.1),
+        data.train,
+        Recipe(epochs=12, batch_size=64, lr=0.1, augment="crop"),
+        engine=engine,
+        seed=0,
+        test=data.test,
+    )
+    assert history[-1].test is not None
+    assert history[-1].test["top1"] > 0.95
+
+
+def test_the_optimiser_is_fused_and_the_network_lies_channels_last(engine: Engine) -> None:
+    model = engine.prepare(network())
+    step = Step(model, CrossEntropy(), RECIPE, engine)
+    assert step.optimiser.defaults["fused"]
+    assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in model.parameters() if weight.ndim == 4)
