@@ -124,7 +124,7 @@ def run_cell(options: argparse.Namespace, budget: str, seed: int) -> None:
 
     began = time.time()
     data = load(options)
-    teacher = peel.load(options.teachers / f"{options.net}-{options.epochs}" / "stages" / "original")
+    teacher = options.teachers / f"{options.net}-{options.epochs}"
     common = {"budget": budget, **settings(options, seed)}
     done = {key_of(line) for line in read(options.results)}
     for name in options.plans:

@@ -95,10 +95,13 @@ def _is_same(model: nn.Module, padded: Padded) -> bool:
 
 @contextlib.contextmanager
 def _undisturbed(network: nn.Module) -> Iterator[None]:
-    """Training mode for a while; mode, buffers and random numbers are as before afterwards."""
+    """Training mode and full precision for a while; mode, buffers and random numbers are as before afterwards."""
     was_training = network.training
     buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
-    with torch.random.fork_rng(devices=[]):
+    matmul = torch.backends.cuda.matmul
+    was_short, matmul.allow_tf32 = matmul.allow_tf32, False
+    # The shortened numbers of tensor cores would make two orders of the same sum look like two networks.
+    with torch.random.fork_rng(devices=[]), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         torch.manual_seed(0)
         network.train()
         for module in network.modules():
@@ -108,6 +111,7 @@ def _undisturbed(network: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
+            matmul.allow_tf32 = was_short
             network.train(was_training)
             for name, buffer in network.named_buffers():
                 buffer.copy_(buffers[name])
