@@ -38,7 +38,7 @@ class Checkpoints:
             write_bytes(path, data)
         except OSError as error:
             raise RunError(
-                f"cannot write the checkpoint {path.name[:40]} ({len(data):,} bytes) to {self.folder}: {error.strerror}. "
+                f"cannot write the checkpoint {path.name[:40]} to {self.folder}: {error.strerror}. "
                 "The checkpoints before it are kept; make room and run the same command again."
             ) from error
         for old in self._found()[self.keep :]:
