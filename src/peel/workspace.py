@@ -21,8 +21,8 @@ from typing import IO, Any
 
 from torch import nn
 
-from .errors import RunError
-from .files import write_bytes, write_json
+from .errors import DamagedError, RunError
+from .files import room_named, write_bytes, write_json
 from .store import load, save
 from .train.checkpoint import Checkpoints
 from .train.loop import Epoch
@@ -144,7 +144,7 @@ class Workspace:
         except OSError as error:
             raise RunError(f"cannot read {path}: {error.strerror}.") from error
         except ValueError as error:
-            raise RunError(f"{path} is damaged: {error}. Restore it from a copy, or start anew with another --output.") from error
+            raise DamagedError(f"{path} is damaged: {error}. Restore it from a copy, or start anew with another --output.") from error
 
     def has(self, name: str) -> bool:
         return (self.folder / name).exists()
@@ -174,8 +174,9 @@ class Workspace:
     # Metrics
 
     def log_epoch(self, stage: str, epoch: Epoch) -> None:
-        with self._written("metrics.jsonl"), (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(_line(stage, epoch))
+        path, line = self.folder / "metrics.jsonl", _line(stage, epoch)
+        with self._written(path.name), room_named(path, len(line)), path.open("a") as file:
+            file.write(line)
 
     def restart_metrics(self, stage: str, history: Sequence[Epoch]) -> None:
         """Bring the lines of a stage to what its checkpoint knows; a killed run may have written more, less, or half a line."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..errors import RunError
-from ..files import write_bytes
+from ..errors import DamagedError, RunError
+from ..files import is_packed, write_bytes
 
 __all__ = ["Checkpoints"]
 
@@ -63,8 +63,9 @@ class Checkpoints:
                     continue
             log.warning("%s is damaged; an older checkpoint is used.", path)
         if found:
-            raise RunError(
-                f"every checkpoint of stage {self.name} in {self.folder} is damaged: {', '.join(path.name[:40] for path in found)}. "
+            raise DamagedError(
+                f"every checkpoint of stage {self.name} in {self.folder} is damaged or of another run: "
+                f"{', '.join(path.name[:40] for path in found)}. "
                 "Restore one of them from a copy, or delete them to train this stage from its beginning."
             )
         return None
