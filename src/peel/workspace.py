@@ -135,7 +135,8 @@ class Workspace:
 
     def write_text(self, name: str, text: str) -> None:
         with self._written(name):
-            write_bytes(self.folder / name, text.encode())
+            # A path of the user's may hold bytes that are no UTF-8.
+            write_bytes(self.folder / name, text.encode(errors="backslashreplace"))
 
     def read_json(self, name: str) -> Any:
         path = self.folder / name
