@@ -94,6 +94,7 @@ def prune(
     engine = find_engine(device, workers=workers, deterministic=deterministic, parts=parts)
     resolved: dict[str, Any] = {
         "model": model if isinstance(model, str) else f"{type(model).__module__}:{type(model).__qualname__}",
+        "original": {"macs": graph.macs(), "params": graph.params(), "layers": _layers(network)},
         "data": loaded.name,
         "image_shape": list(loaded.shape),
         "images": [loaded.train.size, loaded.test.size],
@@ -126,7 +127,7 @@ def prune(
     )
     run = Stages(problem, chosen, recipes[0], wanted, teacher, given_plan, (reporter if engine.world.is_first else None) or Silent())
     run.checkpoint_seconds = checkpoint_seconds
-    own = ("model", "data", "image_shape", "fingerprint", "seed", "device", "processes", "parts", "align", "train")
+    own = ("model", "original", "data", "image_shape", "fingerprint", "seed", "device", "processes", "parts", "align", "train")
     run.teacher_settings = {name: resolved[name] for name in own}
     run.environment = _environment(engine)
     run.check()
@@ -265,6 +266,13 @@ def _fingerprint(data: Data) -> str:
             for path in split.paths:
                 digest.update(f"{path.name}:{path.stat().st_size};".encode())
     return digest.hexdigest()[:16]
+
+
+def _layers(network: nn.Module) -> str:
+    """Tells whether the model's code still builds the same layers."""
+    kinds = [(name, type(module).__qualname__) for name, module in network.named_modules()]
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in network.state_dict().items()]
+    return hashlib.sha256(repr((kinds, shapes)).encode()).hexdigest()[:16]
 
 
 def _given(

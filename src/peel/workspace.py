@@ -11,7 +11,9 @@ result.json, report.html             the end
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +31,8 @@ from .train.loop import Epoch
 
 __all__ = ["Workspace", "difference"]
 
+log = logging.getLogger("peel")
+
 #: Settings that may change between one start of a run and the next: they do not change what is computed.
 FREE = ("device", "workers", "steps")
 
@@ -42,6 +46,7 @@ class Workspace:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self._lock: IO[str] | None = None
+        self._run = ""
 
     def __enter__(self) -> Workspace:
         try:
@@ -112,6 +117,8 @@ class Workspace:
     def settle(self, settings: dict[str, Any], environment: dict[str, Any]) -> bool:
         """Write the settings, or compare them with those that are there already. Returns whether the run is a resumed one."""
         path = self.folder / "settings.json"
+        fixed = {name: value for name, value in settings["resolved"].items() if name not in FREE}
+        self._run = hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
         if not path.exists():
             self._refuse_foreign(EARLY)
             self.write_json("environment.json", environment)
@@ -125,7 +132,16 @@ class Workspace:
                 f"{self.folder} was started with other settings:\n{lines}\n"
                 "Give the same settings to go on with it, or another --output to start anew."
             )
+        self._compare_versions(environment)
         return True
+
+    def _compare_versions(self, environment: Mapping[str, Any]) -> None:
+        """Another torch may round otherwise. That is no reason to lose a run, but one to say so."""
+        before = self.read_json("environment.json") if self.has("environment.json") else {}
+        for name in ("peel", "torch"):
+            if name in before and before[name] != environment.get(name):
+                old, new = before[name], environment.get(name)
+                log.warning("%s was begun with %s %s and goes on with %s: the bits may differ.", self.folder, name, old, new)
 
     # Files
 
@@ -153,7 +169,7 @@ class Workspace:
     # Stages
 
     def checkpoints(self, stage: str) -> Checkpoints:
-        return Checkpoints(self.folder / "checkpoints", stage)
+        return Checkpoints(self.folder / "checkpoints", stage, run=self._run)
 
     def finished(self, stage: str) -> dict[str, Any] | None:
         """The record of a stage, if it has finished."""

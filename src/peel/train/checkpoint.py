@@ -27,10 +27,12 @@ class Checkpoints:
     folder: Path
     name: str
     keep: int = 2
+    run: str = ""
+    """What tells this run from others: a checkpoint of another one is not taken for one's own."""
 
     def save(self, state: dict[str, Any], epoch: int, step: int) -> Path:
         buffer = io.BytesIO()
-        torch.save(state, buffer)
+        torch.save({**state, "run": self.run}, buffer)
         data = buffer.getvalue()
         path = self.folder / f"{self.name}-{epoch:05d}-{step:07d}-{hashlib.sha256(data).hexdigest()}.pt"
         try:
@@ -56,11 +58,17 @@ class Checkpoints:
                 continue
             if hashlib.sha256(data).hexdigest() == path.stem.rsplit("-", 1)[1]:
                 try:
+                    if is_packed(io.BytesIO(data)):
+                        raise ValueError("compressed")
                     state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-                    return state
+                    owner = state.pop("run", self.run)
                 except Exception as error:  # whatever is in it, it was not written here
                     log.warning("%s is no checkpoint of peel (%s); an older one is used.", path, type(error).__name__)
                     continue
+                if owner == self.run:
+                    return state
+                log.warning("%s belongs to a run with other settings; an older checkpoint is used.", path)
+                continue
             log.warning("%s is damaged; an older checkpoint is used.", path)
         if found:
             raise DamagedError(
