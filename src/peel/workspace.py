@@ -92,10 +92,9 @@ class Workspace:
             owner = self._lock.read().strip() or "another process"
             self.close()
             raise RunError(f"{self.folder} is in use by {owner}. Wait for it to end, or name another folder with --output.") from None
-        self._lock.seek(0)
-        self._lock.truncate()
-        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        self._lock.flush()
+        with contextlib.suppress(OSError):  # on a full disk; the probe that follows says so
+            os.ftruncate(self._lock.fileno(), 0)
+            os.write(self._lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
 
     def _refuse_foreign(self, own: Sequence[str]) -> None:
         """A folder with files of someone else's is left as it is."""
