@@ -43,7 +43,8 @@ class Checkpoints:
                 f"cannot write the checkpoint {path.name[:40]} to {self.folder}: {error.strerror}. "
                 "The checkpoints before it are kept; make room and run the same command again."
             ) from error
-        for old in self._found()[self.keep :]:
+        # Files that call themselves newer are damaged or someone else's: they do not push out what is good.
+        for old in [found for found in self._found() if found.name <= path.name][self.keep :]:
             old.unlink(missing_ok=True)
         return path
 
