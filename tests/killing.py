@@ -111,3 +111,22 @@ def run_until(
     if write is not None:
         die_at_replace(write[0], after=write[1])
     small.small_run(getattr(small, model)(), output=folder, reporter=Suicidal(*step), **settings)
+
+
+def run_command(arguments: list[str], said: Path, environment: dict[str, str]) -> None:
+    """The command line, in this process; what it says goes into a file."""
+    import torch
+
+    from peel.cli import main
+
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    handle = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    sys.exit(main(arguments))
+
+
+def command(arguments: list[str], said: Path, **environment: str) -> Any:
+    """The command line in a process of its own, started."""
+    return start(run_command, arguments, said, environment)
