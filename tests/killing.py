@@ -114,7 +114,7 @@ def run_until(
 
 
 def run_command(arguments: list[str], said: Path, environment: dict[str, str]) -> None:
-    """The command line, in this process; what it says goes into a file."""
+    """The command line, in this process; what it says goes into a file or to a terminal."""
     import torch
 
     from peel.cli import main
@@ -124,6 +124,10 @@ def run_command(arguments: list[str], said: Path, environment: dict[str, str]) -
     handle = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
+    if "PYTHONIOENCODING" in environment:  # which the interpreter has looked for already
+        encoding, errors = environment["PYTHONIOENCODING"].split(":")
+        sys.stdout.reconfigure(encoding=encoding, errors=errors)  # type: ignore[attr-defined]
+        sys.stderr.reconfigure(encoding=encoding)  # type: ignore[attr-defined]
     sys.exit(main(arguments))
 
 
