@@ -236,6 +236,7 @@ def test_a_disk_that_is_full_on_the_way_keeps_the_last_checkpoint_and_says_what_
     code, said = run(folder)
     assert code == 0
     assert "going on after epoch 1 of 2" in said
+    assert "stopped by an error" not in (folder / "report.html").read_text()
     assert weights(folder) == whole
 
 
@@ -262,6 +263,7 @@ def test_a_rate_far_too_high_exits_with_4_and_the_good_checkpoint_stays(tmp_path
     assert code == 4, said
     assert "epoch 2" in said
     assert "lower lr" in said
+    assert "The run was stopped by an error: the loss is no finite number any more" in (tmp_path / "run" / "report.html").read_text()
     [path] = kept(tmp_path / "run")
     state = torch.load(path, weights_only=True)
     assert state["epoch"] == 1

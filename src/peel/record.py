@@ -23,6 +23,8 @@ class RunRecord:
     plan: dict[str, Any] | None
     metrics: list[dict[str, Any]]
     result: dict[str, Any] | None
+    stopped: dict[str, Any] | None = None
+    """Why the last start of the run came to no end, where an error stopped it."""
 
     @classmethod
     def read(cls, folder: Path) -> RunRecord:
@@ -36,6 +38,7 @@ class RunRecord:
             plan=_document(folder / "plan.json", "peel-plan"),
             metrics=_lines(folder / "metrics.jsonl"),
             result=_document(folder / "result.json", "peel-result"),
+            stopped=_document(folder / "stopped.json", "peel-stopped"),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import platform
@@ -16,7 +17,7 @@ from torch import nn
 
 from . import zoo
 from .allocation import resolve_budget
-from .errors import ConfigError, DataError, ModelError, did_you_mean
+from .errors import ConfigError, DataError, ModelError, PeelError, RunError, did_you_mean
 from .graph import ChannelGraph, trace
 from .problem import Problem
 from .settings import Method
@@ -141,8 +142,13 @@ def prune(
         settings = {"format": "peel-run", "version": 1, "command": command or "peel.prune(...)", "resolved": resolved}
         workspace.settle({**settings, "given": _given(model, data, budget, recipe, train, search, method)}, run.environment)
         run.workspace = workspace
+        workspace.remove("stopped.json")
         try:
             return run.go()
+        except PeelError as error:
+            with contextlib.suppress(RunError):  # the disk may be full
+                workspace.write_json("stopped.json", {"format": "peel-stopped", "version": 1, "error": str(error)})
+            raise
         finally:
             run.draw()
 

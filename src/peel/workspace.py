@@ -6,6 +6,7 @@ metrics.jsonl                        a line per epoch, appended as it goes
 checkpoints/                         the state of the stage that is running
 stages/NAME.json, NAME.safetensors   a finished stage: its record and its model
 result.json, report.html             the end
+stopped.json                         the error that stopped the last start, where one did
 """
 
 from __future__ import annotations
@@ -161,6 +162,9 @@ class Workspace:
             raise RunError(f"cannot read {path}: {error.strerror}.") from error
         except ValueError as error:
             raise DamagedError(f"{path} is damaged: {error}. Restore it from a copy, or start anew with another --output.") from error
+
+    def remove(self, name: str) -> None:
+        (self.folder / name).unlink(missing_ok=True)
 
     def has(self, name: str) -> bool:
         return (self.folder / name).exists()

@@ -106,7 +106,7 @@ def _facts(record: RunRecord) -> list[str]:
 
 
 def _missing(record: RunRecord, stages: Mapping[str, list[dict[str, Any]]]) -> list[str]:
-    missing = []
+    missing = [f"The run was stopped by an error: {record.stopped['error']}"] if record.stopped is not None else []
     if record.plan is None:
         missing.append("The plan is not made yet (plan.json): costs, channels and resources per group come with it.")
     if not stages:
