@@ -16,6 +16,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -501,6 +502,20 @@ def test_one_image_of_each_class_and_class_names_with_gaps_are_enough_to_train(t
     settings = json.loads((tmp_path / "run" / "settings.json").read_text())["resolved"]
     assert settings["images"] == [4, 4]
     assert sorted(settings["input"]["classes"]) == ["0", "19", "2", "7"]
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("label", [-1, 10])
+def test_a_label_beyond_the_classes_is_named_before_anything_is_trained(label: int, split: str, tmp_path: Path) -> None:
+    data = few_digits()
+    images: Any = getattr(data, split)
+    labels = images.labels.clone()
+    labels[3] = label
+    wrong: Any = {split: replace(images, labels=labels)}
+    kind = "training" if split == "train" else "test"
+    with pytest.raises(peel.DataError, match=rf"the {kind} labels of digits go from {min(label, 0)} to {max(label, 9)}; with 10 classes"):
+        small_run(data=replace(data, **wrong), output=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 # Two at once (F17)

@@ -207,6 +207,13 @@ def _check_classes(network: nn.Module, data: Data) -> None:
             f"the model gives scores of shape {tuple(scores.shape[1:])}, the data {data.name} has {len(data.classes)} classes. Build the "
             f"model with {len(data.classes)} outputs, or choose data with as many classes as the model."
         )
+    for name, split in (("training", data.train), ("test", data.test)):
+        lowest, highest = int(split.labels.min()), int(split.labels.max())
+        if lowest < 0 or highest >= len(data.classes):
+            raise DataError(
+                f"the {name} labels of {data.name} go from {lowest} to {highest}; with {len(data.classes)} classes they must lie between "
+                f"0 and {len(data.classes) - 1}. Number the classes without gaps, from 0."
+            )
 
 
 def _recipes(
