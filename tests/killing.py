@@ -111,3 +111,26 @@ def run_until(
     if write is not None:
         die_at_replace(write[0], after=write[1])
     small.small_run(getattr(small, model)(), output=folder, reporter=Suicidal(*step), **settings)
+
+
+def run_command(arguments: list[str], said: Path, environment: dict[str, str]) -> None:
+    """The command line, in this process; what it says goes into a file or to a terminal."""
+    import torch
+
+    from peel.cli import main
+
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    handle = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    if "PYTHONIOENCODING" in environment:  # which the interpreter has looked for already
+        encoding, errors = environment["PYTHONIOENCODING"].split(":")
+        sys.stdout.reconfigure(encoding=encoding, errors=errors)  # type: ignore[attr-defined]
+        sys.stderr.reconfigure(encoding=encoding)  # type: ignore[attr-defined]
+    sys.exit(main(arguments))
+
+
+def command(arguments: list[str], said: Path, **environment: str) -> Any:
+    """The command line in a process of its own, started."""
+    return start(run_command, arguments, said, environment)

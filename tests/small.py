@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +48,15 @@ class Small(nn.Module):
 class Dropping(Small):
     def __init__(self) -> None:
         super().__init__(dropout=0.5)
+
+
+class Slow(Small):
+    """Each step of its training takes as many seconds as PAUSE says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            time.sleep(float(os.environ.get("PAUSE", "0")))
+        return super().forward(x)
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import peel
@@ -83,6 +83,7 @@ def test_uniform_is_uniform(name: str, share: float) -> None:
 
 
 @given(st.sampled_from(["cifar_resnet20", "cifar_resnet56"]), st.floats(0.02, 1.0))
+@example("cifar_resnet20", 0.03125)
 def test_small_networks_come_within_a_thousandth_too(name: str, share: float) -> None:
     _, graph = traced_zoo(name)
     budget = int(graph.macs() * share)

@@ -1,4 +1,4 @@
-"""What a person may get wrong, and what they are told: the thing, the value and the way out; exit code 2; nothing written, nothing lost."""
+"""What a person may get wrong, and what they are told: the thing, the value and the way out; exit code 2, or 3 for images and files."""
 
 from __future__ import annotations
 
@@ -90,86 +90,90 @@ def files(place: Path) -> None:
         (place / name).write_text(text)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        # Data
-        (["--data", "nowhere"], ["'nowhere'", "digits, cifar10"]),
-        (["--data", "digit"], ["Did you mean digits"]),
-        (["--data", "file"], ["file is a file", "train/ and val/"]),
-        (["--data", "empty"], ["empty needs the folders train/ and val/", "it holds nothing"]),
-        (["--data", "halves"], ["halves needs the folders train/ and val/", "it holds train"]),
-        (["--data", "bare"], ["bare/train has no folders", "one folder of images per class"]),
-        (["--data", "hollow"], ["hollow/train/dog holds no images", "Remove the folder"]),
-        (["--data", "different"], ["different classes: dog, fish not in both"]),
-        (["--data", "good", "--train.batch-size", "13"], ["a batch of 13 images", "training set of 12", "at most 12"]),
-        (["--data", "good", "--train.batch-size", "6", "--search.batch-size", "13"], ["a batch of 13 images"]),
-        (["--train.batch-size", "1438"], ["a batch of 1438 images", "at most 1437"]),
-        (["--image-size", "0"], ["image_size must be a whole number of at least 1, not 0"]),
-        # Settings of the method
-        (["--keep", "0"], ["keep (lambda)", "above 0 and at most 1, not 0"]),
-        (["--keep", "1.5"], ["keep (lambda)", "not 1.5"]),
-        (["--keep", "-0.1"], ["keep (lambda)", "not -0.1"]),
-        (["--keep", "nan"], ["keep (lambda)", "nan"]),
-        (["--criterion", "gradent"], ["criterion is one of bn, weight", "'gradent'", "Did you mean gradient"]),
-        (["--policy", "winner-takes-all"], ["'winner-takes-all'", "Did you mean winner-take-all"]),
-        (["--solve", "triangle"], ["'triangle'", "Did you mean triangular"]),
-        (["--start", "even"], ["start is one of uniform, equal, not 'even'"]),
-        (["--distill", "inplace"], ["'inplace'", "Did you mean in-place"]),
-        (["--reduce", "max"], ["reduce is one of mean, sum, not 'max'"]),
-        (["--resource", "flops"], ["resource is one of macs, params, memory, not 'flops'"]),
-        (["--rounds", "0"], ["rounds must be a whole number of at least 1, not 0"]),
-        (["--divisor", "0"], ["divisor must be a whole number of at least 1, not 0"]),
-        (["--penalty", "-1"], ["penalty must not be negative, not -1"]),
-        (["--penalty", "0.1", "--pull", "3"], ["penalty and pull", "give one of them"]),
-        (["--temperature", "0"], ["temperature must be positive, not 0"]),
-        (["--cap", "1.0", "--solve", "triangular"], ["cap needs solve"]),
-        (["--hold", "conv9"], ["no free tie is called 'conv9'"]),
-        (["--ignore", "*"], ["matches every layer"]),
-        (["--steps", "original,pel"], ["no step is called 'pel'", "Did you mean peel"]),
-        # Budgets
-        (["--budget", "half"], ["cannot read 'half' as a budget", "50%"]),
-        (["--budget", "0"], ["the budget must be positive, not '0'"]),
-        (["--budget=-5%"], ["cannot read '-5%' as a budget"]),
-        (["--budget", "100"], ["a budget of 100 macs cannot be reached", "the smallest network has"]),
-        (["--budget", "2500", "--keep", "0.5"], ["which may cost 0.5 of the budget", "cannot be reached"]),
-        # Recipes
-        (["--recipe", "imagenet-resnt"], ["'imagenet-resnt'", "Did you mean imagenet-resnet"]),
-        (["--train.epoch", "3"], ["--train.epoch", "Did you mean"]),
-        (["--train.epochs", "0"], ["epochs must be a whole number of at least 1, not 0"]),
-        (["--train.lr", "-1"], ["lr must be a number from 0", "-1"]),
-        (["--search.schedule", "cosin"], ["'cosin'", "Did you mean cosine"]),
-        (["--train.augment", "flip"], ["augment is one of", "'flip'"]),
-        (["--train.epochs", "many"], ["many"]),
-        # Files
-        (["--plan", "missing.json"], ["cannot read the plan missing.json", "No such file"]),
-        (["--plan", "not.json"], ["the plan not.json is not JSON"]),
-        (["--plan", "list.json"], ["a plan is an object with `widths`"]),
-        (["--plan", "unknown.json"], ["conv9"]),
-        (["--plan", "zero.json"], ["0: the width must be at least 1, not 0"]),
-        (["--plan", "fraction.json"], ["0: the width must be a whole number, not 4.5"]),
-        (["--groups", "missing.json"], ["cannot read the groups in missing.json"]),
-        (["--groups", "not.json"], ["not.json is not JSON"]),
-        (["--groups", "groups.json"], ["nine"]),
-        (["--groups", "lists.json"], ["group name -> list of tie names"]),
-        (["--teacher", "missing.pt"], ["there is no teacher at missing.pt"]),
-        (["--teacher", "file"], ["file cannot be read as weights"]),
-        (["--output", "file"], ["the output folder file is a file", "--output"]),
-        # The rest
-        (["--device", "tpu"], ["the device 'tpu' cannot be used"]),
-        (["--device", "cuda:99"], ["the device 'cuda:99' cannot be used"]),
-        (["--workers", "-1"], ["workers must be", "-1"]),
-        (["--seed", "one"], ["one"]),
-        (["--citerion", "bn"], ["--citerion", "Did you mean"]),
-    ],
-)
+#: Images, labels and files that cannot be used: exit code 3.
+FILES: list[tuple[list[str], list[str]]] = [
+    (["--data", "nowhere"], ["'nowhere'", "digits, cifar10"]),
+    (["--data", "digit"], ["Did you mean digits"]),
+    (["--data", "file"], ["file is a file", "train/ and val/"]),
+    (["--data", "empty"], ["empty needs the folders train/ and val/", "it holds nothing"]),
+    (["--data", "halves"], ["halves needs the folders train/ and val/", "it holds train"]),
+    (["--data", "bare"], ["bare/train has no folders", "one folder of images per class"]),
+    (["--data", "hollow"], ["hollow/train/dog holds no images", "Remove the folder"]),
+    (["--data", "different"], ["different classes: dog, fish not in both"]),
+    (["--data", "good", "--train.batch-size", "13"], ["a batch of 13 images", "training set of 12", "at most 12"]),
+    (["--data", "good", "--train.batch-size", "6", "--search.batch-size", "13"], ["a batch of 13 images"]),
+    (["--train.batch-size", "1438"], ["a batch of 1438 images", "at most 1437"]),
+    (["--teacher", "file"], ["file cannot be read as weights"]),
+]
+
+#: Settings that cannot be: exit code 2.
+OPTIONS: list[tuple[list[str], list[str]]] = [
+    (["--image-size", "0"], ["image_size must be a whole number of at least 1, not 0"]),
+    # Settings of the method
+    (["--keep", "0"], ["keep (lambda)", "above 0 and at most 1, not 0"]),
+    (["--keep", "1.5"], ["keep (lambda)", "not 1.5"]),
+    (["--keep", "-0.1"], ["keep (lambda)", "not -0.1"]),
+    (["--keep", "nan"], ["keep (lambda)", "nan"]),
+    (["--criterion", "gradent"], ["criterion is one of bn, weight", "'gradent'", "Did you mean gradient"]),
+    (["--policy", "winner-takes-all"], ["'winner-takes-all'", "Did you mean winner-take-all"]),
+    (["--solve", "triangle"], ["'triangle'", "Did you mean triangular"]),
+    (["--start", "even"], ["start is one of uniform, equal, not 'even'"]),
+    (["--distill", "inplace"], ["'inplace'", "Did you mean in-place"]),
+    (["--reduce", "max"], ["reduce is one of mean, sum, not 'max'"]),
+    (["--resource", "flops"], ["resource is one of macs, params, memory, not 'flops'"]),
+    (["--rounds", "0"], ["rounds must be a whole number of at least 1, not 0"]),
+    (["--divisor", "0"], ["divisor must be a whole number of at least 1, not 0"]),
+    (["--penalty", "-1"], ["penalty must not be negative, not -1"]),
+    (["--penalty", "0.1", "--pull", "3"], ["penalty and pull", "give one of them"]),
+    (["--temperature", "0"], ["temperature must be positive, not 0"]),
+    (["--cap", "1.0", "--solve", "triangular"], ["cap needs solve"]),
+    (["--hold", "conv9"], ["no free tie is called 'conv9'"]),
+    (["--ignore", "*"], ["matches every layer"]),
+    (["--steps", "original,pel"], ["no step is called 'pel'", "Did you mean peel"]),
+    # Budgets
+    (["--budget", "half"], ["cannot read 'half' as a budget", "50%"]),
+    (["--budget", "0"], ["the budget must be positive, not '0'"]),
+    (["--budget=-5%"], ["cannot read '-5%' as a budget"]),
+    (["--budget", "100"], ["a budget of 100 macs cannot be reached", "the smallest network has"]),
+    (["--budget", "2500", "--keep", "0.5"], ["which may cost 0.5 of the budget", "cannot be reached"]),
+    # Recipes
+    (["--recipe", "imagenet-resnt"], ["'imagenet-resnt'", "Did you mean imagenet-resnet"]),
+    (["--train.epoch", "3"], ["--train.epoch", "Did you mean"]),
+    (["--train.epochs", "0"], ["epochs must be a whole number of at least 1, not 0"]),
+    (["--train.lr", "-1"], ["lr must be a number from 0", "-1"]),
+    (["--search.schedule", "cosin"], ["'cosin'", "Did you mean cosine"]),
+    (["--train.augment", "flip"], ["augment is one of", "'flip'"]),
+    (["--train.epochs", "many"], ["many"]),
+    # Files
+    (["--plan", "missing.json"], ["cannot read the plan missing.json", "No such file"]),
+    (["--plan", "not.json"], ["the plan not.json is not JSON"]),
+    (["--plan", "list.json"], ["a plan is an object with `widths`"]),
+    (["--plan", "unknown.json"], ["conv9"]),
+    (["--plan", "zero.json"], ["0: the width must be at least 1, not 0"]),
+    (["--plan", "fraction.json"], ["0: the width must be a whole number, not 4.5"]),
+    (["--groups", "missing.json"], ["cannot read the groups in missing.json"]),
+    (["--groups", "not.json"], ["not.json is not JSON"]),
+    (["--groups", "groups.json"], ["nine"]),
+    (["--groups", "lists.json"], ["group name -> list of tie names"]),
+    (["--teacher", "missing.pt"], ["there is no teacher at missing.pt"]),
+    (["--output", "file"], ["the output folder file is a file", "--output"]),
+    # The rest
+    (["--device", "tpu"], ["the device 'tpu' cannot be used"]),
+    (["--device", "cuda:99"], ["the device 'cuda:99' cannot be used"]),
+    (["--workers", "-1"], ["workers must be", "-1"]),
+    (["--seed", "one"], ["one"]),
+    (["--citerion", "bn"], ["--citerion", "Did you mean"]),
+]
+
+
+@pytest.mark.parametrize(("code", "options", "expected"), [*((3, *case) for case in FILES), *((2, *case) for case in OPTIONS)])
 def test_a_wrong_option_is_explained_and_nothing_is_written(
-    options: list[str], expected: list[str], place: Path, capsys: pytest.CaptureFixture[str]
+    code: int, options: list[str], expected: list[str], place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files(place)
     before = content(place)
     output = [] if "--output" in options else ["--output", "out"]
-    assert main(["run", "own.py:model", "--quiet", *output, *options]) == 2
+    assert main(["run", "own.py:model", "--quiet", *output, *options]) == code
     captured = capsys.readouterr()
     said = " ".join((captured.out + captured.err).replace("│", " ").split())
     for part in expected:
@@ -182,7 +186,7 @@ def test_a_wrong_option_is_explained_and_nothing_is_written(
 @pytest.mark.parametrize("model", ["own.py:modell", "cifar_resnet21", "own.py:seven"])
 def test_a_wrong_model_is_explained_and_nothing_is_written(model: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = content(place)
-    assert main(["run", model, "--output", "out", "--quiet"]) == 2
+    assert main(["run", model, "--output", "out", "--quiet"]) == (3 if model == "own.py:seven" else 2)
     said = capsys.readouterr().err
     assert {"own.py:modell": "Did you mean model", "cifar_resnet21": "Did you mean", "own.py:seven": "10 classes"}[model] in said
     assert content(place) == before
@@ -283,7 +287,7 @@ def test_the_command_stops_at_broken_images_and_runs_without_them(place: Path, c
     before = content(place)
     command = ["run", "own.py:model", "--data", "good", "--output", "out", "--quiet", "--steps", "original", "--train.epochs", "1"]
     command += ["--train.batch-size", "6", "--search.batch-size", "6"]
-    assert main(command) == 2
+    assert main(command) == 3
     said = capsys.readouterr().err
     assert all(name in said for name in broken)
     assert content(place) == before

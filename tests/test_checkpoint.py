@@ -143,7 +143,9 @@ def test_a_full_disk_keeps_the_checkpoints_before(tmp_path: Path, monkeypatch: p
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(RunError, match=r"peel-00003.* bytes\).*No space left on device.*kept.*make room"):
+    with pytest.raises(
+        RunError, match=r"peel-00003.*No space left on device \([\d,]+ bytes are needed, [\d,]+ are free\).*kept.*make room"
+    ):
         checkpoints.save(state(3), 3, 0)
     monkeypatch.undo()
     assert newest_number(checkpoints) == 2

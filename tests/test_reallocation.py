@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -323,6 +323,7 @@ def test_the_other_policies_hold_ties_too(policy: object) -> None:
 
 
 @given(st.floats(0.5, 1.0), st.floats(0.3, 0.95), st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4), st.sampled_from([0.9, 1.0, 1.2]))
+@example(0.8, 0.375, [1.0, 1.0, 1.0, 1.0], 0.9)
 def test_what_a_capped_group_cannot_take_goes_to_the_others(part: float, keep: float, weights: list[float], cap: float) -> None:
     _, graph = traced_zoo("resnet18")
     budget = int(graph.macs() * part)

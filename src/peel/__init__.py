@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .errors import (
         BudgetError,
         ConfigError,
+        DamagedError,
         DataError,
         DivergedError,
         MemoryShortError,
@@ -44,6 +45,7 @@ _HOME = {
     "BudgetError": "errors",
     "ChannelGraph": "graph",
     "ConfigError": "errors",
+    "DamagedError": "errors",
     "DataError": "errors",
     "DivergedError": "errors",
     "MemoryShortError": "errors",
@@ -75,6 +77,7 @@ __all__ = [
     "BudgetError",
     "ChannelGraph",
     "ConfigError",
+    "DamagedError",
     "DataError",
     "DivergedError",
     "MemoryShortError",

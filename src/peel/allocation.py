@@ -7,6 +7,7 @@ costs anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import permutations, product
 from math import floor, lcm
 
 from .budget import RESOURCES, Budget, format_count, parse_budget
@@ -190,23 +191,24 @@ def _fill(ladder: _Ladder, ideal: Sequence[float], cost: Cost, target: int) -> l
 
 
 def _exchange(ladder: _Ladder, ideal: Sequence[float], cost: Cost, target: int) -> list[int]:
-    """Fill, and where a gap is left, as in very small networks, take a step from one tie to give one to another, while that helps."""
+    """Fill, and where a gap is left, as in very small networks, take steps from one tie to give steps to another, while that helps."""
     units = _fill(ladder, ideal, cost, target)
     for _ in range(len(units)):
         if target - cost(units) <= target * GAP:
             break
+        # The smallest exchange that closes the gap, or the one that leaves the least of it.
         best, best_cost = units, cost(units)
-        for i in range(len(units)):
-            if units[i] - ladder.quantum[i] < ladder.bottom[i]:
-                continue
-            for j in range(len(units)):
-                if j == i or units[j] + ladder.quantum[j] > ladder.top[j]:
-                    continue
+        for taken, given in sorted(product((1, 2, 3), repeat=2), key=sum):
+            for i, j in permutations(range(len(units)), 2):
                 tried = list(units)
-                tried[i] -= ladder.quantum[i]
-                tried[j] += ladder.quantum[j]
+                tried[i] -= taken * ladder.quantum[i]
+                tried[j] += given * ladder.quantum[j]
+                if tried[i] < ladder.bottom[i] or tried[j] > ladder.top[j]:
+                    continue
                 if best_cost < (tried_cost := cost(tried)) <= target:
                     best, best_cost = tried, tried_cost
+            if target - best_cost <= target * GAP:
+                break
         if best is units:
             break
         units = best

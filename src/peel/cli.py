@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import os
 import shlex
 import sys
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from cyclopts import App, CycloptsError, Parameter
 
-from .errors import DivergedError, MemoryShortError, PeelError
+from .errors import DamagedError, DataError, DivergedError, MemoryShortError, PeelError, StoreError
 from .settings import Method
 from .train.recipe import Recipe
 from .version import __version__
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 #: Exit codes, documented in the README.
-OK, FAILED, WRONG_INPUT, DIVERGED, MEMORY_SHORT, INTERRUPTED = 0, 1, 2, 4, 5, 130
+OK, FAILED, WRONG_INPUT, BAD_FILES, DIVERGED, MEMORY_SHORT, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
 
 #: The arguments of this call, for the record of a run.
 _arguments: list[str] = []
@@ -323,10 +324,16 @@ def _print_json(data: dict[str, Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     _arguments[:] = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # A path may hold letters that this terminal lacks: no reason to fail after hours of training.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = app(list(_arguments), exit_on_error=False, result_action="return_value")
     except CycloptsError:
         return WRONG_INPUT  # already printed
+    except (DataError, StoreError, DamagedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_FILES
     except DivergedError as error:
         print(f"error: {error}", file=sys.stderr)
         return DIVERGED

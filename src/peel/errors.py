@@ -9,6 +9,7 @@
     ├── ConfigError   a setting that does not exist or cannot have that value
     ├── DataError     images or labels that are missing, unreadable or do not fit the model
     ├── RunError      a run folder that cannot be used
+    │   └── DamagedError  what a run has kept in its folder is damaged
     ├── DivergedError training that produced numbers that are not finite
     └── MemoryShortError not even the smallest part of a batch fits into memory
 
@@ -21,6 +22,7 @@ from difflib import get_close_matches
 __all__ = [
     "BudgetError",
     "ConfigError",
+    "DamagedError",
     "DataError",
     "DivergedError",
     "MemoryShortError",
@@ -68,6 +70,10 @@ class DataError(PeelError):
 
 class RunError(PeelError):
     """The run folder cannot be used."""
+
+
+class DamagedError(RunError):
+    """What a run has kept in its folder is damaged, or belongs to another run."""
 
 
 class DivergedError(PeelError):

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import shutil
 import tempfile
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-__all__ = ["write_bytes", "write_json"]
+__all__ = ["is_packed", "room_named", "write_bytes", "write_json"]
 
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write beside the target, make it durable, then put it in place in one step. What goes wrong is an OSError."""
+    with room_named(path, len(data)):
+        _write_bytes(path, data)
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -26,6 +35,28 @@ def write_bytes(path: Path, data: bytes) -> None:
         Path(temporary).unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def room_named(path: Path, needed: int) -> Iterator[None]:
+    """Where there is no room for a file, the error says how much is needed and how much there is."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(error.errno, f"{error.strerror} ({needed:,} bytes are needed, {free:,} are free)", str(path)) from error
+
+
+def is_packed(file: IO[bytes]) -> bool:
+    """Whether a zip file holds more than its own size: torch never compresses what it saves, and a small file could fill the memory."""
+    size, unpacked = file.seek(0, os.SEEK_END), 0
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as stored:
+            unpacked = sum(item.file_size for item in stored.infolist())
+    file.seek(0)
+    return unpacked > size
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import RunError
+from .errors import DamagedError, RunError
 
 __all__ = ["RunRecord"]
 
@@ -23,6 +23,8 @@ class RunRecord:
     plan: dict[str, Any] | None
     metrics: list[dict[str, Any]]
     result: dict[str, Any] | None
+    stopped: dict[str, Any] | None = None
+    """Why the last start of the run came to no end, where an error stopped it."""
 
     @classmethod
     def read(cls, folder: Path) -> RunRecord:
@@ -36,6 +38,7 @@ class RunRecord:
             plan=_document(folder / "plan.json", "peel-plan"),
             metrics=_lines(folder / "metrics.jsonl"),
             result=_document(folder / "result.json", "peel-result"),
+            stopped=_document(folder / "stopped.json", "peel-stopped"),
         )
 
 
@@ -46,7 +49,7 @@ def _document(path: Path, form: str | None = None) -> dict[str, Any] | None:
     try:
         document = _parse(data)
     except ValueError as error:
-        raise RunError(f"{path} is damaged: {error}. Restore the file, or run into a new folder.") from error
+        raise DamagedError(f"{path} is damaged: {error}. Restore the file, or run into a new folder.") from error
     if form is not None and document.get("format") != form:
         raise RunError(f"{path} has the format {document.get('format')!r}, not {form!r}: it was not written by a run of peel.")
     if form is not None and document.get("version") != VERSION:
@@ -64,7 +67,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             if number == lines[-1][0]:
                 break
-            raise RunError(f"{path} is damaged in line {number}: {error}. Take the line out, or run into a new folder.") from error
+            raise DamagedError(f"{path} is damaged in line {number}: {error}. Take the line out, or run into a new folder.") from error
     return objects
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import platform
@@ -16,7 +17,7 @@ from torch import nn
 
 from . import zoo
 from .allocation import resolve_budget
-from .errors import ConfigError, DataError, ModelError, did_you_mean
+from .errors import ConfigError, DataError, ModelError, PeelError, RunError, did_you_mean
 from .graph import ChannelGraph, trace
 from .problem import Problem
 from .settings import Method
@@ -97,6 +98,7 @@ def prune(
     engine = find_engine(device, workers=workers, deterministic=deterministic, parts=parts, compile=compile, sync_bn=sync_bn)
     resolved: dict[str, Any] = {
         "model": model if isinstance(model, str) else f"{type(model).__module__}:{type(model).__qualname__}",
+        "original": {"macs": graph.macs(), "params": graph.params(), "layers": _layers(network)},
         "data": loaded.name,
         "image_shape": list(loaded.shape),
         "images": [loaded.train.size, loaded.test.size],
@@ -130,7 +132,7 @@ def prune(
     )
     run = Stages(problem, chosen, recipes[0], wanted, teacher, given_plan, (reporter if engine.world.is_first else None) or Silent())
     run.checkpoint_seconds = checkpoint_seconds
-    own = ("model", "data", "image_shape", "fingerprint", "seed", "device", "processes", "parts", "align", "sync_bn", "train")
+    own = ("model", "original", "data", "image_shape", "fingerprint", "seed", "device", "processes", "parts", "align", "sync_bn", "train")
     run.teacher_settings = {name: resolved[name] for name in own}
     run.environment = _environment(engine)
     run.check()
@@ -144,8 +146,13 @@ def prune(
         settings = {"format": "peel-run", "version": 1, "command": command or "peel.prune(...)", "resolved": resolved}
         workspace.settle({**settings, "given": _given(model, data, budget, recipe, train, search, method)}, run.environment)
         run.workspace = workspace
+        workspace.remove("stopped.json")
         try:
             return run.go()
+        except PeelError as error:
+            with contextlib.suppress(RunError):  # the disk may be full
+                workspace.write_json("stopped.json", {"format": "peel-stopped", "version": 1, "error": str(error)})
+            raise
         finally:
             run.draw()
 
@@ -204,6 +211,13 @@ def _check_classes(network: nn.Module, data: Data) -> None:
             f"the model gives scores of shape {tuple(scores.shape[1:])}, the data {data.name} has {len(data.classes)} classes. Build the "
             f"model with {len(data.classes)} outputs, or choose data with as many classes as the model."
         )
+    for name, split in (("training", data.train), ("test", data.test)):
+        lowest, highest = int(split.labels.min()), int(split.labels.max())
+        if lowest < 0 or highest >= len(data.classes):
+            raise DataError(
+                f"the {name} labels of {data.name} go from {lowest} to {highest}; with {len(data.classes)} classes they must lie between "
+                f"0 and {len(data.classes) - 1}. Number the classes without gaps, from 0."
+            )
 
 
 def _recipes(
@@ -269,6 +283,13 @@ def _fingerprint(data: Data) -> str:
             for path in split.paths:
                 digest.update(f"{path.name}:{path.stat().st_size};".encode())
     return digest.hexdigest()[:16]
+
+
+def _layers(network: nn.Module) -> str:
+    """Tells whether the model's code still builds the same layers."""
+    kinds = [(name, type(module).__qualname__) for name, module in network.named_modules()]
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in network.state_dict().items()]
+    return hashlib.sha256(repr((kinds, shapes)).encode()).hexdigest()[:16]
 
 
 def _given(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import StoreError
+from .files import is_packed
 from .store import load
 
 __all__ = ["load_teacher", "saved_teacher"]
@@ -31,12 +32,16 @@ def load_teacher(path: Path, original: nn.Module) -> nn.Module:
     if path.suffix in (".json", ".safetensors"):
         return load(path, model=original)
     try:
-        stored: Any = torch.load(path, map_location="cpu", weights_only=True)
+        with path.open("rb") as file:
+            packed = is_packed(file)
+            stored: Any = None if packed else torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise StoreError(
             f"{path} cannot be read as weights without running code from it, so it is refused ({type(error).__name__}). Save the model's "
             "state_dict() with torch.save, or the model with peel.save."
         ) from error
+    if packed:
+        raise StoreError(f"{path} is compressed: unpacked, it could fill the memory, so it is refused. torch.save never compresses.")
     for key in ("state_dict", "model", "model_state_dict"):
         if isinstance(stored, dict) and isinstance(stored.get(key), dict):
             stored = stored[key]

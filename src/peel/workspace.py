@@ -6,12 +6,15 @@ metrics.jsonl                        a line per epoch, appended as it goes
 checkpoints/                         the state of the stage that is running
 stages/NAME.json, NAME.safetensors   a finished stage: its record and its model
 result.json, report.html             the end
+stopped.json                         the error that stopped the last start, where one did
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,13 +24,15 @@ from typing import IO, Any
 
 from torch import nn
 
-from .errors import RunError
-from .files import write_bytes, write_json
+from .errors import DamagedError, RunError
+from .files import room_named, write_bytes, write_json
 from .store import load, save
 from .train.checkpoint import Checkpoints
 from .train.loop import Epoch
 
 __all__ = ["Workspace", "difference"]
+
+log = logging.getLogger("peel")
 
 #: Settings that may change between one start of a run and the next: they do not change what is computed.
 FREE = ("device", "workers", "steps")
@@ -42,6 +47,7 @@ class Workspace:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self._lock: IO[str] | None = None
+        self._run = ""
 
     def __enter__(self) -> Workspace:
         try:
@@ -87,10 +93,9 @@ class Workspace:
             owner = self._lock.read().strip() or "another process"
             self.close()
             raise RunError(f"{self.folder} is in use by {owner}. Wait for it to end, or name another folder with --output.") from None
-        self._lock.seek(0)
-        self._lock.truncate()
-        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        self._lock.flush()
+        with contextlib.suppress(OSError):  # on a full disk; the probe that follows says so
+            os.ftruncate(self._lock.fileno(), 0)
+            os.write(self._lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
 
     def _refuse_foreign(self, own: Sequence[str]) -> None:
         """A folder with files of someone else's is left as it is."""
@@ -112,6 +117,8 @@ class Workspace:
     def settle(self, settings: dict[str, Any], environment: dict[str, Any]) -> bool:
         """Write the settings, or compare them with those that are there already. Returns whether the run is a resumed one."""
         path = self.folder / "settings.json"
+        fixed = {name: value for name, value in settings["resolved"].items() if name not in FREE}
+        self._run = hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
         if not path.exists():
             self._refuse_foreign(EARLY)
             self.write_json("environment.json", environment)
@@ -125,7 +132,16 @@ class Workspace:
                 f"{self.folder} was started with other settings:\n{lines}\n"
                 "Give the same settings to go on with it, or another --output to start anew."
             )
+        self._compare_versions(environment)
         return True
+
+    def _compare_versions(self, environment: Mapping[str, Any]) -> None:
+        """Another torch may round otherwise. That is no reason to lose a run, but one to say so."""
+        before = self.read_json("environment.json") if self.has("environment.json") else {}
+        for name in ("peel", "torch"):
+            if name in before and before[name] != environment.get(name):
+                old, new = before[name], environment.get(name)
+                log.warning("%s was begun with %s %s and goes on with %s: the bits may differ.", self.folder, name, old, new)
 
     # Files
 
@@ -135,7 +151,8 @@ class Workspace:
 
     def write_text(self, name: str, text: str) -> None:
         with self._written(name):
-            write_bytes(self.folder / name, text.encode())
+            # A path of the user's may hold bytes that are no UTF-8.
+            write_bytes(self.folder / name, text.encode(errors="backslashreplace"))
 
     def read_json(self, name: str) -> Any:
         path = self.folder / name
@@ -144,7 +161,10 @@ class Workspace:
         except OSError as error:
             raise RunError(f"cannot read {path}: {error.strerror}.") from error
         except ValueError as error:
-            raise RunError(f"{path} is damaged: {error}. Restore it from a copy, or start anew with another --output.") from error
+            raise DamagedError(f"{path} is damaged: {error}. Restore it from a copy, or start anew with another --output.") from error
+
+    def remove(self, name: str) -> None:
+        (self.folder / name).unlink(missing_ok=True)
 
     def has(self, name: str) -> bool:
         return (self.folder / name).exists()
@@ -152,7 +172,7 @@ class Workspace:
     # Stages
 
     def checkpoints(self, stage: str) -> Checkpoints:
-        return Checkpoints(self.folder / "checkpoints", stage)
+        return Checkpoints(self.folder / "checkpoints", stage, run=self._run)
 
     def finished(self, stage: str) -> dict[str, Any] | None:
         """The record of a stage, if it has finished."""
@@ -174,8 +194,9 @@ class Workspace:
     # Metrics
 
     def log_epoch(self, stage: str, epoch: Epoch) -> None:
-        with self._written("metrics.jsonl"), (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(_line(stage, epoch))
+        path, line = self.folder / "metrics.jsonl", _line(stage, epoch)
+        with self._written(path.name), room_named(path, len(line)), path.open("a") as file:
+            file.write(line)
 
     def restart_metrics(self, stage: str, history: Sequence[Epoch]) -> None:
         """Bring the lines of a stage to what its checkpoint knows; a killed run may have written more, less, or half a line."""

@@ -10,6 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from ..budget import format_count
+from ..errors import PeelError
 from ..record import RunRecord
 from .charts import curves_chart, groups_chart, importance_chart, label, widths_chart
 
@@ -31,8 +32,12 @@ class Table:
 
 def render(record: RunRecord) -> str:
     """The page as one HTML text that needs no other file. A run that is not finished gives a page that says what is missing."""
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
+    try:
+        import matplotlib  # noqa: F401
+        from jinja2 import Environment, StrictUndefined
+        from markupsafe import Markup
+    except ImportError as error:
+        raise PeelError(f"the page needs {error.name}: pip install {error.name}") from error
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["svg"] = Markup  # charts escape the names that they show
@@ -101,7 +106,7 @@ def _facts(record: RunRecord) -> list[str]:
 
 
 def _missing(record: RunRecord, stages: Mapping[str, list[dict[str, Any]]]) -> list[str]:
-    missing = []
+    missing = [f"The run was stopped by an error: {record.stopped['error']}"] if record.stopped is not None else []
     if record.plan is None:
         missing.append("The plan is not made yet (plan.json): costs, channels and resources per group come with it.")
     if not stages:

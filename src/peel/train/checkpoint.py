@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..errors import RunError
-from ..files import write_bytes
+from ..errors import DamagedError, RunError
+from ..files import is_packed, write_bytes
 
 __all__ = ["Checkpoints"]
 
@@ -27,10 +27,12 @@ class Checkpoints:
     folder: Path
     name: str
     keep: int = 2
+    run: str = ""
+    """What tells this run from others: a checkpoint of another one is not taken for one's own."""
 
     def save(self, state: dict[str, Any], epoch: int, step: int) -> Path:
         buffer = io.BytesIO()
-        torch.save(state, buffer)
+        torch.save({**state, "run": self.run}, buffer)
         data = buffer.getvalue()
         path = self.folder / f"{self.name}-{epoch:05d}-{step:07d}-{hashlib.sha256(data).hexdigest()}.pt"
         try:
@@ -38,10 +40,11 @@ class Checkpoints:
             write_bytes(path, data)
         except OSError as error:
             raise RunError(
-                f"cannot write the checkpoint {path.name[:40]} ({len(data):,} bytes) to {self.folder}: {error.strerror}. "
+                f"cannot write the checkpoint {path.name[:40]} to {self.folder}: {error.strerror}. "
                 "The checkpoints before it are kept; make room and run the same command again."
             ) from error
-        for old in self._found()[self.keep :]:
+        # Files that call themselves newer are damaged or someone else's: they do not push out what is good.
+        for old in [found for found in self._found() if found.name <= path.name][self.keep :]:
             old.unlink(missing_ok=True)
         return path
 
@@ -56,15 +59,22 @@ class Checkpoints:
                 continue
             if hashlib.sha256(data).hexdigest() == path.stem.rsplit("-", 1)[1]:
                 try:
+                    if is_packed(io.BytesIO(data)):
+                        raise ValueError("compressed")
                     state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-                    return state
+                    owner = state.pop("run", self.run)
                 except Exception as error:  # whatever is in it, it was not written here
                     log.warning("%s is no checkpoint of peel (%s); an older one is used.", path, type(error).__name__)
                     continue
+                if owner == self.run:
+                    return state
+                log.warning("%s belongs to a run with other settings; an older checkpoint is used.", path)
+                continue
             log.warning("%s is damaged; an older checkpoint is used.", path)
         if found:
-            raise RunError(
-                f"every checkpoint of stage {self.name} in {self.folder} is damaged: {', '.join(path.name[:40] for path in found)}. "
+            raise DamagedError(
+                f"every checkpoint of stage {self.name} in {self.folder} is damaged or of another run: "
+                f"{', '.join(path.name[:40] for path in found)}. "
                 "Restore one of them from a copy, or delete them to train this stage from its beginning."
             )
         return None

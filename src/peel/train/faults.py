@@ -1,4 +1,7 @@
-"""Faults on demand, for tests: `PEEL_FAULT=STEP:KIND[:RANK]` strikes once, at a step counted from 0 over a stage."""
+"""Faults on demand, for tests: `PEEL_FAULT=STEP:KIND[:RANK]` strikes at a step counted from 0 over a stage.
+
+What torchrun has started again is spared: the fault has struck its first life.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ __all__ = ["fault"]
 def fault(step: int, images: Tensor) -> Tensor:
     """The images as they are, unless a fault was ordered for this step."""
     order = os.environ.get("PEEL_FAULT")
-    if not order:
+    if not order or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return images
     when, kind, *rank = order.split(":")
     if int(when) != step or (rank and rank[0] != os.environ.get("RANK", "0")):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 
 from ..errors import ConfigError, RunError
 
@@ -96,8 +97,19 @@ def join_world(device: torch.device) -> World:
         raise ConfigError(f"WORLD_SIZE is set, but {', '.join(missing)} is not: start several processes with torchrun or with --gpus.")
     if not dist.is_initialized():
         patience = timedelta(seconds=float(os.environ.get("PEEL_PATIENCE", PATIENCE)))
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=patience)
+        store, rank, size = next(rendezvous("env://", timeout=patience))
+        store = dist.PrefixStore(f"life-{_life()}", store)  # type: ignore[attr-defined]
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size, timeout=patience)
     return World(dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_RANK"]))
+
+
+def _life() -> str:
+    """How often torchrun has started these processes again.
+
+    Its store outlives them: without a place of their own they may find the addresses of those who died, and wait for them. Agents on
+    several machines do not count alike; there, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each life a store of its own.
+    """
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get("GROUP_WORLD_SIZE") == "1" else "0"
 
 
 def leave_world() -> None:

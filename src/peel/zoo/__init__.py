@@ -51,8 +51,11 @@ def _torchvision_names() -> list[str]:
 
 
 def _timm_names() -> list[str]:
-    import timm
-
+    """None where timm is not installed: everything but its models works without."""
+    try:
+        import timm
+    except ImportError:
+        return []
     return list(timm.list_models())
 
 
@@ -87,10 +90,12 @@ def find(reference: str) -> ModelSpec:
             raise ModelError(f"timm has no {name!r}: {error}") from error
         channels, height, width = config.input_size if config is not None else (3, 224, 224)
         return ModelSpec(TIMM, name, (channels, height, width))
-    known = [model for group in names().values() for model in group]
+    by_source = names()
+    known = [model for group in by_source.values() for model in group]
+    absent = "" if by_source[TIMM] else " timm is not installed; for its models: pip install timm."
     raise ModelError(
         f"no model is called {reference!r}.{did_you_mean(name, known)} Models are named as in torchvision and timm; for "
-        "your own, write package.module:callable or path/to/file.py:callable."
+        f"your own, write package.module:callable or path/to/file.py:callable.{absent}"
     )
 
 
