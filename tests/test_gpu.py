@@ -26,7 +26,8 @@ from peel.train.crops import draw_windows, seen_through
 from peel.train.data import load_data
 from peel.train.engine import Engine, find_engine
 from peel.train.folder import Folder, Paths
-from peel.train.loop import Epoch, fit
+from peel.train.history import Epoch
+from peel.train.loop import fit
 from peel.train.objective import CrossEntropy
 from peel.train.recipe import Recipe
 from peel.train.resident import Resident

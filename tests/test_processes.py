@@ -76,6 +76,17 @@ def test_processes_reach_the_weights_of_one_that_adds_up_the_same_parts(place: P
 
 
 @pytest.mark.slow
+def test_with_joint_norms_processes_reach_the_weights_of_one_that_sees_the_whole_batch(place: Path) -> None:
+    finished(start(place, "--output", "alone"))
+    finished(start(place, "--gpus", "2", "--sync-bn", "--output", "together"))
+    finished(start(place, "--gpus", "2", "--output", "apart"))
+    alone, together, apart = (weights(place / name) for name in ("alone", "together", "apart"))
+    for name, value in alone.items():
+        assert torch.allclose(value, together[name], rtol=1e-3, atol=1e-4), name
+    assert not all(torch.allclose(value, apart[name], rtol=1e-3, atol=1e-4) for name, value in alone.items()), "parts differ"
+
+
+@pytest.mark.slow
 def test_two_machines_as_two_agents_that_meet_on_the_network(place: Path) -> None:
     port = 29400 + os.getpid() % 1000
     meeting = (

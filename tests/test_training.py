@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,14 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from peel.errors import ConfigError, DataError, DivergedError
+from peel.train import pace as pace_module
 from peel.train.batch import Batch
 from peel.train.chance import epoch_order
 from peel.train.checkpoint import Checkpoints
 from peel.train.data import Split
-from peel.train.loop import Epoch, evaluate, fit
+from peel.train.history import Epoch
+from peel.train.loop import evaluate, fit
 from peel.train.objective import CrossEntropy, Losses, class_scores
+from peel.train.pace import Pace
 from peel.train.recipe import RECIPES, Recipe, backbone_recipe, named_recipe
 from peel.train.resident import Resident
+from peel.train.stop import Stopped, listening
 from peel.train.view import AS_IT_IS
 from small import CPU, Small, few_digits, same_weights
 
@@ -342,9 +349,9 @@ class Poisoned:
         self.size, self.labels, self.shape = split.size, split.labels, split.shape
 
     def batches(self, *arguments: Any) -> Any:
+        turn, self.seen = self.seen, self.seen + 1
         for number, batch in enumerate(self.split.batches(*arguments)):
-            yield batch._replace(images=batch.images * math.nan) if (self.seen, number) == (self.epoch, self.batch) else batch
-        self.seen += 1
+            yield batch._replace(images=batch.images * math.nan) if (turn, number) == (self.epoch, self.batch) else batch
 
 
 @pytest.mark.parametrize("seconds", [600.0, 0.0])
@@ -473,3 +480,101 @@ def test_no_augmentation_shows_the_images_as_they_are() -> None:
         fit(fresh(), Noting(), train, replace(PLAIN, epochs=1, augment=augment), engine=CPU, seed=0)
         same = sum(image.contiguous().numpy().tobytes() in plain for batch in shown for image in batch)
         assert same == 200 if augment == "none" else same < inside
+
+
+# Going back after a divergence
+
+
+def test_a_training_that_diverged_goes_back_and_on_with_half_the_rate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recipe = replace(PLAIN, epochs=4, retries=1)
+    split: Any = Poisoned(few_digits().train, 2, 2)
+    model = fresh()
+    with caplog.at_level(logging.WARNING, "peel"):
+        history = fit(model, CrossEntropy(), split, recipe, engine=CPU, seed=0, checkpoints=Checkpoints(tmp_path, "a"))
+    assert "on with 0.5 of the rate" in caplog.text
+    assert [epoch.extra.get("slower") for epoch in history] == [None, None, 0.5, 0.5]
+    assert history[2].lr == pytest.approx(0.5 * recipe.rate(11, 4))
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+
+
+def test_it_goes_back_to_its_beginning_where_nothing_was_kept_yet(tmp_path: Path) -> None:
+    split: Any = Poisoned(few_digits().train, 1, 0)
+    fit(fresh(), CrossEntropy(), split, replace(PLAIN, epochs=1, retries=1), engine=CPU, seed=0, checkpoints=Checkpoints(tmp_path, "a"))
+
+
+def test_it_goes_back_only_as_often_as_it_was_asked_to(tmp_path: Path) -> None:
+    class Never(CrossEntropy):
+        def __call__(self, model: nn.Module, batch: Batch) -> Losses:
+            return super().__call__(model, batch._replace(images=batch.images * math.nan))
+
+    checkpoints = Checkpoints(tmp_path, "a")
+    with pytest.raises(DivergedError):
+        fit(fresh(), Never(), few_digits().train, replace(PLAIN, retries=2), engine=CPU, seed=0, checkpoints=checkpoints)
+
+
+# Stopping while the test images are looked at
+
+
+class Signalling:
+    """Test images that ask the process to stop, the second time they are looked at."""
+
+    def __init__(self, split: Split) -> None:
+        self.split, self.size, self.labels, self.shape, self.times = split, split.size, split.labels, split.shape, 0
+
+    def batches(self, *arguments: Any) -> Any:
+        self.times += 1
+        for batch in self.split.batches(*arguments):
+            if self.times == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+
+def test_a_signal_during_the_evaluation_keeps_the_epoch(tmp_path: Path) -> None:
+    data, recipe = few_digits(), replace(PLAIN, epochs=3)
+    whole, first, second = fresh(), fresh(), fresh()
+    straight = fit(whole, CrossEntropy(), data.train, recipe, engine=CPU, seed=0, test=data.test)
+    checkpoints = Checkpoints(tmp_path, "a")
+    test: Any = Signalling(data.test)
+    with listening(), pytest.raises(Stopped):
+        fit(first, CrossEntropy(), data.train, recipe, engine=CPU, seed=0, test=test, checkpoints=checkpoints)
+    state = checkpoints.newest()
+    assert state is not None
+    assert (state["epoch"], state["step"]) == (1, 4)
+    resumed = fit(second, CrossEntropy(), data.train, recipe, engine=CPU, seed=0, test=data.test, checkpoints=checkpoints)
+    assert all(torch.equal(value, whole.state_dict()[name]) for name, value in second.state_dict().items())
+    assert [epoch.train for epoch in resumed] == [epoch.train for epoch in straight]
+    assert [epoch.test for epoch in resumed] == [epoch.test for epoch in straight]
+
+
+# Compiling
+
+
+def test_compiling_waits_until_the_steps_that_are_left_repay_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(pace_module.time, "perf_counter", lambda: now[0])
+
+    def asked(steps: int, seconds: float, compile: str = "auto") -> list[int]:
+        """The steps before which the network would be compiled."""
+        pace = Pace(replace(CPU, compile=compile))
+        found = []
+        for step in range(steps):
+            if pace.repays_compiling(steps - step):
+                found.append(step)
+            now[0] += seconds
+        return found
+
+    assert asked(1000, 0.5) == []
+    assert asked(1500, 0.5) == [49]
+    assert asked(100_000, 0.001) == []
+    assert asked(100, 0.5, "on") == [0]
+    assert asked(100_000, 0.5, "off") == []
+
+
+@pytest.mark.slow
+def test_a_compiled_network_learns_the_same() -> None:
+    plain, compiled = fresh(), fresh()
+    recipe = replace(PLAIN, epochs=2)
+    first = fit(plain, CrossEntropy(0.1), few_digits().train, recipe, engine=CPU, seed=0)
+    second = fit(compiled, CrossEntropy(0.1), few_digits().train, recipe, engine=replace(CPU, compile="on"), seed=0)
+    assert [epoch.train["loss"] for epoch in second] == pytest.approx([epoch.train["loss"] for epoch in first], rel=1e-4)
+    assert set(compiled.state_dict()) == set(plain.state_dict())

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from .train.loop import Epoch
+from .train.history import Epoch
 
 __all__ = ["RunProgress", "clock"]
 

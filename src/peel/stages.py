@@ -26,7 +26,8 @@ from .teacher import load_teacher, saved_teacher
 from .train.answers import Answers, Taught, remember_answers
 from .train.chance import derive
 from .train.data import Split, held_out_size
-from .train.loop import Epoch, Scores, evaluate, fit
+from .train.history import Epoch, Scores
+from .train.loop import evaluate, fit
 from .train.objective import CrossEntropy, Objective, class_scores
 from .train.recipe import Recipe
 from .train.view import View
@@ -239,7 +240,7 @@ class Stages:
 
         try:
             self.workspace.write_text("report.html", render(RunRecord.read(self.workspace.folder)))
-        except (PeelError, KeyError, TypeError, ValueError) as error:
+        except (PeelError, ImportError, KeyError, TypeError, ValueError) as error:
             log.warning("report.html could not be drawn: %s: %s", type(error).__name__, error)
 
     def _compare_with_uniform(self, plan: Plan) -> None:

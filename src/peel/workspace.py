@@ -28,7 +28,7 @@ from .errors import DamagedError, RunError
 from .files import room_named, write_bytes, write_json
 from .store import load, save
 from .train.checkpoint import Checkpoints
-from .train.loop import Epoch
+from .train.history import Epoch
 
 __all__ = ["Workspace", "difference"]
 

@@ -118,7 +118,10 @@ def _torchvision(name: str, channels: int, image_size: int | None, root: str | P
     from torchvision import datasets
 
     kind = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100, "fashion-mnist": datasets.FashionMNIST}[name]
-    place = Path(root).expanduser() if root is not None else Path.home() / ".cache" / "peel" / "data"
+    try:
+        place = Path(root).expanduser() if root is not None else Path.home() / ".cache" / "peel" / "data"
+    except RuntimeError as error:
+        raise DataError(f"there is no home folder to keep {name} in ({error}). Name a folder with --data-root.") from error
     try:
         place.mkdir(parents=True, exist_ok=True)
         train, test = kind(place, train=True, download=True), kind(place, train=False, download=True)

@@ -42,11 +42,11 @@ class Loader(Generic[Key]):
         given = tries = 0
         while given < len(wanted):
             try:
-                for batch in self._start(wanted[given:]):
+                for batch in self._start(wanted[given:], cautious=tries > 0):
                     if isinstance(batch, str):
                         raise DataError(batch)
                     yield batch
-                    given += 1
+                    given, tries = given + 1, 0
             except RuntimeError as error:
                 if "DataLoader" not in str(error):
                     raise
@@ -58,9 +58,11 @@ class Loader(Generic[Key]):
                     ) from error
                 log.warning("%s; it is replaced and asked again.", said)
 
-    def _start(self, wanted: list[Sequence[Key]]) -> Any:
+    def _start(self, wanted: list[Sequence[Key]], *, cautious: bool) -> Any:
+        """An iterator over what the processes make; a cautious one asks for little at a time, so that it is known where they fail."""
         if self._running is None:
-            several = {"persistent_workers": True, "timeout": float(os.environ.get("PEEL_PATIENCE", PATIENCE))} if self.workers else {}
+            patience = float(os.environ.get("PEEL_PATIENCE", PATIENCE))
+            several = {"persistent_workers": True, "timeout": patience, "prefetch_factor": 1 if cautious else 2} if self.workers else {}
             self._running = DataLoader(
                 _Made(self.make),  # type: ignore[arg-type]
                 batch_sampler=self._wanted,  # type: ignore[arg-type]

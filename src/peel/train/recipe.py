@@ -45,12 +45,16 @@ class Recipe:
     gamma: float = 0.2
     label_smoothing: float = 0.1
     augment: str = "auto"
+    retries: int = 0
+    """How often a training whose loss is no number any more goes back to its last checkpoint and on with half the rate."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
+        if isinstance(self.retries, bool) or not isinstance(self.retries, int) or self.retries < 0:
+            raise ConfigError(f"retries must be a whole number, 0 or more, not {self.retries!r}.")
         for name, low, high in (
             ("lr", 0.0, math.inf),
             ("momentum", 0.0, 1.0),

@@ -51,7 +51,7 @@ class Resident:
         mean = torch.tensor(self.mean, device=home) * 255
         scale = 1 / (torch.tensor(self.std, device=home) * 255)
         fused = _fused_view() if home.type == "cuda" and view.augment != "imagenet" else None
-        for index in torch.split(order, batch_size):
+        for index in torch.split(order, batch_size) if len(order) else ():
             if fused is not None:
                 images = fused(self.pixels, index, view, mean, scale)
             else:

@@ -1,0 +1,156 @@
+"""The state of a training, and keeping it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError, DivergedError
+from .checkpoint import Checkpoints
+from .engine import Engine
+from .history import Epoch
+from .objective import Objective
+from .recipe import Recipe
+from .step import Step
+from .stop import stop_requested
+
+__all__ = ["Start", "Training"]
+
+#: With several processes, steps between asking each other whether one was told to stop.
+ASK_EVERY = 10
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a training begins or goes on."""
+
+    epoch: int = 0
+    step: int = 0
+    history: list[Epoch] = field(default_factory=list)
+    seconds: float = 0.0
+    """Spent in that epoch already."""
+    slower: float = 1.0
+    """What the rate is multiplied by, after a training that diverged went back."""
+
+
+class Training:
+    """The state of a training, and keeping it."""
+
+    def __init__(self, model: nn.Module, objective: Objective, recipe: Recipe, engine: Engine, checkpoints: Checkpoints | None) -> None:
+        self.model, self.recipe, self.engine, self.checkpoints = model, recipe, engine, checkpoints
+        self.world = engine.world
+        if recipe.batch_size % self.world.size:
+            raise ConfigError(f"a batch of {recipe.batch_size} images cannot be shared evenly by {self.world.size} processes.")
+        self.part_size = recipe.batch_size // self.world.size
+        if engine.parts > self.part_size:
+            raise ConfigError(f"{self.part_size} images cannot go through in {engine.parts} parts. Choose at most {self.part_size} parts.")
+        self.running = Step(model, objective, recipe, engine)
+        self.finite: list[Tensor] = []
+
+    def part(self, order: Tensor, start_step: int) -> Tensor:
+        """What this process sees of an epoch: its part of every batch, from a step on."""
+        parts = order.view(-1, self.world.size, self.part_size)
+        return parts[start_step:, self.world.rank].flatten()
+
+    def asked_to_stop(self, step: int) -> int | None:
+        """The signal that asks to stop; with several processes, all learn of it at the same step."""
+        if self.world.size == 1:
+            return stop_requested()
+        if (step + 1) % ASK_EVERY:
+            return None
+        return next((number for number in self.world.gather(stop_requested()) if number is not None), None)
+
+    def is_due(self, step: int, is_time: bool) -> bool:
+        """Whether a checkpoint is to be written; the first process decides for all."""
+        if self.checkpoints is None or (self.world.size > 1 and (step + 1) % ASK_EVERY):
+            return False
+        return bool(self.world.share(is_time))
+
+    def means(self, steps: int) -> dict[str, float]:
+        sums = self.running.sums
+        totals = self.world.add(torch.stack(list(sums.values()))) / (steps * self.world.size)
+        return dict(zip(sums, totals.tolist(), strict=True))
+
+    def clear_sums(self) -> None:
+        for value in self.running.sums.values():
+            value.zero_()
+
+    def check_finite(self, epoch: int, step: int, *, weights: bool) -> None:
+        """A loss that is no number any more stays so in the sum: one look covers all steps since the last.
+
+        What the last step did to the weights shows in no loss yet, so before they are kept they are looked at themselves.
+        """
+        is_good = math.isfinite(float(self.running.sums["loss"]))
+        if is_good and weights:
+            is_good = bool(torch.stack([torch.isfinite(tensor).all() for tensor in self.finite]).all())
+        if self.world.any(not is_good):
+            is_kept = self.checkpoints is not None and self.checkpoints.exist()
+            kept = f" The last good checkpoint is kept in {self.checkpoints.folder}." if is_kept and self.checkpoints is not None else ""
+            raise DivergedError(
+                f"the loss is no finite number any more (epoch {epoch + 1}, step {step + 1}).{kept} A lower lr, more warm-up epochs, or "
+                "a look at the images usually helps."
+            )
+
+    def keep(self, epoch: int, step: int, history: list[Epoch], seconds: float, slower: float) -> None:
+        """Write a checkpoint."""
+        if self.checkpoints is None:
+            return
+        own = self.world.gather(self._own())
+        sums = {name: self.world.add(value.clone()) for name, value in self.running.sums.items()}
+        if self.world.is_first:
+            state = {
+                "epoch": epoch,
+                "step": step,
+                "seconds": seconds,
+                "slower": slower,
+                "history": [asdict(record) for record in history],
+                "model": self.model.state_dict(),
+                "optimiser": self.running.momenta(),
+                "sums": sums,
+                "own": own,
+            }
+            self.checkpoints.save(state, epoch, step)
+        self.world.wait()
+
+    def _own(self) -> dict[str, Any]:
+        """What each process has for itself: random numbers, and statistics of norm layers between the ends of epochs."""
+        device = self.engine.device
+        return {
+            "random": torch.get_rng_state(),
+            "device random": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+            "buffers": {name: value.cpu() for name, value in self.model.named_buffers()} if self.world.size > 1 else {},
+        }
+
+    def start(self, slower: float) -> Start:
+        """Begin, or go on from the newest checkpoint, with the rate as much slower as it says, or more."""
+        where = self._resume(slower)
+        # A mask of infinities that belongs to the network is none of our business.
+        floats = [tensor for tensor in self.model.state_dict().values() if tensor.is_floating_point()]
+        self.finite = [tensor for tensor in floats if bool(torch.isfinite(tensor).all())]
+        return where
+
+    def _resume(self, slower: float) -> Start:
+        state = self.world.share(self.checkpoints.newest() if self.checkpoints is not None and self.world.is_first else None)
+        if state is None:
+            if self.recipe.retries:
+                # Somewhere to go back to.
+                self.keep(0, 0, [], 0.0, slower)
+            return Start(slower=slower)
+        self.model.load_state_dict(state["model"])
+        self.running.set_momenta(state["optimiser"])
+        for name, value in state["sums"].items():
+            # They were added up over all processes.
+            self.running.sums[name] = (value if self.world.is_first else torch.zeros_like(value)).to(self.engine.device)
+        own = state["own"][self.world.rank]
+        torch.set_rng_state(own["random"])
+        if own["device random"] is not None and self.engine.device.type == "cuda":
+            torch.cuda.set_rng_state(own["device random"], self.engine.device)
+        for name, value in self.model.named_buffers():
+            if name in own["buffers"]:
+                value.copy_(own["buffers"][name])
+        history = [Epoch(**record) for record in state["history"]]
+        return Start(state["epoch"], state["step"], history, state["seconds"], min(slower, state["slower"]))

@@ -1,0 +1,125 @@
+"""Processes that decode images: they stay, they are replaced when they die, and what cannot be read is named."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from peel.errors import DataError
+from peel.train import folder as folder_module
+from peel.train.folder import Folder, Paths
+from peel.train.loader import Loader
+from peel.train.view import AS_IT_IS, View
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> Folder:
+    chance = torch.Generator().manual_seed(0)
+    paths = []
+    for number in range(48):
+        paths.append(tmp_path / f"{number}.png")
+        Image.fromarray(torch.randint(0, 256, (40, 50, 3), dtype=torch.uint8, generator=chance).numpy()).save(paths[-1])
+    return Folder(Paths(paths), torch.arange(48), (3, 32, 32), (0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
+
+
+def children() -> set[int]:
+    return {process.pid for process in multiprocessing.active_children() if process.pid is not None}
+
+
+def test_the_processes_stay_from_one_epoch_to_the_next(split: Folder) -> None:
+    seen = []
+    for epoch in range(2):
+        images = [batch.images for batch in split.batches(torch.arange(48), 8, View.of_epoch("imagenet", 0, epoch), CPU, 2)]
+        seen.append((children(), torch.cat(images)))
+    assert len(seen[0][0]) == 2
+    assert seen[0][0] == seen[1][0]
+    assert not torch.equal(seen[0][1], seen[1][1]), "each epoch has views of its own"
+
+
+def test_a_process_that_is_killed_is_replaced_and_nothing_is_lost(split: Folder, caplog: pytest.LogCaptureFixture) -> None:
+    view = View("imagenet", 3)
+    whole = list(split.batches(torch.arange(48), 4, view, CPU, 0))
+    got = []
+    with caplog.at_level(logging.WARNING, "peel"):
+        for number, batch in enumerate(split.batches(torch.arange(48), 4, view, CPU, 2)):
+            got.append(batch)
+            if number == 1:
+                os.kill(min(children()), signal.SIGKILL)
+    assert "it is replaced" in caplog.text
+    assert len(got) == len(whole)
+    for mine, theirs in zip(got, whole, strict=True):
+        assert torch.equal(mine.images, theirs.images)
+        assert torch.equal(mine.labels, theirs.labels)
+
+
+class Dying:
+    def __call__(self, key: int) -> tuple[Tensor, ...]:
+        if key == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return (torch.tensor(key),)
+
+
+class Hanging:
+    def __call__(self, key: int) -> tuple[Tensor, ...]:
+        if key == 5:
+            time.sleep(60)
+        return (torch.tensor(key),)
+
+
+@pytest.mark.parametrize("make", [Dying(), Hanging()])
+def test_processes_that_die_or_hang_every_time_are_an_error_not_a_wait(make: Dying | Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEEL_PATIENCE", "1")
+    got = []
+    began = time.monotonic()
+    with pytest.raises(DataError, match=r"at the batch of 4.*3 times.*--workers"):
+        for (batch,) in Loader(make, 2, pin=False).batches([[0, 1], [2, 3], [4, 5], [6, 7]]):
+            got.append(batch.tolist())
+    assert got == [[0, 1], [2, 3]]
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_file_that_is_gone_is_named(split: Folder, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_module, "READ_PAUSE", 0.01)
+    split.paths[17].unlink()
+    with pytest.raises(DataError, match=r"17\.png could be read before training, but not any more: FileNotFoundError"):
+        list(split.batches(torch.arange(48), 8, AS_IT_IS, CPU, workers))
+
+
+@pytest.fixture
+def away(split: Folder) -> Iterator[None]:
+    """The folder disappears for a moment, as when a network disk is disconnected."""
+    home = split.paths[0].parent
+    home.rename(home.with_name("away"))
+    timer = threading.Timer(0.7, lambda: home.with_name("away").rename(home))
+    timer.start()
+    yield
+    timer.join()
+    shutil.rmtree(home, ignore_errors=True)
+
+
+@pytest.mark.usefixtures("away")
+def test_files_that_come_back_after_a_moment_are_read(split: Folder) -> None:
+    assert sum(len(batch.labels) for batch in split.batches(torch.arange(48), 48, AS_IT_IS, CPU, 0)) == 48
+
+
+def test_many_paths_take_little_memory_and_come_back_as_they_were(tmp_path: Path) -> None:
+    odd = [tmp_path / "a b" / "ä.png", tmp_path / os.fsdecode(b"\xff\xfe.png"), tmp_path / "plain.png"]
+    paths = Paths(odd)
+    assert list(paths) == odd
+    assert list(paths[1:]) == odd[1:]
+    assert list(paths.chosen(torch.tensor([2, 0]))) == [odd[2], odd[0]]
