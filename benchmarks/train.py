@@ -49,6 +49,8 @@ from peel.train.view import View
 
 PARTS = ["small", "slim", "memory", "large", "curves"]
 
+UNITS = {"small": "images/s", "slim": "images/s", "memory": "MiB", "large": "images/s", "curves": "gap of the means"}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -59,10 +61,15 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=50_000, help="images of 32 pixels")
     parser.add_argument("--files", type=int, default=1_500, help="JPEG files of 224 pixels and more; each is read several times")
     parser.add_argument("--reads", type=int, default=12_000, help="how many images of 224 pixels an epoch reads")
+    parser.add_argument("--multiples", nargs="+", type=int, default=[8, 32], help="what slim networks are padded to")
     parser.add_argument("--data", help="CIFAR-10 as a folder, or the word cifar10, for the curves")
     parser.add_argument("--compiled", action="store_true", help="with compiled networks too; minutes longer")
     parser.add_argument("--results", type=Path, help="append what was measured to this file, one JSON object per line")
+    parser.add_argument("--render", type=Path, help="write the tables of --results into this file, between its markers")
     options = parser.parse_args()
+    if options.render is not None:
+        render(options.results, options.render)
+        return
     engine = find_engine(options.device, compile="off")
     bench = Bench(engine, options)
     print(f"{engine.description}, torch {torch.__version__}", flush=True)
@@ -178,13 +185,12 @@ class Bench:
                 for budget in ("50%", "25%"):
                     widths = peel.uniform(graph, budget)
                     ratio = graph.macs() / graph.macs(widths)
-                    for is_padded in (True, False):
+                    for multiple in (1, *self.options.multiples):
                         network = self.engine.prepare(peel.slim(model, widths, graph=graph))
-                        padded = pad(network, graph.at(widths), 8) if is_padded else None
-                        if is_padded and padded is None:
-                            continue
+                        padded = pad(network, graph.at(widths), multiple)
                         rate = self.loop(padded.model if padded is not None else network, CrossEntropy(0.1), images, batch)
-                        what = f"{name}, batch {batch}: {budget} of MACs, {'padded to eights' if is_padded else 'as it is'}"
+                        how = f"padded to multiples of {multiple}" if padded is not None else "as it is"
+                        what = f"{name}, batch {batch}: {budget} of MACs, {how}"
                         self.say("slim", what, rate, times_full=rate / full, macs_ratio=ratio, of_proportion=rate / full / ratio)
 
     # Memory
@@ -288,6 +294,29 @@ class Bench:
                 spread_plain=spread[0],
                 spread_fast=spread[1],
             )
+
+
+def render(results: Path, target: Path) -> None:
+    """One table per part; of what was measured twice, the last."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for text in results.read_text().splitlines():
+        line = json.loads(text)
+        found.setdefault(line["part"], {})[line["what"]] = line
+    page = target.read_text()
+    for part, lines in found.items():
+        ratios = list(
+            dict.fromkeys(key for line in lines.values() for key in line if key not in ("part", "what", "rate", "device", "torch"))
+        )
+        rows = [f"| | {UNITS[part]} | " + " | ".join(key.replace("_", " ") for key in ratios) + " |", "|---" * (len(ratios) + 2) + "|"]
+        for what, line in lines.items():
+            cells = [f"{line[key]:.2f}" if key in line else "" for key in ratios]
+            rows.append(f"| {what} | {line['rate']:,.{3 if part == 'curves' else 0}f} | " + " | ".join(cells) + " |")
+        before, opening, rest = page.partition(f"<!-- {part} -->\n")
+        _, closing, after = rest.partition(f"<!-- /{part} -->")
+        if not opening or not closing:
+            raise SystemExit(f"{target} has no place for the part {part}: <!-- {part} --> and <!-- /{part} -->")
+        page = before + opening + "\n".join(rows) + "\n" + closing + after
+    target.write_text(page)
 
 
 def noise(count: int, size: int) -> Resident:
