@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peel.run import Result, prune
+from peel.result import Result
+from peel.run import prune
 from peel.train.data import Data, load_data
 from peel.train.engine import Engine
 

@@ -86,10 +86,11 @@ def test_answers_are_kept_for_other_runs_and_joined_with_theirs(tmp_path: Path) 
     first, second = taught(teacher), taught(teacher)
     list(first.batches(torch.arange(100), 50, View.of_epoch("crop", 0, 0), CPU.device))
     list(second.batches(torch.arange(100, 200), 50, View.of_epoch("crop", 0, 0), CPU.device))
-    first.answers.save(tmp_path / "kept")
-    second.answers.save(tmp_path / "kept")
+    for images in (first, second):
+        images.answers.keep_in(tmp_path / "kept")
+        images.answers.save()
     third = taught(teacher)
-    third.answers.load(tmp_path / "kept")
+    third.answers.keep_in(tmp_path / "kept")
     shown = teacher.shown
     for batch in third.batches(torch.arange(200), 50, View.of_epoch("crop", 0, 0), CPU.device):
         assert batch.answers is not None
@@ -102,7 +103,7 @@ def test_a_damaged_file_of_answers_is_said_and_not_used(content: bytes, tmp_path
     (tmp_path / "kept").write_bytes(content)
     images = taught(Counting().eval())
     with caplog.at_level(logging.WARNING, "peel"):
-        images.answers.load(tmp_path / "kept")
+        images.answers.keep_in(tmp_path / "kept")
     assert "asked again" in caplog.text
     assert not images.answers.known.any()
 
@@ -111,9 +112,10 @@ def test_answers_of_another_size_are_not_used(tmp_path: Path) -> None:
     teacher = Counting().eval()
     other = Answers(teacher, 30, 9, 10, CPU)
     other.known[:] = True
-    other.save(tmp_path / "kept")
+    other.keep_in(tmp_path / "kept")
+    other.save()
     images = taught(teacher)
-    images.answers.load(tmp_path / "kept")
+    images.answers.keep_in(tmp_path / "kept")
     assert not images.answers.known.any()
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from peel.cli import main
 from peel.errors import BudgetError, ConfigError, DataError, PeelError, WidthsError
-from peel.run import Silent
+from peel.reporter import Silent
 from peel.train.data import load_data
 from peel.train.loop import fit
 from peel.train.objective import CrossEntropy

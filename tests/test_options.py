@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 import peel
-from peel.run import Result, Silent, prune
+from peel.reporter import Silent
+from peel.result import Result
+from peel.run import prune
 from peel.train.recipe import Recipe
 from peel.train.view import AS_IT_IS
 from small import CPU, Small, few_digits, same_weights, small_run

@@ -25,7 +25,8 @@ from killing import exit_code, start, wait_for
 from peel.cli import main
 from peel.errors import ConfigError, DataError, PeelError, RunError, StoreError
 from peel.graph.count import count_macs
-from peel.run import Result, Silent
+from peel.reporter import Silent
+from peel.result import Result
 from peel.train.data import Data
 from peel.train.loop import evaluate
 from peel.train.view import AS_IT_IS

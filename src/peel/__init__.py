@@ -34,7 +34,8 @@ if TYPE_CHECKING:
         WidthsError,
     )
     from .graph import ChannelGraph, Tie, Verification, slim, trace, verify
-    from .run import Result, prune
+    from .result import Result
+    from .run import prune
     from .steps.backbone import backbone
     from .steps.reallocation import reallocate
     from .store import load, save
@@ -51,7 +52,7 @@ _HOME = {
     "MemoryShortError": "errors",
     "ModelError": "errors",
     "PeelError": "errors",
-    "Result": "run",
+    "Result": "result",
     "RunError": "errors",
     "StoreError": "errors",
     "Tie": "graph",

@@ -205,7 +205,8 @@ def run(
         return _start_processes(gpus)
     from .outcome import draw_estimate, draw_outcome, read_groups, run_folder
     from .progress import RunProgress
-    from .run import Silent, prune
+    from .reporter import Silent
+    from .run import prune
     from .train.stop import listening
     from .train.world import leave_world
 

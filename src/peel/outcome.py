@@ -15,7 +15,7 @@ from rich.table import Table
 from .budget import format_count
 from .errors import ConfigError
 from .progress import clock
-from .run import Result
+from .result import Result
 
 __all__ = ["draw_estimate", "draw_outcome", "read_groups", "run_folder"]
 

@@ -20,8 +20,10 @@ from .allocation import resolve_budget
 from .errors import ConfigError, DataError, ModelError, PeelError, RunError, did_you_mean
 from .graph import ChannelGraph, trace
 from .problem import Problem
+from .reporter import Reporter, Silent
+from .result import Result
 from .settings import Method
-from .stages import STEPS, Reporter, Result, Silent, Stages
+from .stages import STEPS, Stages
 from .steps.grouping import group_layers
 from .train.chance import derive
 from .train.data import Data, load_data
@@ -34,7 +36,7 @@ from .version import __version__
 from .widths import Widths
 from .workspace import Workspace
 
-__all__ = ["STEPS", "Reporter", "Result", "Silent", "prune"]
+__all__ = ["prune"]
 
 
 def prune(

@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from .errors import BudgetError, ConfigError, DataError, PeelError, RunError
+from .errors import BudgetError, ConfigError, DataError, PeelError
+from .estimate import seconds_per_mac, work_of
 from .graph import slim
 from .graph.padding import Padded, pad
-from .method import HELD_OUT, Plan, make_plan, neutral_plan, recipe_of_round, rehearse, stage_of_round
+from .method import HELD_OUT, Plan, make_plan, neutral_plan, rehearse, stage_of_round
 from .problem import Problem
+from .reporter import Reporter
+from .result import Result
 from .settings import Method
 from .steps.distillation import Distillation, InPlace, Pair, in_place_pair
 from .store import save
-from .teacher import load_teacher, saved_teacher
+from .teacher import Teacher, find_teacher
 from .train.answers import Answers, Taught, remember_answers
 from .train.chance import derive
 from .train.data import Split, held_out_size
 from .train.history import Epoch, Scores
 from .train.loop import evaluate, fit
-from .train.objective import CrossEntropy, Objective, class_scores
+from .train.objective import CrossEntropy, Objective
 from .train.recipe import Recipe
-from .train.view import View
 from .widths import Widths
 from .workspace import Workspace
 
-__all__ = ["STEPS", "Reporter", "Result", "Silent", "Stages"]
+__all__ = ["STEPS", "Stages"]
 
 STEPS: dict[str, str] = {
     "original": "train the original, or take the trained one that was named: the teacher",
@@ -45,58 +45,6 @@ STEPS: dict[str, str] = {
 }
 
 log = logging.getLogger("peel")
-
-#: A step of training costs about this many forward passes.
-TRAINING_PASSES = 3
-
-
-class Reporter(Protocol):
-    """Is told how a run goes."""
-
-    def plan_stages(self, stages: Sequence[tuple[str, float]]) -> None: ...
-    def stage(self, name: str, what: str) -> None: ...
-    def begin(self, history: list[Epoch]) -> None: ...
-    def step(self, done: int, total: int, images: int) -> None: ...
-    def epoch(self, epoch: Epoch) -> None: ...
-    def note(self, text: str) -> None: ...
-
-
-class Silent:
-    """Says nothing."""
-
-    def plan_stages(self, stages: Sequence[tuple[str, float]]) -> None:
-        pass
-
-    def stage(self, name: str, what: str) -> None:
-        pass
-
-    def begin(self, history: list[Epoch]) -> None:
-        pass
-
-    def step(self, done: int, total: int, images: int) -> None:
-        pass
-
-    def epoch(self, epoch: Epoch) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run leaves."""
-
-    model: nn.Module | None
-    """The slim network, trained; None where the steps that were asked for end before it."""
-    plan: dict[str, Any] | None
-    history: Mapping[str, Sequence[Epoch]]
-    rows: Sequence[Mapping[str, Any]]
-    """The table: original, uniform, peel."""
-    notes: Sequence[str]
-    folder: Path | None
-    estimate: Mapping[str, float] | None = None
-    """Seconds per stage, of a dry run."""
 
 
 class Stages:
@@ -116,9 +64,9 @@ class Stages:
         self.world = problem.engine.world
         self.named_teacher, self.given, self.reporter = teacher, given, reporter
         self.workspace: Workspace | None = None
-        self.taken: nn.Module | None = None
+        self.taken: Teacher | None = None
         self.teacher_file = "stages/original.json"
-        self.teacher_record: dict[str, Any] | None = None
+        self.teacher_folder: Path | None = None
         #: What a teacher that is trained at a path of its own is told apart by.
         self.teacher_settings: dict[str, Any] = {}
         self.environment: dict[str, Any] = {}
@@ -126,9 +74,8 @@ class Stages:
         self.history: dict[str, list[Epoch]] = {}
         self.rows: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []
-        #: What the teacher said so far, where it is remembered; and the folder to keep it in for other runs.
+        #: What the teacher said so far, where it is remembered.
         self.answers: Answers | None = None
-        self.answers_folder: Path | None = None
         self.search: dict[str, float] = {"seconds": 0.0, "image_passes": 0}
 
     def check(self) -> None:
@@ -141,7 +88,9 @@ class Stages:
             )
         needs_teacher = bool(finals) and method.distill == "teacher"
         if needs_teacher or "original" in self.steps:
-            self.taken = self._named_teacher()
+            self.taken = find_teacher(self.named_teacher, problem)
+            if self.taken is not None:
+                self.teacher_file, self.teacher_folder = self.taken.file, self.taken.folder
         if needs_teacher and "original" not in self.steps and self.taken is None:
             raise ConfigError('distillation needs the teacher: add "original" to the steps, name a trained teacher, or set distill="none".')
         if self.given is not None and problem.cost(self.given) > problem.budget:
@@ -149,12 +98,11 @@ class Stages:
                 f"the given plan costs {problem.cost(self.given):,} {problem.resource}, more than the budget of {problem.budget:,}. "
                 f"Give the budget that it was made for, or budget={problem.cost(self.given)}."
             )
-        searches = self.given is None and "backbone" in self.steps and method.policy in ("importance", "winner-take-all")
         trains = bool(finals) or ("original" in self.steps and self.taken is None)
         whole = problem.data.train.size
         for is_used, recipe, size in (
             (trains, self.recipe, whole),
-            (searches, problem.search, whole - held_out_size(whole, HELD_OUT) if method.criterion == "legr" else whole),
+            (self.searches, problem.search, whole - held_out_size(whole, HELD_OUT) if method.criterion == "legr" else whole),
         ):
             if is_used and recipe.batch_size > size:
                 raise DataError(
@@ -165,39 +113,16 @@ class Stages:
         if self.given is None and "backbone" in self.steps:
             rehearse(problem, method)
 
-    def _named_teacher(self) -> nn.Module | None:
-        """The teacher, where it is trained already."""
-        named = self.named_teacher
-        if named == "train":
-            return None
-        if isinstance(named, nn.Module):
-            teacher = copy.deepcopy(named)  # it will be moved and frozen
-        elif named == "pretrained":
-            teacher = copy.deepcopy(self.problem.model)
-        else:
-            kept = saved_teacher(Path(named))
-            if kept is None and Path(named).suffix in (".pt", ".pth", ".json", ".safetensors"):
-                raise RunError(f"there is no teacher at {named}. Name a file that exists, or a folder to train the original in.")
-            if kept is None:
-                return None
-            teacher = load_teacher(kept, self.problem.model)
-            self.teacher_file = str(kept)
-            self.answers_folder = Path(named) if Path(named).is_dir() else None
-            record = kept.with_name("original.record.json")
-            self.teacher_record = json.loads(record.read_text()) if record.is_file() else None
-        try:
-            scores = class_scores(self._outputs(teacher))
-        except (RuntimeError, ValueError, TypeError) as error:
-            raise DataError(f"the teacher cannot take images of shape {self.problem.data.shape}: {error}") from error
-        if scores.shape[1] != len(self.problem.data.classes):
-            raise DataError(f"the teacher knows {scores.shape[1]} classes, the data has {len(self.problem.data.classes)}.")
-        return teacher
+    @property
+    def searches(self) -> bool:
+        """Whether a backbone is trained."""
+        return self.given is None and "backbone" in self.steps and self.method.policy in ("importance", "winner-take-all")
 
     # The order of things
 
     def go(self) -> Result:
         self.reporter.plan_stages(self._work())
-        original = self._original() if "original" in self.steps else self.taken
+        original = self._original() if "original" in self.steps else self.taken.model if self.taken is not None else None
         plan = self._plan()
         if plan is not None:
             self.notes += [item["note"] for item in plan.document.get("rounds", []) if "note" in item and not item["distinct"]]
@@ -266,7 +191,7 @@ class Stages:
             shared.settle({**settings, "resolved": self.teacher_settings}, self.environment)
             self.workspace = shared
             self.teacher_file = str(Path(self.named_teacher) / "stages" / "original.json")
-            self.answers_folder = Path(self.named_teacher)
+            self.teacher_folder = Path(self.named_teacher)
             try:
                 return self._trained_original()
             finally:
@@ -279,21 +204,16 @@ class Stages:
         trained = self._train("original", "the original", fresh, objective, self.recipe, self.problem.data.train)
         return self._row("original", trained, self.problem.graph.widths)
 
-    def _taken(self, teacher: nn.Module) -> nn.Module:
+    def _taken(self, teacher: Teacher) -> nn.Module:
         """A teacher that is trained already is only evaluated."""
         self.reporter.stage("original", "evaluating the teacher")
-        self.problem.engine.prepare(teacher)
-        scored = evaluate(teacher, self.problem.data.test, self.problem.engine)
-        record = self.teacher_record or {"history": [], "image_passes": 0}
+        self.problem.engine.prepare(teacher.model)
+        scored = evaluate(teacher.model, self.problem.data.test, self.problem.engine)
+        record = teacher.record or {"history": [], "image_passes": 0}
         self.history["original"] = [Epoch(**epoch) for epoch in record["history"]]
         seconds = sum(epoch.seconds for epoch in self.history["original"])
         self._add_row("original", self.problem.graph.widths, scored, seconds, record["image_passes"])
-        return teacher
-
-    def _outputs(self, network: nn.Module) -> Any:
-        network = network.to(self.problem.engine.device).eval()
-        with torch.inference_mode():
-            return network(torch.zeros(2, *self.problem.data.shape, device=self.problem.engine.device))
+        return teacher.model
 
     def _plan(self) -> Plan | None:
         """The plan, the same in all processes."""
@@ -385,28 +305,17 @@ class Stages:
         what = "the uniform network of the same budget" if name == "uniform" else "the slim network"
         images = self._taught(objective.teacher) if isinstance(objective, Distillation) else problem.data.train
         trained = self._train(name, what, network, objective, self.recipe, images)
-        if isinstance(images, Taught) and self.answers_folder is not None and self.world.is_first:
-            self._keep_answers(images.answers)
+        if isinstance(images, Taught) and self.world.is_first:
+            images.answers.save()
         return self._row(name, trained, widths)
 
     def _taught(self, teacher: nn.Module) -> Split:
         """The training images, with the teacher's answers where it is worth to remember them: all students share them."""
         problem = self.problem
-        images, augment = problem.data.train, self.recipe.augment
+        images, augment, classes = problem.data.train, self.recipe.augment, len(problem.data.classes)
         if self.answers is None and problem.engine.remembers:
-            self.answers = remember_answers(teacher, images, augment, len(problem.data.classes), problem.engine)
-            if self.answers is not None and self.answers_folder is not None:
-                self.answers.load(self.answers_folder / Answers.name_of(teacher, images, augment, problem.engine))
+            self.answers = remember_answers(teacher, images, augment, classes, problem.engine, self.teacher_folder)
         return images if self.answers is None else Taught(images, self.answers)
-
-    def _keep_answers(self, answers: Answers) -> None:
-        """For other runs with the same teacher; a run never fails for it."""
-        assert self.answers_folder is not None
-        name = Answers.name_of(answers.teacher, self.problem.data.train, self.recipe.augment, self.problem.engine)
-        try:
-            answers.save(self.answers_folder / name)
-        except OSError as error:
-            log.warning("the answers of the teacher could not be kept in %s: %s", self.answers_folder, error.strerror)
 
     def _train(
         self,
@@ -481,46 +390,14 @@ class Stages:
     # Time
 
     def _work(self) -> list[tuple[str, float]]:
-        """Stages and how much there is to do in each, in multiply-adds."""
-        graph, method = self.problem.graph, self.method
-        images = self.problem.data.train.size
-        full, slimmed = graph.macs(), graph.macs(self.problem.uniform())
-        taught = full if method.distill == "teacher" else TRAINING_PASSES * 2.25 * full if method.distill == "in-place" else 0
-        final = self.recipe.epochs * images * (TRAINING_PASSES * slimmed + taught)
-        work: list[tuple[str, float]] = []
-        if "original" in self.steps and self.taken is None:
-            work.append(("original", self.recipe.epochs * images * TRAINING_PASSES * full))
-        if "backbone" in self.steps and self.given is None and method.policy in ("importance", "winner-take-all"):
-            for number in range(method.rounds):
-                epochs = recipe_of_round(self.problem, method, number).epochs
-                work.append((stage_of_round(number), epochs * images * TRAINING_PASSES * method.keep * slimmed))
-        work += [(name, float(final)) for name in ("uniform", "peel") if name in self.steps]
-        return work
+        trained = [name for name in self.steps if name != "original" or self.taken is None]
+        return work_of(self.problem, self.method, self.recipe, trained, searches=self.searches)
 
     def estimate(self) -> Result:
-        """The plan with neutral importance, and how long it would take: a few steps of the original are timed and thrown away."""
-        problem = self.problem
-        plan = neutral_plan(problem, self.method) if self.given is None else self._given_plan(self.given)
-        network = problem.engine.prepare(slim(problem.model, problem.graph.widths, graph=problem.graph)).train()
-        batch = min(self.recipe.batch_size, problem.data.train.size)
-        objective = CrossEntropy()
-        times = []
-        order = torch.arange(batch).repeat(4)
-        for seen in problem.data.train.batches(order, batch, _train_view(self.recipe), problem.engine.device, 0):
-            began = time.perf_counter()
-            with problem.engine.autocast():
-                losses = objective(network, seen)
-            losses.total.backward()  # type: ignore[no-untyped-call]
-            if problem.engine.device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - began)
-        per_mac = min(times) / (batch * TRAINING_PASSES * problem.graph.macs())
-        return Result(None, plan.document, {}, [], [], None, {name: work * per_mac for name, work in self._work()})
-
-
-def _train_view(recipe: Recipe) -> Any:
-
-    return View.of_epoch(recipe.augment, 0, 0)
+        """The plan with neutral importance, and how long it would take."""
+        plan = neutral_plan(self.problem, self.method) if self.given is None else self._given_plan(self.given)
+        each = seconds_per_mac(self.problem, self.recipe)
+        return Result(None, plan.document, {}, [], [], None, {name: work * each for name, work in self._work()})
 
 
 @dataclass

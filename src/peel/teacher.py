@@ -3,17 +3,65 @@
 from __future__ import annotations
 
 import copy
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .errors import StoreError
+from .errors import DataError, RunError, StoreError
 from .files import is_packed
+from .problem import Problem
 from .store import load
+from .train.objective import class_scores
 
-__all__ = ["load_teacher", "saved_teacher"]
+__all__ = ["Teacher", "find_teacher"]
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """An original that is trained already."""
+
+    model: nn.Module
+    file: str = "stages/original.json"
+    record: dict[str, Any] | None = None
+    """Of its training, where that is known."""
+    folder: Path | None = None
+    """Where runs that share it may keep what they learn about it."""
+
+
+def find_teacher(named: nn.Module | str | Path, problem: Problem) -> Teacher | None:
+    """The teacher that was named; None where it is still to be trained."""
+    if named == "train":
+        return None
+    if isinstance(named, nn.Module):
+        found = Teacher(copy.deepcopy(named))  # it will be moved and frozen
+    elif named == "pretrained":
+        found = Teacher(copy.deepcopy(problem.model))
+    else:
+        kept = saved_teacher(Path(named))
+        if kept is None and Path(named).suffix in (".pt", ".pth", ".json", ".safetensors"):
+            raise RunError(f"there is no teacher at {named}. Name a file that exists, or a folder to train the original in.")
+        if kept is None:
+            return None
+        record = kept.with_name("original.record.json")
+        known = json.loads(record.read_text()) if record.is_file() else None
+        found = Teacher(load_teacher(kept, problem.model), str(kept), known, Path(named) if Path(named).is_dir() else None)
+    _check(found.model, problem)
+    return found
+
+
+def _check(teacher: nn.Module, problem: Problem) -> None:
+    device = problem.engine.device
+    try:
+        with torch.inference_mode():
+            scores = class_scores(teacher.to(device).eval()(torch.zeros(2, *problem.data.shape, device=device)))
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise DataError(f"the teacher cannot take images of shape {problem.data.shape}: {error}") from error
+    if scores.shape[1] != len(problem.data.classes):
+        raise DataError(f"the teacher knows {scores.shape[1]} classes, the data has {len(problem.data.classes)}.")
 
 
 def saved_teacher(path: Path) -> Path | None:

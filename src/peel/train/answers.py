@@ -46,6 +46,7 @@ class Answers:
         self.scores = torch.zeros(images * views, classes, dtype=kind, device=engine.device)
         self.known = torch.zeros(images * views, dtype=torch.bool, device=engine.device)
         self.asked = 0
+        self.path: Path | None = None
 
     @torch.inference_mode()
     def ask(self, split: Split, order: Tensor, rows: Tensor, view: View) -> None:
@@ -59,13 +60,9 @@ class Answers:
             self.known[row] = True
         self.asked += len(missing)
 
-    def save(self, path: Path) -> None:
-        """Keep the answers for other runs with this teacher, together with what others kept meanwhile."""
-        self.load(path)
-        write_bytes(path, safetensors.torch.save({"scores": self.scores, "known": self.known}))
-
-    def load(self, path: Path) -> None:
-        """Take over what is known there. A file that cannot be read is no answer, and no error either."""
+    def keep_in(self, path: Path) -> None:
+        """Keep the answers there, for other runs with this teacher, and take over what they kept. It never fails a run."""
+        self.path = path
         if not path.exists():
             return
         try:
@@ -75,6 +72,16 @@ class Answers:
             self.known |= known
         except (OSError, KeyError, RuntimeError, ValueError, IndexError, safetensors.SafetensorError) as error:
             log.warning("the answers of the teacher in %s cannot be read (%s); it is asked again.", path, error)
+
+    def save(self) -> None:
+        """Write them down, together with what others kept meanwhile, where they are to be kept."""
+        if self.path is None:
+            return
+        self.keep_in(self.path)
+        try:
+            write_bytes(self.path, safetensors.torch.save({"scores": self.scores, "known": self.known}))
+        except OSError as error:
+            log.warning("the answers of the teacher could not be kept in %s: %s", self.path.parent, error.strerror)
 
     @staticmethod
     def name_of(teacher: nn.Module, split: Split, augment: str, engine: Engine) -> str:
@@ -128,10 +135,18 @@ class Taught:
             yield batch._replace(answers=self.answers.scores[row].float())
 
 
-def remember_answers(teacher: nn.Module, split: Split, augment: str, classes: int, engine: Engine) -> Answers | None:
-    """A table for this teacher and these images; None where views cannot be counted, or it would be too large."""
+def remember_answers(
+    teacher: nn.Module, split: Split, augment: str, classes: int, engine: Engine, folder: Path | None = None
+) -> Answers | None:
+    """A table for this teacher and these images; None where views cannot be counted, or it would be too large.
+
+    With a folder, it is kept there for other runs.
+    """
     views = count_windows(augment, split.shape[1])
-    if views is None:
-        return None
     width = 2 if engine.bf16 else 4
-    return Answers(teacher, split.size, views, classes, engine) if split.size * views * classes * width <= TABLE_BYTES else None
+    if views is None or split.size * views * classes * width > TABLE_BYTES:
+        return None
+    answers = Answers(teacher, split.size, views, classes, engine)
+    if folder is not None:
+        answers.keep_in(folder / Answers.name_of(teacher, split, augment, engine))
+    return answers
