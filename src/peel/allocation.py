@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import permutations, product
-from math import floor, lcm
+from math import floor, lcm, prod
 
 from .budget import RESOURCES, Budget, format_count, parse_budget
 from .errors import BudgetError, did_you_mean
@@ -19,6 +19,9 @@ __all__ = ["cost_of", "resolve_budget", "round_to_budget", "uniform"]
 
 #: The part of the budget that may be left over where smaller steps could use it.
 GAP = 1e-3
+
+#: Ways of rounding that are tried one by one where nothing else helps.
+MANY = 2**14
 
 Cost = Callable[[Sequence[float]], float]
 """Units of the ties -> cost. Exact on whole units, continuous between them."""
@@ -191,28 +194,35 @@ def _fill(ladder: _Ladder, ideal: Sequence[float], cost: Cost, target: int) -> l
 
 
 def _exchange(ladder: _Ladder, ideal: Sequence[float], cost: Cost, target: int) -> list[int]:
-    """Fill, and where a gap is left, as in very small networks, take steps from one tie to give steps to another, while that helps."""
+    """Fill, and where a gap is left, as in very small networks, take a step from one tie to give one to another, while that helps."""
     units = _fill(ladder, ideal, cost, target)
     for _ in range(len(units)):
         if target - cost(units) <= target * GAP:
-            break
-        # The smallest exchange that closes the gap, or the one that leaves the least of it.
+            return units
         best, best_cost = units, cost(units)
-        for taken, given in sorted(product((1, 2, 3), repeat=2), key=sum):
-            for i, j in permutations(range(len(units)), 2):
-                tried = list(units)
-                tried[i] -= taken * ladder.quantum[i]
-                tried[j] += given * ladder.quantum[j]
-                if tried[i] < ladder.bottom[i] or tried[j] > ladder.top[j]:
-                    continue
-                if best_cost < (tried_cost := cost(tried)) <= target:
-                    best, best_cost = tried, tried_cost
-            if target - best_cost <= target * GAP:
-                break
+        for i, j in permutations(range(len(units)), 2):
+            tried = list(units)
+            tried[i] -= ladder.quantum[i]
+            tried[j] += ladder.quantum[j]
+            if tried[i] >= ladder.bottom[i] and tried[j] <= ladder.top[j] and best_cost < (tried_cost := cost(tried)) <= target:
+                best, best_cost = tried, tried_cost
         if best is units:
-            break
+            return _nearest_rounding(ladder, ideal, cost, target) or units
         units = best
     return units
+
+
+def _nearest_rounding(ladder: _Ladder, ideal: Sequence[float], cost: Cost, target: int) -> list[int] | None:
+    """Of all ways to round each tie down or up, the one nearest to the ideal that leaves no gap; None where there is none, or too many."""
+    choices = []
+    for u, quantum, bottom, top in zip(ideal, ladder.quantum, ladder.bottom, ladder.top, strict=True):
+        low = floor(u / quantum + 1e-9) * quantum
+        pair = {low, low + quantum} if low + quantum <= top else {low - quantum, low}
+        choices.append(sorted({int(min(max(value, bottom), top)) for value in pair}))
+    if prod(map(len, choices)) > MANY:
+        return None
+    fitting = [list(units) for units in product(*choices) if target * (1 - GAP) <= cost(units) <= target]
+    return min(fitting, key=lambda units: sum(((u - x) / max(x, 1e-9)) ** 2 for u, x in zip(units, ideal, strict=True)), default=None)
 
 
 def _widths(graph: ChannelGraph, units: Sequence[int]) -> Widths:
