@@ -7,8 +7,11 @@ costs anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import permutations, product
+from itertools import permutations
 from math import floor, lcm, prod
+from typing import Any
+
+import numpy as np
 
 from .budget import RESOURCES, Budget, format_count, parse_budget
 from .errors import BudgetError, did_you_mean
@@ -20,8 +23,8 @@ __all__ = ["cost_of", "resolve_budget", "round_to_budget", "uniform"]
 #: The part of the budget that may be left over where smaller steps could use it.
 GAP = 1e-3
 
-#: Ways of rounding that are tried one by one where nothing else helps.
-MANY = 2**14
+#: Ways of rounding that are tried where nothing else helps.
+MANY = 3**12
 
 Cost = Callable[[Sequence[float]], float]
 """Units of the ties -> cost. Exact on whole units, continuous between them."""
@@ -213,16 +216,27 @@ def _exchange(ladder: _Ladder, ideal: Sequence[float], cost: Cost, target: int) 
 
 
 def _nearest_rounding(ladder: _Ladder, ideal: Sequence[float], cost: Cost, target: int) -> list[int] | None:
-    """Of all ways to round each tie down or up, the one nearest to the ideal that leaves no gap; None where there is none, or too many."""
+    """Of all ways to round each tie down or up or one step further down, the one nearest to the ideal that leaves no gap.
+
+    None where there is none, where there are too many ways, or where the cost is not one that can be computed for many at once.
+    """
     choices = []
     for u, quantum, bottom, top in zip(ideal, ladder.quantum, ladder.bottom, ladder.top, strict=True):
         low = floor(u / quantum + 1e-9) * quantum
-        pair = {low, low + quantum} if low + quantum <= top else {low - quantum, low}
-        choices.append(sorted({int(min(max(value, bottom), top)) for value in pair}))
+        choices.append(sorted({int(min(max(value, bottom), top)) for value in (low - quantum, low, low + quantum)}))
     if prod(map(len, choices)) > MANY:
         return None
-    fitting = [list(units) for units in product(*choices) if target * (1 - GAP) <= cost(units) <= target]
-    return min(fitting, key=lambda units: sum(((u - x) / max(x, 1e-9)) ** 2 for u, x in zip(units, ideal, strict=True)), default=None)
+    columns: list[Any] = [grid.ravel() for grid in np.meshgrid(*(np.array(values, dtype=np.int64) for values in choices), indexing="ij")]
+    try:
+        spent = np.asarray(cost(columns))
+    except ValueError:  # a maximum, as of memory, is not a sum of products
+        return None
+    fits = np.flatnonzero((spent <= target) & (spent >= target * (1 - GAP)))
+    if len(fits) == 0:
+        return None
+    distance = sum(((column[fits] - x) / max(x, 1e-9)) ** 2 for column, x in zip(columns, ideal, strict=True))
+    best = fits[np.argmin(distance)]
+    return [int(column[best]) for column in columns]
 
 
 def _widths(graph: ChannelGraph, units: Sequence[int]) -> Widths:
