@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 import peel
+from peel.errors import ConfigError
 from peel.reporter import Silent
 from peel.result import Result
 from peel.run import prune
+from peel.settings import CRITERIA
 from peel.train.recipe import Recipe
 from peel.train.view import AS_IT_IS
 from small import CPU, Small, few_digits, same_weights, small_run
@@ -463,3 +465,16 @@ def test_a_network_of_the_zoo_goes_through_the_whole_of_it() -> None:
     assert [row["name"] for row in result.rows] == ["original", "uniform", "peel"]
     assert result.plan is not None
     assert set(result.plan["groups"]) == {"8x8", "4x4", "2x2"}
+
+
+# Before anything is trained
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
+def test_what_a_criterion_cannot_measure_is_refused_before_anything_is_trained(criterion: str) -> None:
+    class Never(Silent):
+        def stage(self, name: str, what: str) -> None:
+            raise AssertionError(f"{name} was begun")
+
+    with pytest.raises(ConfigError, match="no layer that is measured matches 'nope'"):
+        small_run(criterion=criterion, ignore=("nope",), reporter=Never())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
 
@@ -29,6 +29,9 @@ __all__ = ["HELD_OUT", "Plan", "TrainBackbone", "make_plan", "neutral_plan", "re
 #: The part of the training images that criteria which select (legr) look at, and nothing else.
 HELD_OUT = 0.1
 
+#: Images of a rehearsal.
+REHEARSED = 8
+
 #: The paper's coefficient of the L1 term.
 PENALTY = 1e-4
 
@@ -43,9 +46,9 @@ class Plan:
     """plan.json: what every step decided."""
 
 
-def make_plan(problem: Problem, method: Method, train_backbone: TrainBackbone) -> Plan:
+def make_plan(problem: Problem, method: Method, train_backbone: TrainBackbone, *, is_rehearsal: bool = False) -> Plan:
     """Steps 1 to 4: the backbone, its importance, the groups, the reallocation; in one round or several."""
-    planner = _Planner(problem, method)
+    planner = _Planner(problem, method, is_rehearsal)
     current = planner.backbone
     pool = problem.budget - problem.cost(current)
     if method.policy in ("uniform", "random"):
@@ -74,10 +77,9 @@ def neutral_plan(problem: Problem, method: Method) -> Plan:
 
 def rehearse(problem: Problem, method: Method) -> None:
     """Steps 1 to 4 with a backbone that is not trained: what would be refused after hours of training is refused at once."""
-    if method.criterion in ("bn", "weight"):
-        make_plan(problem, method, lambda stage, network, *_: network)
-    else:
-        neutral_plan(problem, method)
+    few = problem.data.train.subset(torch.arange(min(REHEARSED, problem.data.train.size)))
+    small = replace(problem, data=replace(problem.data, train=few), engine=replace(problem.engine, workers=0))
+    make_plan(small, replace(method, evaluations=1), lambda stage, network, *_: problem.engine.prepare(network), is_rehearsal=True)
 
 
 def stage_of_round(number: int) -> str:
@@ -102,8 +104,8 @@ class _Round:
 
 
 class _Planner:
-    def __init__(self, problem: Problem, method: Method) -> None:
-        self.problem, self.method = problem, method
+    def __init__(self, problem: Problem, method: Method, is_rehearsal: bool = False) -> None:
+        self.problem, self.method, self.is_rehearsal = problem, method, is_rehearsal
         self.backbone = backbone(
             problem.graph,
             problem.budget,
@@ -141,7 +143,11 @@ class _Planner:
 
         def measure(model: nn.Module) -> Importance:
             subject = Subject(model, graph, train, held_out, objective, problem.engine, problem.seed)
-            return summarise(self._counted(criterion.measure(subject)), graph, method.reduce)
+            measured = self._counted(criterion.measure(subject))
+            if self.is_rehearsal:
+                # What a network says that was never trained counts for nothing, be it infinite; only whether it can be asked.
+                measured = [replace(item, values=torch.ones_like(item.values)) for item in measured]
+            return summarise(measured, graph, method.reduce)
 
         def note(model: nn.Module) -> dict[str, Any]:
             return {"importance": dict(measure(model).groups)}
