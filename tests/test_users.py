@@ -13,6 +13,7 @@ import torch
 
 import peel
 from peel.cli import main
+from peel.train.resident import Resident
 from small import Small, few_digits, small_run
 
 OWN = """
@@ -110,6 +111,21 @@ def test_the_run_says_how_to_feed_the_network(tmp_path: Path) -> None:
     told = json.loads((tmp_path / "run" / "settings.json").read_text())["resolved"]["input"]
     assert told["classes"] == list(few_digits().classes)
     assert (told["mean"], told["std"]) == (list(few_digits().train.mean), list(few_digits().train.std))
+
+
+def test_fed_as_its_file_says_the_slim_network_has_the_reported_accuracy(tmp_path: Path) -> None:
+    result = small_run(output=tmp_path / "run")
+    network = peel.load(tmp_path / "run" / "slim", model=Small()).eval()
+    told = network.peel_record["input"]
+    assert told["classes"] == list(few_digits().classes)
+    test = few_digits().test
+    assert isinstance(test, Resident)
+    pixels = test.pixels.permute(0, 3, 1, 2) / 255
+    assert list(pixels.shape[1:]) == told["shape"]
+    scale = [torch.tensor(told[name])[:, None, None] for name in ("mean", "std")]
+    with torch.no_grad():
+        right = network((pixels - scale[0]) / scale[1]).argmax(1) == test.labels
+    assert right.float().mean().item() == pytest.approx(result.rows[-1]["top1"])
 
 
 def test_modes_of_the_callers_layers_stay() -> None:

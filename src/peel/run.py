@@ -105,7 +105,7 @@ def prune(
         "image_shape": list(loaded.shape),
         "images": [loaded.train.size, loaded.test.size],
         "fingerprint": _fingerprint(loaded) if output is not None or isinstance(teacher, str | Path) else "",
-        "input": {"classes": list(loaded.classes), "mean": list(loaded.train.mean), "std": list(loaded.train.std)},
+        "input": loaded.described(),
         "seed": seed,
         "device": engine.device.type,
         "processes": engine.world.size,

@@ -141,6 +141,7 @@ class Stages:
             self.reporter.note(note)
         if self.workspace is not None:
             if slimmed is not None:
+                slimmed.peel_record = {**slimmed.peel_record, "input": self.problem.data.described()}  # type: ignore[assignment, dict-item]
                 save(slimmed, self.workspace.folder / "slim")
             result = {
                 "format": "peel-result",

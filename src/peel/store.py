@@ -52,6 +52,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
         "modules": record.get("modules", {}),
         "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
         "costs": record.get("costs", {}),
+        **({"input": record["input"]} if "input" in record else {}),
         "weights": {"file": weights_path.name, "sha256": hashlib.sha256(data).hexdigest()},
         "made_by": {"peel": __version__, "torch": torch.__version__.split("+")[0]},
     }
@@ -93,7 +94,8 @@ def _load(document: dict[str, Any], json_path: Path, model: nn.Module | None) ->
             )
         model = _from_zoo(source, json_path)
     built = _fill(model, document, tensors, json_path)
-    built.peel_record = {key: document[key] for key in ("widths", "modules", "costs")}  # type: ignore[assignment]
+    kept = ("widths", "modules", "costs", *(["input"] if "input" in document else []))
+    built.peel_record = {key: document[key] for key in kept}  # type: ignore[assignment]
     return built
 
 

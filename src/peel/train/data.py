@@ -65,6 +65,10 @@ class Data:
     def shape(self) -> tuple[int, int, int]:
         return self.train.shape
 
+    def described(self) -> dict[str, Any]:
+        """How to feed a network that was trained on these images."""
+        return {"classes": list(self.classes), "shape": list(self.shape), "mean": list(self.train.mean), "std": list(self.train.std)}
+
     def to(self, device: torch.device) -> Data:
         return replace(self, train=self.train.to(device), test=self.test.to(device))
 
