@@ -19,7 +19,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from .errors import DamagedError, DataError, DivergedError, MemoryShortError, PeelError, StoreError
 from .settings import Method
-from .train.recipe import Recipe
+from .train.recipe import FIELDS, Recipe
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ _arguments: list[str] = []
 
 #: A recipe of which any field may be left as it is.
 RecipeChanges: Any = dataclasses.make_dataclass(
-    "RecipeChanges", [(name, kind | None, None) for name, kind in get_type_hints(Recipe).items()], frozen=True
+    "RecipeChanges",
+    [(name, Annotated[kind | None, Parameter(help=FIELDS[name])], None) for name, kind in get_type_hints(Recipe).items()],
+    frozen=True,
 )
 # Python 3.11 would say "types", and cyclopts takes what is in there for a plain value.
 RecipeChanges.__module__ = __name__

@@ -157,9 +157,10 @@ def decode(path: Path, channels: int) -> Tensor:
     with Image.open(path) as opened:
         image: Image.Image = opened
         if opened.mode.startswith(("I", "F")):
-            # 16-bit grey, which PIL's own conversion would clip at 255.
+            # 16-bit grey, which PIL's own conversion would clip at 255. All images are scaled alike: none by its own maximum.
             values = np.asarray(opened, dtype=np.float64)
-            image = Image.fromarray((values / max(values.max(), 1) * 255).astype(np.uint8))
+            full = 1 if opened.mode == "F" and values.max() <= 1 else 255 if values.max() <= 255 else 65535
+            image = Image.fromarray((values / full * 255).clip(0, 255).astype(np.uint8))
         elif "transparency" in opened.info:
             image = opened.convert("RGBA")
         converted = np.array(image.convert("L" if channels == 1 else "RGB"))

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import ConfigError, did_you_mean
 
-__all__ = ["AUGMENTATIONS", "RECIPES", "Recipe", "backbone_recipe", "named_recipe"]
+__all__ = ["AUGMENTATIONS", "FIELDS", "RECIPES", "Recipe", "backbone_recipe", "named_recipe"]
 
 AUGMENTATIONS: dict[str, str] = {
     "auto": "what suits the data: crop for digits, crop-flip for small photographs, imagenet for large ones",
@@ -25,9 +25,29 @@ SCHEDULES: dict[str, str] = {
 }
 
 
+#: What each field of a recipe means; `peel run --help` shows it.
+FIELDS: dict[str, str] = {
+    "epochs": "How often the training images are seen.",
+    "batch_size": "Images per step, of all processes together.",
+    "lr": "The highest learning rate.",
+    "momentum": "Of SGD.",
+    "nesterov": "Nesterov's momentum.",
+    "weight_decay": "Of weights with more than one axis.",
+    "decay_norms": "Whether norm layers and biases decay too.",
+    "warmup_epochs": "Epochs in which the rate rises in a line; parts of one too.",
+    "warmup_from": "The rate that the warm-up starts from.",
+    "schedule": "cosine (to zero) or steps.",
+    "milestones": "With steps: where the rate falls, as parts of the schedule.",
+    "gamma": "With steps: what the rate is multiplied by there.",
+    "label_smoothing": "The part of a label that is spread over all classes.",
+    "augment": "auto, none, crop, crop-flip or imagenet.",
+    "retries": "How often a training whose loss is no number any more goes back to its last checkpoint and on with half the rate.",
+}
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """SGD with Nesterov momentum and everything around it."""
+    """SGD with Nesterov momentum and everything around it; `FIELDS` explains each field."""
 
     epochs: int = 100
     batch_size: int = 512
@@ -36,17 +56,14 @@ class Recipe:
     nesterov: bool = True
     weight_decay: float = 1e-4
     decay_norms: bool = False
-    """Whether norm layers and biases decay too."""
     warmup_epochs: float = 1.0
     warmup_from: float = 0.0
-    """The rate of the first step."""
     schedule: str = "cosine"
     milestones: tuple[float, ...] = (0.3, 0.6, 0.8)
     gamma: float = 0.2
     label_smoothing: float = 0.1
     augment: str = "auto"
     retries: int = 0
-    """How often a training whose loss is no number any more goes back to its last checkpoint and on with half the rate."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size"):
