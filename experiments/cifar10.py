@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import statistics
 import subprocess
 import sys
@@ -67,12 +68,17 @@ def run_all(options: argparse.Namespace) -> None:
     train_teacher(options)
     waiting = [(budget, str(seed)) for seed in options.seeds for budget in options.budgets]
     running: list[subprocess.Popen[bytes]] = []
-    while waiting or running:
-        running = [process for process in running if process.poll() is None]
-        while waiting and len(running) < options.jobs:
-            left = options.deadline - (time.time() - began)
-            running.append(subprocess.Popen([sys.executable, *sys.argv, "--deadline", str(left), "--cell", *waiting.pop(0)]))
-        time.sleep(0.2)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        while waiting or running:
+            running = [process for process in running if process.poll() is None]
+            while waiting and len(running) < options.jobs:
+                left = options.deadline - (time.time() - began)
+                running.append(subprocess.Popen([sys.executable, *sys.argv, "--deadline", str(left), "--cell", *waiting.pop(0)]))
+            time.sleep(0.2)
+    finally:
+        for process in running:
+            process.terminate()
 
 
 def load(options: argparse.Namespace) -> Any:
@@ -126,7 +132,14 @@ def run_cell(options: argparse.Namespace, budget: str, seed: int) -> None:
     data = load(options)
     teacher = options.teachers / f"{options.net}-{options.epochs}"
     common = {"budget": budget, **settings(options, seed)}
-    done = {key_of(line) for line in read(options.results)}
+    lines = read(options.results)
+    done = {key_of(line) for line in lines}
+    # A plan that was found before, and trained without a teacher, say, is not searched for again.
+    plans = {
+        (line["budget"], line["seed"], line["plan"]): line
+        for line in lines
+        if "widths" in line and (line["net"], line["epochs"]) == (options.net, options.epochs)
+    }
     for name in options.plans:
         missing = [kind for kind in options.distill if (options.net, options.epochs, budget, seed, name, kind) not in done]
         if not missing or time.time() - began > options.deadline:
@@ -135,6 +148,9 @@ def run_cell(options: argparse.Namespace, budget: str, seed: int) -> None:
             network = zoo.create(options.net, num_classes=len(data.classes))
             graph = peel.trace(network, torch.zeros(1, *data.shape))
             widths, plan = peel.uniform(graph, budget, hold=zoo.HELD.get(network.peel_source["zoo"], ())), {}
+        elif (budget, seed, name) in plans:
+            plan = plans[budget, seed, name]
+            widths = plan["widths"]
         else:
             searched = prune(options.net, data, steps=["backbone", "plan"], distill="none", **common, **PLANS[name])
             assert searched.plan is not None
