@@ -578,3 +578,19 @@ def test_a_compiled_network_learns_the_same() -> None:
     second = fit(compiled, CrossEntropy(0.1), few_digits().train, recipe, engine=replace(CPU, compile="on"), seed=0)
     assert [epoch.train["loss"] for epoch in second] == pytest.approx([epoch.train["loss"] for epoch in first], rel=1e-4)
     assert set(compiled.state_dict()) == set(plain.state_dict())
+
+
+def test_a_network_that_cannot_be_compiled_is_trained_as_it_is(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("there is no compiler here")
+
+    plain, other = fresh(), fresh()
+    first = fit(plain, CrossEntropy(), few_digits().train, PLAIN, engine=CPU, seed=0)
+    compile = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compile(self, backend=broken, **options))
+    with caplog.at_level(logging.WARNING, "peel"):
+        second = fit(other, CrossEntropy(), few_digits().train, PLAIN, engine=replace(CPU, compile="on"), seed=0)
+    assert "cannot be compiled" in caplog.text
+    assert "there is no compiler here" in caplog.text
+    assert [epoch.train for epoch in second] == [epoch.train for epoch in first]
+    assert same_weights(plain, other)

@@ -60,6 +60,8 @@ class Step:
         self.parts = engine.parts
         self.pace = Pace(engine)
         self.is_compiled = False
+        #: Whether a compiled step has run.
+        self.is_proved = False
         self.done = 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.static: Batch | None = None
@@ -70,14 +72,19 @@ class Step:
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
-        if not self.is_compiled and self.pace.repays_compiling(steps_left):
+        if self.pace.repays_compiling(steps_left):
             self._compile()
         while True:
             try:
                 self._run(batch)
+                self.is_proved = self.is_compiled
                 return
             except torch.OutOfMemoryError:
                 self._halve(len(batch.images))
+            except Exception as error:
+                if not self.is_compiled or self.is_proved:
+                    raise
+                self._give_up_compiling(error)
 
     def _run(self, batch: Batch) -> None:
         if not self.replays:
@@ -88,7 +95,15 @@ class Step:
                 self._on_side_stream(batch)
                 self.done += 1
                 return
-            self._record(batch)
+            try:
+                self._record(batch)
+            except torch.OutOfMemoryError:
+                # A recording keeps its memory for itself. Steps fitted without one, so they do again.
+                self._forget_recording()
+                self.replays = False
+                log.info("memory is too short to record the training step; it runs as it is.")
+                self._compute(batch)
+                return
         assert self.graph is not None
         assert self.static is not None
         self.static.fill(batch)
@@ -97,6 +112,7 @@ class Step:
     def _compute(self, batch: Batch) -> None:
         # A recorded step needs gradients that stay where they are; so do buckets shared with other processes.
         self.optimiser.zero_grad(set_to_none=not self.replays and self.engine.world.size == 1)
+        found = []
         for number, part in enumerate(batch.split(self.parts)):
             _pretend_short_memory(len(part.images))
             share = len(part.images) / len(batch.images)
@@ -107,8 +123,11 @@ class Step:
                 with self.engine.autocast():
                     total, terms, scores = self.loss(*part)
                 (total * share).backward()
-            self._add(Losses(total, terms, scores), part.labels, share)
+            found.append((Losses(total.detach(), terms, scores.detach()), part.labels, share))
         self.optimiser.step()
+        # Only now: a step for which memory was short is done again from its beginning.
+        for losses, labels, share in found:
+            self._add(losses, labels, share)
 
     def _compile(self) -> None:
         """Turn the network and its loss into fused kernels from the next step on."""
@@ -118,6 +137,14 @@ class Step:
         self.is_compiled = True
         self._forget_recording()
         log.info("compiling the network: the steps that are left repay it.")
+
+    def _give_up_compiling(self, error: Exception) -> None:
+        """There is no compiler, or it cannot take this network: a long training is not lost for that."""
+        self.loss._compiled_call_impl = None
+        torch._dynamo.reset()
+        self.is_compiled = False
+        self._forget_recording()
+        log.warning("the network cannot be compiled and runs as it is (%s: %s).", type(error).__name__, " ".join(str(error).split())[:200])
 
     def _halve(self, size: int) -> None:
         """Memory is short: twice as many parts of half the size, the same batch."""
