@@ -156,7 +156,7 @@ def _outcome_table(rows: Mapping[str, Mapping[str, Any]]) -> Table | None:
             *work,
         ]
 
-    columns = ("network", "top-1", "top-5", "MACs (of original)", "params (of original)", "training time", "image passes", "saved as")
+    columns = ("network", "top-1", "top-5", "MACs (of original)", "params", "time", "image passes", "saved as")
     return Table(columns, [cells(name, row) for name, row in rows.items()]) if rows else None
 
 
