@@ -348,7 +348,7 @@ def test_an_interrupted_command_says_so_and_goes_on_later(
         "original",
     ]
     with monkeypatch.context() as patch:
-        patch.setattr("peel.run.Silent", Stopped)
+        patch.setattr("peel.reporter.Silent", Stopped)
         assert main(command) == 130
     assert "interrupted" in capsys.readouterr().err
     assert main(command) == 0

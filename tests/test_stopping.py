@@ -42,7 +42,12 @@ def command(output: Path, **environment: str) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [("term", signal.SIGTERM), pytest.param("usr1", signal.SIGUSR1, marks=pytest.mark.slow), ("int", signal.SIGINT)]
+    ("name", "number"),
+    [
+        ("term", signal.SIGTERM),
+        pytest.param("usr1", signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param("int", signal.SIGINT, marks=pytest.mark.slow),  # test_faults.py has it from outside
+    ],
 )
 def test_a_run_that_is_told_to_stop_keeps_its_state_and_goes_on_with_the_same_bits(name: str, number: int, tmp_path: Path) -> None:
     stopped = command(tmp_path / "stopped", PEEL_FAULT=f"5:{name}")
