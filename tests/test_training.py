@@ -594,3 +594,19 @@ def test_a_network_that_cannot_be_compiled_is_trained_as_it_is(caplog: pytest.Lo
     assert "there is no compiler here" in caplog.text
     assert [epoch.train for epoch in second] == [epoch.train for epoch in first]
     assert same_weights(plain, other)
+
+
+def test_short_epochs_are_kept_only_now_and_then_and_nothing_changes(tmp_path: Path) -> None:
+    kept: list[int] = []
+
+    class Noting(Checkpoints):
+        def save(self, state: dict[str, Any], epoch: int, step: int) -> Path:
+            kept.append(epoch)
+            return super().save(state, epoch, step)
+
+    whole, other = fresh(), fresh()
+    recipe = replace(PLAIN, epochs=5)
+    fit(whole, CrossEntropy(), few_digits().train, recipe, engine=CPU, seed=0)
+    fit(other, CrossEntropy(), few_digits().train, recipe, engine=CPU, seed=0, checkpoints=Noting(tmp_path, "a"), epoch_seconds=600.0)
+    assert kept == [5]
+    assert same_weights(whole, other)

@@ -46,6 +46,9 @@ STEPS: dict[str, str] = {
 
 log = logging.getLogger("peel")
 
+#: On a GPU epochs may be shorter than it takes to write a checkpoint: there is one after an epoch, but not more often than this.
+EPOCH_SECONDS = 10.0
+
 
 class Stages:
     """The stages of one run, each done once."""
@@ -350,6 +353,7 @@ class Stages:
             test=self.problem.data.test,
             checkpoints=self.world.share(space.checkpoints(stage) if space is not None else None),
             checkpoint_seconds=self.checkpoint_seconds,
+            epoch_seconds=EPOCH_SECONDS if engine.device.type == "cuda" else 0.0,
             watcher=_Watcher(stage, self.reporter, space),
             each_epoch=each_epoch if padded is None or each_epoch is None else lambda model: each_epoch(padded.unpadded(model)),
         )

@@ -126,6 +126,8 @@ class Taught:
         return self.split.subset(index)
 
     def batches(self, order: Tensor, batch_size: int, view: View, device: torch.device, workers: int = 0) -> Iterator[Batch]:
+        if len(order) == 0:
+            return
         places = order.to(self.answers.scores.device)
         height = self.shape[1]
         numbers = draw_windows(places, view, height).numbers(padding_of(height)) if self.answers.views > 1 else torch.zeros_like(places)

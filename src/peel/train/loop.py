@@ -43,13 +43,15 @@ def fit(
     test: Split | None = None,
     checkpoints: Checkpoints | None = None,
     checkpoint_seconds: float = 600.0,
+    epoch_seconds: float = 0.0,
     watcher: Watcher | None = None,
     each_epoch: Callable[[nn.Module], dict[str, Any]] | None = None,
 ) -> list[Epoch]:
     """Train the model in place and return a record of each epoch.
 
     `each_epoch` may add to the record what it finds in the model at the end of an epoch. With `checkpoints`, the state is kept after
-    every epoch and every `checkpoint_seconds` within one, and a call on an existing folder goes on from the newest.
+    every epoch (where epochs are short: after the first that ends `epoch_seconds` after the last time) and every `checkpoint_seconds`
+    within one, and a call on an existing folder goes on from the newest.
 
     The batch of the recipe is that of all processes together: each of them takes an equal part of every batch.
     """
@@ -69,7 +71,7 @@ def fit(
             if watcher is not None:
                 watcher.begin(start.history)
             try:
-                return _epochs(training, start, train, steps, seed, test, checkpoint_seconds, watcher, each_epoch)
+                return _epochs(training, start, train, steps, seed, test, (checkpoint_seconds, epoch_seconds), watcher, each_epoch)
             except DivergedError as error:
                 slower = start.slower / 2
                 if slower < 0.5**recipe.retries or checkpoints is None:
@@ -84,17 +86,18 @@ def _epochs(
     steps: int,
     seed: int,
     test: Split | None,
-    checkpoint_seconds: float,
+    pauses: tuple[float, float],
     watcher: Watcher | None,
     each_epoch: Callable[[nn.Module], dict[str, Any]] | None,
 ) -> list[Epoch]:
     model, recipe, engine, history = training.model, training.recipe, training.engine, start.history
     start_step, spent_before = start.step, start.seconds
+    last_kept = time.perf_counter()
     for epoch in range(start.epoch, recipe.epochs):
         model.train()
         order = training.part(epoch_order(train.size, seed, epoch)[: steps * recipe.batch_size], start_step)
         view = View.of_epoch(recipe.augment, seed, epoch)
-        began = last_saved = time.perf_counter()
+        began = time.perf_counter()
         stop = None
         for step, batch in enumerate(train.batches(order, training.part_size, view, engine.device, engine.workers), start_step):
             done = epoch * steps + step
@@ -105,12 +108,12 @@ def _epochs(
             is_last = step + 1 == steps
             now = time.perf_counter()
             stop = training.asked_to_stop(done)
-            is_due = not is_last and training.is_due(done, now - last_saved > checkpoint_seconds)
+            is_due = not is_last and training.is_due(done, now - last_kept > pauses[0])
             if (step + 1) % CHECK_EVERY == 0 or is_last or is_due or stop is not None:
                 training.check_finite(epoch, step, weights=is_last or is_due or stop is not None)
             if is_due or (stop is not None and not is_last):
                 training.keep(epoch, step + 1, history, spent_before + now - began, start.slower)
-                last_saved = now
+                last_kept = now
             if stop is not None and not is_last:
                 raise Stopped(stop)
         means = training.means(steps)
@@ -135,7 +138,10 @@ def _epochs(
         history.append(record)
         training.clear_sums()
         start_step, spent_before = 0, 0.0
-        training.keep(epoch + 1, 0, history, 0.0, start.slower)
+        is_long_ago = time.perf_counter() - last_kept >= pauses[1]
+        if engine.world.share(is_long_ago or stop is not None or epoch + 1 == recipe.epochs):
+            training.keep(epoch + 1, 0, history, 0.0, start.slower)
+            last_kept = time.perf_counter()
         if watcher is not None:
             watcher.epoch(record)
         if stop is not None:
