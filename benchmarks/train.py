@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -62,6 +61,7 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=1_500, help="JPEG files of 224 pixels and more; each is read several times")
     parser.add_argument("--reads", type=int, default=12_000, help="how many images of 224 pixels an epoch reads")
     parser.add_argument("--multiples", nargs="+", type=int, default=[8, 32], help="what slim networks are padded to")
+    parser.add_argument("--workers", type=int, help="processes that decode images; by default as many as training would use")
     parser.add_argument("--data", help="CIFAR-10 as a folder, or the word cifar10, for the curves")
     parser.add_argument("--compiled", action="store_true", help="with compiled networks too; minutes longer")
     parser.add_argument("--results", type=Path, help="append what was measured to this file, one JSON object per line")
@@ -70,7 +70,7 @@ def main() -> None:
     if options.render is not None:
         render(options.results, options.render)
         return
-    engine = find_engine(options.device, compile="off")
+    engine = find_engine(options.device, compile="off", workers=options.workers)
     bench = Bench(engine, options)
     print(f"{engine.description}, torch {torch.__version__}", flush=True)
     for part in options.parts:
@@ -359,7 +359,7 @@ def plain_loop(
             v2.Normalize(images.mean, images.std),
         ]
     )
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False  # as torch has it; convolutions may use short numbers by default
     try:
         torch.manual_seed(seed)
         chance = torch.Generator().manual_seed(seed)
@@ -390,7 +390,7 @@ def plain_loop(
                 if done == steps:
                     return
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cuda.matmul.allow_tf32 = True
 
 
 def _decayed(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
@@ -433,5 +433,4 @@ def rounded(values: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "4")
     main()

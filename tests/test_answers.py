@@ -56,6 +56,11 @@ def test_the_answers_are_those_of_the_teacher_for_just_these_views(augment: str)
             assert torch.allclose(batch.answers, teacher.net(batch.images), atol=1e-5)
 
 
+def test_where_nothing_is_left_of_an_epoch_there_is_nothing_to_see() -> None:
+    """As when a training goes on that was stopped during an evaluation."""
+    assert list(taught(Counting().eval()).batches(torch.arange(0), 30, View.of_epoch("crop", 0, 0), CPU.device)) == []
+
+
 def test_nothing_is_asked_twice() -> None:
     teacher = Counting().eval()
     images = taught(teacher)

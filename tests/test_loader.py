@@ -67,6 +67,30 @@ def test_a_process_that_is_killed_is_replaced_and_nothing_is_lost(split: Folder,
         assert torch.equal(mine.labels, theirs.labels)
 
 
+def test_a_process_that_dies_while_something_is_computed_does_not_disturb_it(split: Folder) -> None:
+    """Torch would raise an error in the middle of it, with the weights half updated."""
+    got = 0
+    for number, batch in enumerate(split.batches(torch.arange(48), 4, View("imagenet", 3), CPU, 2)):
+        got += len(batch.labels)
+        if number == 1:
+            os.kill(min(children()), signal.SIGKILL)
+            until = time.monotonic() + 1
+            while time.monotonic() < until:
+                torch.randn(100, 100).square().sum().item()
+    assert got == 48
+
+
+def test_signals_to_the_whole_group_do_not_end_the_processes(split: Folder) -> None:
+    batches = split.batches(torch.arange(48), 4, View("imagenet", 3), CPU, 2)
+    next(batches)
+    before = children()
+    for pid in before:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            os.kill(pid, number)
+    assert sum(len(batch.labels) for batch in batches) == 44
+    assert children() == before
+
+
 class Dying:
     def __call__(self, key: int) -> tuple[Tensor, ...]:
         if key == 5:

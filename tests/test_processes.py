@@ -25,7 +25,6 @@ def model(num_classes=10):
     )
 """
 
-#: Without a teacher: what it says depends on the statistics of its norm layers, which each process gathers from its own part.
 #: Without a teacher: what it says depends on the statistics of its norm layers, which each process gathers from its own part. With a low
 #: rate: a high one makes more of differences in rounding.
 SHORT = ["--train.epochs", "1", "--search.epochs", "1", "--train.batch-size", "128", "--train.lr", "0.01", "--distill", "none"]
@@ -86,6 +85,29 @@ def test_with_joint_norms_processes_reach_the_weights_of_one_that_sees_the_whole
     assert not all(torch.allclose(value, apart[name], rtol=1e-3, atol=1e-4) for name, value in alone.items()), "parts differ"
 
 
+AUXILIARY = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, num_classes=10):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.head, self.other = nn.Linear(8, num_classes), nn.Linear(8, num_classes)
+
+    def forward(self, x):
+        x = self.body(x)
+        return (self.head(x), self.other(x)) if self.training else self.head(x)
+"""
+
+
+@pytest.mark.slow
+def test_a_head_that_does_not_reach_the_loss_is_not_waited_for(place: Path) -> None:
+    (place / "own.py").write_text(AUXILIARY.replace("class Net", "class model"))
+    finished(start(place, "--gpus", "2", "--output", "run"))
+    assert (place / "run" / "slim.safetensors").exists()
+
+
 @pytest.mark.slow
 def test_two_machines_as_two_agents_that_meet_on_the_network(place: Path) -> None:
     port = 29400 + os.getpid() % 1000
@@ -115,6 +137,7 @@ def test_another_number_of_processes_does_not_go_on_with_a_run(place: Path) -> N
 def test_a_batch_that_cannot_be_shared_evenly_is_refused(place: Path) -> None:
     output = finished(start(place, "--gpus", "3", "--output", "run"), expected=1)
     assert "128 images cannot be shared evenly by 3 processes" in output
+    assert not (place / "run" / "settings.json").exists()
 
 
 @pytest.mark.slow

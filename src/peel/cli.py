@@ -33,6 +33,9 @@ OK, FAILED, WRONG_INPUT, BAD_FILES, DIVERGED, MEMORY_SHORT, INTERRUPTED = 0, 1, 
 #: The arguments of this call, for the record of a run.
 _arguments: list[str] = []
 
+#: Where processes find the arguments of the command that started them.
+GIVEN = "PEEL_ARGUMENTS"
+
 #: A recipe of which any field may be left as it is.
 RecipeChanges: Any = dataclasses.make_dataclass(
     "RecipeChanges",
@@ -183,7 +186,7 @@ def run(
     device
         auto, cpu, cuda, cuda:1, ...
     workers
-        Processes that decode images from folders.
+        Processes that decode images from folders; by default one per core, at most 16 for each process that trains (4 on a CPU).
     deterministic
         The same bits in every run, on a GPU too; slower there.
     parts
@@ -203,7 +206,9 @@ def run(
     quiet
         Print nothing but the result.
     """
-    if gpus is not None and "WORLD_SIZE" not in os.environ:
+    if gpus is not None:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            raise PeelError("torchrun has started the processes already: leave out --gpus.")
         return _start_processes(gpus)
     from .outcome import draw_estimate, draw_outcome, read_groups, run_folder
     from .progress import RunProgress
@@ -248,7 +253,7 @@ def run(
             dry_run=dry_run,
             checkpoint_seconds=checkpoint_seconds,
             reporter=reporter,
-            command=" ".join(["peel", *map(shlex.quote, _arguments)]),
+            command=_command(),
             **arguments,
         )
     if not is_first:
@@ -271,8 +276,16 @@ def _start_processes(count: int) -> int:
     arguments = [*_arguments]
     place = next(i for i, argument in enumerate(arguments) if argument == "--gpus" or argument.startswith("--gpus="))
     del arguments[place : place + (2 if arguments[place] == "--gpus" else 1)]
+    os.environ[GIVEN] = shlex.join(_arguments)
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m", "peel", *arguments]
     os.execv(sys.executable, [sys.executable, *command])
+
+
+def _command() -> str:
+    """The command as it was given, also in the processes that it started."""
+    if GIVEN in os.environ:
+        return f"peel {os.environ[GIVEN]}"
+    return f"{'torchrun ... -m ' if 'TORCHELASTIC_RUN_ID' in os.environ else ''}peel {shlex.join(_arguments)}"
 
 
 def _changes(changes: Any) -> dict[str, Any]:
@@ -354,6 +367,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if type(error).__name__ != "Stopped":  # its home imports torch
             raise
-        print(f"{error}; the state is kept. Go on with the same command:\n  peel {shlex.join(_arguments)}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{error}; the state is kept. Go on with the same command:\n  {_command()}", file=sys.stderr)
         return 128 + error.signal_number  # type: ignore[attr-defined, no-any-return]
     return code if isinstance(code, int) else OK

@@ -52,7 +52,7 @@ def _images_per_second(problem: Problem, recipe: Recipe) -> float:
     if problem.engine.device.type == "cuda":
         return _timed(problem, recipe, recipe.batch_size * GPU_STEPS)
     guess = _timed(problem, recipe, FIRST_IMAGES)
-    images = int(guess * TIMED_SECONDS)
+    images = int(problem.engine.world.share(guess) * TIMED_SECONDS)
     return _timed(problem, recipe, images) if images > FIRST_IMAGES else guess
 
 

@@ -155,7 +155,8 @@ class _Planner:
         # The slow criteria are measured once, at the end.
         each_epoch = note if method.criterion in ("bn", "weight", "gradient") else None
         trained = train_backbone(stage_of_round(number), network, Penalised(objective, scales, self.penalty), recipe, train, each_epoch)
-        return trained, measure(trained)
+        # Each process measures, and the last digits may differ: all go by what the first one found.
+        return trained, problem.engine.world.share(measure(trained))
 
     def _penalty(self, steps: int) -> float:
         if self.method.pull is not None:

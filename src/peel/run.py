@@ -88,6 +88,8 @@ def prune(
         method["start"] = _read_json(method["start"], "the widths of the backbone")
     if output is not None and isinstance(teacher, str | Path) and Path(output).resolve() == Path(teacher).resolve():
         raise ConfigError(f"output and teacher are the same folder, {output}: give each one of its own.")
+    if not checkpoint_seconds >= 0:
+        raise ConfigError(f"checkpoint_seconds must be a number of 0 or more, not {checkpoint_seconds!r}.")
     chosen = Method(budget=budget if isinstance(budget, str) else repr(budget), **method)
     wanted = _check_steps(steps)
     torch.manual_seed(derive("original", seed))
@@ -112,6 +114,7 @@ def prune(
         "parts": engine.parts,
         "align": engine.align,
         "sync_bn": engine.sync_bn,
+        "deterministic": deterministic,
         "method": asdict(chosen),
         "train": asdict(recipes[0]),
         "search": asdict(recipes[1]),

@@ -31,6 +31,7 @@ from .train.history import Epoch, Scores
 from .train.loop import evaluate, fit
 from .train.objective import CrossEntropy, Objective
 from .train.recipe import Recipe
+from .train.training import part_size
 from .widths import Widths
 from .workspace import Workspace
 
@@ -107,6 +108,8 @@ class Stages:
             (trains, self.recipe, whole),
             (self.searches, problem.search, whole - held_out_size(whole, HELD_OUT) if method.criterion == "legr" else whole),
         ):
+            if is_used:
+                part_size(recipe, problem.engine)
             if is_used and recipe.batch_size > size:
                 raise DataError(
                     f"a batch of {recipe.batch_size} images is larger than the training set of {size}. "
@@ -220,10 +223,11 @@ class Stages:
         return teacher.model
 
     def _plan(self) -> Plan | None:
-        """The plan, the same in all processes."""
-        plan: Plan | None = self.world.share(self._found_plan())
-        self.world.check_equal("the plan", json.dumps(plan.document if plan is not None else None, sort_keys=True))
-        return plan
+        """The plan, which all processes have come to alike; what counts is that of the first."""
+        plan = self._found_plan()
+        self.world.check_equal("the plan", json.dumps(dict(plan.widths) if plan is not None else None, sort_keys=True))
+        shared: Plan | None = self.world.share(plan)
+        return shared
 
     def _found_plan(self) -> Plan | None:
         if self.given is not None:

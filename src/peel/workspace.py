@@ -35,7 +35,10 @@ __all__ = ["Workspace", "difference"]
 log = logging.getLogger("peel")
 
 #: Settings that may change between one start of a run and the next: they do not change what is computed.
-FREE = ("device", "workers", "steps")
+FREE = ("device", "workers", "steps", "train.retries", "search.retries")
+
+#: Settings that may change too, as they are the way out where memory is short, but not without a word: batch norm sees the parts.
+SAID = ("parts",)
 
 #: What a run that was stopped before it wrote its settings may have left.
 EARLY = (".lock", ".probe", "environment.json")
@@ -117,8 +120,7 @@ class Workspace:
     def settle(self, settings: dict[str, Any], environment: dict[str, Any]) -> bool:
         """Write the settings, or compare them with those that are there already. Returns whether the run is a resumed one."""
         path = self.folder / "settings.json"
-        fixed = {name: value for name, value in settings["resolved"].items() if name not in FREE}
-        self._run = hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
+        self._run = hashlib.sha256(json.dumps(_fixed(settings["resolved"]), sort_keys=True).encode()).hexdigest()
         if not path.exists():
             self._refuse_foreign(EARLY)
             self.write_json("environment.json", environment)
@@ -126,6 +128,15 @@ class Workspace:
             return False
         before = self.read_json("settings.json")
         changed = difference(before.get("resolved", {}), settings["resolved"])
+        for name in [name for name in SAID if name in changed]:
+            old, new = changed.pop(name)
+            log.warning(
+                "%s goes on with %s %s instead of %s: the bits will differ from those of a run without the change.",
+                self.folder,
+                name,
+                new,
+                old,
+            )
         if changed:
             lines = "\n".join(f"  {name}: {old!r} -> {new!r}" for name, (old, new) in changed.items())
             raise RunError(
@@ -223,6 +234,15 @@ def _line(stage: str, epoch: Epoch) -> str:
     values = asdict(epoch)
     extra = values.pop("extra")
     return json.dumps({"stage": stage, **values, **extra}) + "\n"
+
+
+def _fixed(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The settings that tell one run from another."""
+    return {
+        name: _fixed(value, f"{prefix}{name}.") if isinstance(value, Mapping) else value
+        for name, value in settings.items()
+        if f"{prefix}{name}" not in (*FREE, *SAID)
+    }
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:

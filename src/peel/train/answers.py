@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from ..files import write_bytes
-from .batch import Batch
+from .batch import Batch, at_a_time
 from .crops import count_windows, draw_windows, padding_of
 from .data import Split
 from .engine import Engine
 from .objective import class_scores
+from .resident import Resident
 from .view import View
 
 __all__ = ["Answers", "Taught", "remember_answers"]
@@ -31,9 +32,6 @@ log = logging.getLogger("peel")
 
 #: A table larger than this is not made.
 TABLE_BYTES = 2 * 2**30
-
-#: Images that the teacher sees at a time.
-AT_A_TIME = 1000
 
 
 class Answers:
@@ -52,8 +50,9 @@ class Answers:
     def ask(self, split: Split, order: Tensor, rows: Tensor, view: View) -> None:
         """Let the teacher answer what is not known yet about these images, seen in this view."""
         missing = (~self.known[rows]).nonzero()[:, 0]
-        unseen = split.batches(order[missing.cpu()], AT_A_TIME, view, self.engine.device, self.engine.workers)
-        for row, batch in zip(torch.split(rows[missing], AT_A_TIME), unseen, strict=False):
+        size = at_a_time(split.shape)
+        unseen = split.batches(order[missing.cpu()], size, view, self.engine.device, self.engine.workers)
+        for row, batch in zip(torch.split(rows[missing], size), unseen, strict=False):
             with self.engine.autocast():
                 given = class_scores(self.teacher(batch.images))
             self.scores[row] = given.to(self.scores.dtype)
@@ -149,6 +148,7 @@ def remember_answers(
     if views is None or split.size * views * classes * width > TABLE_BYTES:
         return None
     answers = Answers(teacher, split.size, views, classes, engine)
-    if folder is not None:
+    # Images on disk are known by their names only: what is said about them is not kept.
+    if folder is not None and isinstance(split, Resident):
         answers.keep_in(folder / Answers.name_of(teacher, split, augment, engine))
     return answers

@@ -6,7 +6,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Batch"]
+__all__ = ["Batch", "at_a_time"]
+
+#: Images that only go forward at a time: so many, or as many as have so many pixels.
+FORWARD_IMAGES, FORWARD_PIXELS = 1000, 16_000_000
+
+
+def at_a_time(shape: tuple[int, int, int]) -> int:
+    """How many images of this shape go through a network at once where nothing is learnt."""
+    return min(FORWARD_IMAGES, max(1, FORWARD_PIXELS // (shape[1] * shape[2])))
 
 
 class Batch(NamedTuple):

@@ -59,6 +59,12 @@ class Engine:
         return f"{name}, {'bfloat16' if self.bf16 else 'float32'}"
 
 
+def _workers(device: torch.device) -> int:
+    """One process per core that this one may use; on a CPU fewer, as they share the cores with training."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(16 if device.type == "cuda" else 4, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
 def find_engine(
     device: str = "auto",
     *,
@@ -86,7 +92,9 @@ def find_engine(
         torch.empty(1, device=chosen)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"the device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
-    count = min(8, torch.get_num_threads()) if workers is None else workers
+    if chosen.type not in ("cpu", "cuda"):
+        raise ConfigError(f"training runs on cpu or cuda, not on {device!r}.")
+    count = _workers(chosen) if workers is None else workers
     world = join_world(chosen)
     common = Engine(chosen, workers=count, parts=parts, sync_bn=sync_bn, world=world)
     if chosen.type != "cuda":
@@ -98,5 +106,12 @@ def find_engine(
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        return replace(common, bf16=torch.cuda.is_bf16_supported(), align=8)
-    return replace(common, bf16=torch.cuda.is_bf16_supported(), graphs=True, align=8, remembers=True, compile="off" if sync_bn else compile)
+        return replace(common, bf16=torch.cuda.is_bf16_supported(including_emulation=False), align=8)
+    return replace(
+        common,
+        bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+        graphs=True,
+        align=8,
+        remembers=True,
+        compile="off" if sync_bn else compile,
+    )

@@ -5,8 +5,12 @@ They hold no state: what they make depends on the key they are given, so one tha
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -25,8 +29,8 @@ Key = TypeVar("Key")
 #: How often processes that died or fell silent are replaced, before it is an error.
 TRIES = 3
 
-#: Seconds without a batch after which a process counts as hanging.
-PATIENCE = 300.0
+#: Seconds without a batch after which a process counts as hanging; and after which it is looked at whether it is still there.
+PATIENCE, LOOK_SECONDS = 300.0, 5.0
 
 
 class Loader(Generic[Key]):
@@ -40,29 +44,46 @@ class Loader(Generic[Key]):
     def batches(self, wanted: list[Sequence[Key]]) -> Iterator[tuple[Tensor, ...]]:
         """For each sequence of keys, what they make, stacked."""
         given = tries = 0
+        was_cautious = False
+        patience = float(os.environ.get("PEEL_PATIENCE", PATIENCE))
+        running = self._start(wanted, patience, cautious=False) if wanted else iter(())
+        asked = time.monotonic()
         while given < len(wanted):
             try:
-                for batch in self._start(wanted[given:], cautious=tries > 0):
-                    if isinstance(batch, str):
-                        raise DataError(batch)
-                    yield batch
-                    given, tries = given + 1, 0
+                batch = next(running)
             except RuntimeError as error:
-                if "DataLoader" not in str(error):
+                said = str(error).splitlines()[0]
+                is_slow = "timed out" in said
+                if is_slow and time.monotonic() - asked < patience:
+                    continue
+                if not is_slow and "exited unexpectedly" not in said and "is killed" not in said:
                     raise
-                self._running, tries = None, tries + 1
-                said = f"a process that decodes images ended or hangs ({str(error).splitlines()[0]}), at the batch of {wanted[given][0]}"
+                tries += 1
+                text = f"a process that decodes images ended or hangs ({said}), at the batch of {wanted[given][0]}"
                 if tries == TRIES:
                     raise DataError(
-                        f"{said}, {TRIES} times. Fewer --workers need less memory; 0 decodes without other processes."
+                        f"{text}, {TRIES} times. Fewer --workers need less memory; 0 decodes without other processes."
                     ) from error
-                log.warning("%s; it is replaced and asked again.", said)
+                log.warning("%s; it is replaced and asked again.", text)
+                self._running, was_cautious = None, True
+                running = self._start(wanted[given:], patience, cautious=True)
+                asked = time.monotonic()
+                continue
+            if isinstance(batch, str):
+                raise DataError(batch)
+            yield batch
+            given, tries, asked = given + 1, 0, time.monotonic()
+        if was_cautious:
+            self._running = None
 
-    def _start(self, wanted: list[Sequence[Key]], *, cautious: bool) -> Any:
+    def _start(self, wanted: list[Sequence[Key]], patience: float, *, cautious: bool) -> Any:
         """An iterator over what the processes make; a cautious one asks for little at a time, so that it is known where they fail."""
         if self._running is None:
-            patience = float(os.environ.get("PEEL_PATIENCE", PATIENCE))
-            several = {"persistent_workers": True, "timeout": patience, "prefetch_factor": 1 if cautious else 2} if self.workers else {}
+            several: dict[str, Any] = {}
+            if self.workers:
+                # Whether a process is gone is looked at whenever this time has passed without a batch.
+                pause = min(LOOK_SECONDS, patience)
+                several = {"persistent_workers": True, "timeout": pause, "prefetch_factor": 1 if cautious else 2, "worker_init_fn": _deaf}
             self._running = DataLoader(
                 _Made(self.make),  # type: ignore[arg-type]
                 batch_sampler=self._wanted,  # type: ignore[arg-type]
@@ -71,10 +92,30 @@ class Loader(Generic[Key]):
                 pin_memory=self.pin,
                 # A generator of its own, or the loader would draw from the one that dropout uses.
                 generator=torch.Generator(),
-                **several,  # type: ignore[arg-type]
+                **several,
             )
         self._wanted[:] = wanted
-        return iter(self._running)
+        with _children_unheard():
+            return iter(self._running)
+
+
+@contextlib.contextmanager
+def _children_unheard() -> Iterator[None]:
+    """Torch makes the death of a process an exception wherever the main thread happens to be, in the middle of a step; not here."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before if before is not None else signal.SIG_DFL)
+
+
+def _deaf(worker: int) -> None:
+    """Who signals a whole group of processes means the one that trains; these end with it."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _Made(Generic[Key]):
@@ -103,6 +144,8 @@ def ahead(
             yield prepare(*(tensor.to(device) for tensor in batch))
         return
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    # What `prepare` brings along was made on the stream of training.
+    stream.wait_stream(torch.cuda.current_stream(device))
     waiting: tuple[tuple[Tensor, ...], torch.cuda.Event] | None = None
     for batch in batches:
         with torch.cuda.stream(stream):

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import DataError, DivergedError
+from ..errors import DataError, DivergedError, MemoryShortError
+from .batch import at_a_time
 from .chance import derive, epoch_order
 from .checkpoint import Checkpoints
 from .data import Split
@@ -150,14 +151,31 @@ def _epochs(
     return history
 
 
-@torch.inference_mode()
-def evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int = 1000, *, stop_early: bool = False) -> Scores:
+def evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int | None = None, *, stop_early: bool = False) -> Scores:
     """Cross entropy, top-1 and top-5 over every image of the split, each counted once, by one process or shared among several.
 
-    With `stop_early`, a signal that asks to stop is an exception (`Stopped`) after the batch at hand.
+    With `stop_early`, a signal that asks to stop is an exception (`Stopped`) after the batch at hand. Where memory is short, fewer images
+    go through at a time.
     """
+    size = batch_size or at_a_time(split.shape)
     was_training = model.training
     model.eval()
+    try:
+        while True:
+            try:
+                return _evaluated(model, split, engine, size, stop_early)
+            except torch.OutOfMemoryError:
+                if size == 1:
+                    raise MemoryShortError(f"not one image fits into the memory of {engine.device}.") from None
+                size = -(-size // 2)
+                torch.cuda.empty_cache()
+                log.info("memory is short: the evaluation goes on with %d images at a time.", size)
+    finally:
+        model.train(was_training)
+
+
+@torch.inference_mode()
+def _evaluated(model: nn.Module, split: Split, engine: Engine, batch_size: int, stop_early: bool) -> Scores:
     sums = torch.zeros(3, dtype=torch.float64, device=engine.device)
     mine = torch.arange(engine.world.rank, split.size, engine.world.size)
     for images, labels, _ in split.batches(mine, batch_size, AS_IT_IS, engine.device, engine.workers):
@@ -168,8 +186,6 @@ def evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int = 1
         best = scores.topk(min(5, scores.shape[1]), dim=1).indices == labels[:, None]
         sums += torch.stack([loss.double(), best[:, 0].sum().double(), best.sum().double()])
         if stop_early and (stop := stop_requested()) is not None:
-            model.train(was_training)
             raise Stopped(stop)
-    model.train(was_training)
     loss_sum, first, among = (engine.world.add(sums) / split.size).tolist()
     return Scores(loss_sum, first, among)

@@ -49,11 +49,6 @@ class Step:
     def __init__(self, model: nn.Module, objective: Objective, recipe: Recipe, engine: Engine) -> None:
         self.engine = engine
         self.loss: nn.Module = _Loss(model, objective)
-        if engine.world.size > 1:
-            # Statistics of norm layers are brought together at the end of an epoch, not at every step. The argument was renamed.
-            sync = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_ARGUMENTS else "broadcast_buffers"
-            options: dict[str, Any] = {sync: False, "device_ids": [engine.device] if engine.device.type == "cuda" else None}
-            self.loss = DistributedDataParallel(self.loss, gradient_as_bucket_view=True, **options)
         self.replays = engine.graphs and engine.world.size == 1
         self.optimiser = _optimiser(model, recipe, engine, self.replays)
         self.sums: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=engine.device)}
@@ -65,6 +60,7 @@ class Step:
         self.done = 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.static: Batch | None = None
+        self.side: torch.cuda.Stream | None = None
 
     def __call__(self, batch: Batch, rate: float, steps_left: int) -> None:
         for group in self.optimiser.param_groups:
@@ -72,6 +68,8 @@ class Step:
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
+        if self.engine.world.size > 1 and not isinstance(self.loss, DistributedDataParallel):
+            self.loss = self._shared(batch)
         if self.pace.repays_compiling(steps_left):
             self._compile()
         while True:
@@ -129,6 +127,29 @@ class Step:
         for losses, labels, share in found:
             self._add(losses, labels, share)
 
+    def _shared(self, batch: Batch) -> DistributedDataParallel:
+        """The loss, with gradients shared among all processes."""
+        # Statistics of norm layers are brought together at the end of an epoch, not at every step. The argument was renamed.
+        sync = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_ARGUMENTS else "broadcast_buffers"
+        options: dict[str, Any] = {sync: False, "device_ids": [self.engine.device] if self.engine.device.type == "cuda" else None}
+        # A head that only runs to be ignored, as of networks with auxiliary ones, would be waited for otherwise.
+        buffers = {name: buffer.clone() for name, buffer in self.loss.named_buffers()}
+        options["find_unused_parameters"] = self._leaves_some_out(batch)
+        shared = DistributedDataParallel(self.loss, gradient_as_bucket_view=True, **options)
+        # The trial has moved them, and the first process has sent its own to all.
+        for name, buffer in self.loss.named_buffers():
+            buffer.copy_(buffers[name])
+        return shared
+
+    def _leaves_some_out(self, batch: Batch) -> bool:
+        """Whether some parameters do not reach the loss: a few images are tried."""
+        trained = [parameter for parameter in self.loss.parameters() if parameter.requires_grad]
+        devices = [self.engine.device] if self.engine.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), self.engine.autocast():
+            total, _, _ = self.loss(*(None if tensor is None else tensor[:2] for tensor in batch))
+            gradients = torch.autograd.grad(total, trained, allow_unused=True)
+        return any(gradient is None for gradient in gradients)
+
     def _compile(self) -> None:
         """Turn the network and its loss into fused kernels from the next step on."""
         # What was compiled for other widths in this process would count against a limit, beyond which nothing is compiled any more.
@@ -153,7 +174,7 @@ class Step:
                 f"a part of {-(-size // self.parts)} images does not fit into the memory of {self.engine.device}. "
                 "Choose a smaller batch, smaller images, or more parts (--parts)."
             ) from None
-        self.parts *= 2
+        self.parts = min(2 * self.parts, size)
         self._forget_recording()
         self.optimiser.zero_grad(set_to_none=True)
         if self.engine.device.type == "cuda":
@@ -169,16 +190,18 @@ class Step:
 
     def _on_side_stream(self, batch: Batch) -> None:
         """A step as a recording needs it to have run before: away from the default stream."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        if self.side is None:
+            self.side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
             self._compute(batch)
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self.side)
 
     def _record(self, batch: Batch) -> None:
         self.static = batch.clone()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        # Other threads, such as the one that pins memory for images, may go on meanwhile.
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self._compute(self.static)
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ from .recipe import Recipe
 from .step import Step
 from .stop import stop_requested
 
-__all__ = ["Start", "Training"]
+__all__ = ["Start", "Training", "part_size"]
 
 #: With several processes, steps between asking each other whether one was told to stop.
 ASK_EVERY = 10
@@ -37,17 +37,24 @@ class Start:
     """What the rate is multiplied by, after a training that diverged went back."""
 
 
+def part_size(recipe: Recipe, engine: Engine) -> int:
+    """Images of a batch that each process sees; an error where the batch cannot be shared so."""
+    processes = engine.world.size
+    if recipe.batch_size % processes:
+        raise ConfigError(f"a batch of {recipe.batch_size} images cannot be shared evenly by {processes} processes.")
+    size = recipe.batch_size // processes
+    if engine.parts > size:
+        raise ConfigError(f"{size} images cannot go through in {engine.parts} parts. Choose at most {size} parts.")
+    return size
+
+
 class Training:
     """The state of a training, and keeping it."""
 
     def __init__(self, model: nn.Module, objective: Objective, recipe: Recipe, engine: Engine, checkpoints: Checkpoints | None) -> None:
         self.model, self.recipe, self.engine, self.checkpoints = model, recipe, engine, checkpoints
         self.world = engine.world
-        if recipe.batch_size % self.world.size:
-            raise ConfigError(f"a batch of {recipe.batch_size} images cannot be shared evenly by {self.world.size} processes.")
-        self.part_size = recipe.batch_size // self.world.size
-        if engine.parts > self.part_size:
-            raise ConfigError(f"{self.part_size} images cannot go through in {engine.parts} parts. Choose at most {self.part_size} parts.")
+        self.part_size = part_size(recipe, engine)
         self.running = Step(model, objective, recipe, engine)
         self.finite: list[Tensor] = []
 
