@@ -26,6 +26,7 @@ import torch
 from PIL import Image
 
 import peel
+from disks import small_disk_at
 from killing import command, exit_code, start, wait_for
 from peel.errors import DamagedError
 from peel.train.checkpoint import Checkpoints
@@ -201,12 +202,8 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "disk"
-    place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True, check=False).returncode:
-        pytest.skip("file systems cannot be mounted here")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+    with small_disk_at(tmp_path / "disk", "1m") as place:
+        yield place
 
 
 def fill(disk: Path, room: int) -> Path:

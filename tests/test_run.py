@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import peel
+from disks import small_disk_at
 from killing import exit_code, start, wait_for
 from peel.cli import main
 from peel.errors import ConfigError, DataError, PeelError, RunError, StoreError
@@ -316,12 +317,8 @@ def test_files_that_cannot_grow_stop_the_run_and_room_lets_it_go_on(size: int, t
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "disk"
-    place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(place)], capture_output=True, check=False).returncode:
-        pytest.skip("file systems cannot be mounted here")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+    with small_disk_at(tmp_path / "disk", "128k") as place:
+        yield place
 
 
 def test_a_full_disk_stops_the_run_and_room_lets_it_go_on(small_disk: Path, finished: tuple[Path, Result]) -> None:

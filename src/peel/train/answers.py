@@ -83,10 +83,10 @@ class Answers:
             log.warning("the answers of the teacher could not be kept in %s: %s", self.path.parent, error.strerror)
 
     @staticmethod
-    def name_of(teacher: nn.Module, split: Split, augment: str, engine: Engine) -> str:
+    def name_of(teacher: nn.Module, split: Resident, augment: str, engine: Engine) -> str:
         """A file name that tells teachers, images and views apart."""
         digest = hashlib.sha256(f"{augment} {split.shape} {split.mean} {split.std} {engine.bf16}".encode())
-        for tensor in [*teacher.state_dict().values(), *(getattr(split, name) for name in ("pixels", "labels") if hasattr(split, name))]:
+        for tensor in [*teacher.state_dict().values(), split.pixels, split.labels]:
             digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         return f"answers-{digest.hexdigest()[:16]}.safetensors"
 

@@ -132,8 +132,8 @@ class Step:
         # Statistics of norm layers are brought together at the end of an epoch, not at every step. The argument was renamed.
         sync = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_ARGUMENTS else "broadcast_buffers"
         options: dict[str, Any] = {sync: False, "device_ids": [self.engine.device] if self.engine.device.type == "cuda" else None}
-        # A head that only runs to be ignored, as of networks with auxiliary ones, would be waited for otherwise.
         buffers = {name: buffer.clone() for name, buffer in self.loss.named_buffers()}
+        # A head that only runs to be ignored, as of networks with auxiliary ones, would be waited for otherwise.
         options["find_unused_parameters"] = self._leaves_some_out(batch)
         shared = DistributedDataParallel(self.loss, gradient_as_bucket_view=True, **options)
         # The trial has moved them, and the first process has sent its own to all.
