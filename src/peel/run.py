@@ -80,17 +80,11 @@ def prune(
     >>> result = peel.prune("cifar_resnet20", "digits", budget="50%", output="run")
     >>> result.rows[-1]["top1"], result.model
     """
-    known = [item.name for item in Method.__dataclass_fields__.values()]
-    for name in method:
-        if name not in known:
-            raise ConfigError(f"prune has no setting {name!r}.{did_you_mean(name, known)}")
-    if isinstance(method.get("start"), str | Path) and str(method["start"]).endswith(".json"):
-        method["start"] = _read_json(method["start"], "the widths of the backbone")
     if output is not None and isinstance(teacher, str | Path) and Path(output).resolve() == Path(teacher).resolve():
         raise ConfigError(f"output and teacher are the same folder, {output}: give each one of its own.")
     if not checkpoint_seconds >= 0:
         raise ConfigError(f"checkpoint_seconds must be a number of 0 or more, not {checkpoint_seconds!r}.")
-    chosen = Method(budget=budget if isinstance(budget, str) else repr(budget), **method)
+    chosen = _method(budget, method)
     wanted = _check_steps(steps)
     torch.manual_seed(derive("original", seed))
     loaded, network = _model_and_data(model, data, image_size, data_root, skip_bad, teacher == "pretrained")
@@ -147,9 +141,25 @@ def prune(
     if output is None or not engine.world.is_first:
         # The first process writes; the others learn from it what it finds in the folder.
         return run.go()
-    with Workspace(output) as workspace:
-        settings = {"format": "peel-run", "version": 1, "command": command or "peel.prune(...)", "resolved": resolved}
-        workspace.settle({**settings, "given": _given(model, data, budget, recipe, train, search, method)}, run.environment)
+    settings = {"format": "peel-run", "version": 1, "command": command or "peel.prune(...)", "resolved": resolved}
+    return _go_in(output, run, {**settings, "given": _given(model, data, budget, recipe, train, search, method)})
+
+
+def _method(budget: str | int | float, given: dict[str, Any]) -> Method:
+    """The settings of the method; a backbone's widths in a file are read."""
+    known = [item.name for item in Method.__dataclass_fields__.values()]
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"prune has no setting {name!r}.{did_you_mean(name, known)}")
+    if isinstance(given.get("start"), str | Path) and str(given["start"]).endswith(".json"):
+        given["start"] = _read_json(given["start"], "the widths of the backbone")
+    return Method(budget=budget if isinstance(budget, str) else repr(budget), **given)
+
+
+def _go_in(folder: str | Path, run: Stages, settings: dict[str, Any]) -> Result:
+    """The run in its folder, where it leaves what stopped it and its page."""
+    with Workspace(folder) as workspace:
+        workspace.settle(settings, run.environment)
         run.workspace = workspace
         workspace.remove("stopped.json")
         try:
