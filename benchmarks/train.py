@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--large-batch", type=int, default=256, help="for 224 pixels")
     parser.add_argument("--images", type=int, default=50_000, help="images of 32 pixels")
     parser.add_argument("--files", type=int, default=1_500, help="JPEG files of 224 pixels and more; each is read several times")
-    parser.add_argument("--reads", type=int, default=12_000, help="how many images of 224 pixels an epoch reads")
+    parser.add_argument("--reads", type=int, default=40_000, help="how many images of 224 pixels an epoch reads")
     parser.add_argument("--multiples", nargs="+", type=int, default=[8, 32], help="what slim networks are padded to")
     parser.add_argument("--workers", type=int, help="processes that decode images; by default as many as training would use")
     parser.add_argument("--data", help="CIFAR-10 as a folder, or the word cifar10, for the curves")
@@ -177,21 +177,27 @@ class Bench:
     def slim(self) -> None:
         images = noise(self.options.images, 32).to(self.engine.device)
         for name in ("cifar_resnet18", "cifar_mobilenet_v2"):
-            model = zoo.create(name, num_classes=10)
-            graph = peel.trace(model, torch.zeros(1, 3, 32, 32))
             for batch in (self.options.batch, self.options.batch // 8):
-                full = self.loop(zoo.create(name, num_classes=10), CrossEntropy(0.1), images, batch)
-                self.say("slim", f"{name}, batch {batch}: full", full)
-                for budget in ("50%", "25%"):
-                    widths = peel.uniform(graph, budget)
-                    ratio = graph.macs() / graph.macs(widths)
-                    for multiple in (1, *self.options.multiples):
-                        network = self.engine.prepare(peel.slim(model, widths, graph=graph))
-                        padded = pad(network, graph.at(widths), multiple)
-                        rate = self.loop(padded.model if padded is not None else network, CrossEntropy(0.1), images, batch)
-                        how = f"padded to multiples of {multiple}" if padded is not None else "as it is"
-                        what = f"{name}, batch {batch}: {budget} of MACs, {how}"
-                        self.say("slim", what, rate, times_full=rate / full, macs_ratio=ratio, of_proportion=rate / full / ratio)
+                self.slimmed(name, batch, images, self.engine, "")
+        if self.options.compiled:
+            # With the padding that training chooses by itself.
+            self.slimmed("cifar_resnet18", self.options.batch, images, replace(self.engine, compile="on"), ", compiled")
+
+    def slimmed(self, name: str, batch: int, images: Resident, engine: Engine, how: str) -> None:
+        model = zoo.create(name, num_classes=10)
+        graph = peel.trace(model, torch.zeros(1, 3, 32, 32))
+        full = self.loop(zoo.create(name, num_classes=10), CrossEntropy(0.1), images, batch, engine=engine)
+        self.say("slim", f"{name}, batch {batch}{how}: full", full)
+        for budget in ("50%", "25%"):
+            widths = peel.uniform(graph, budget)
+            ratio = graph.macs() / graph.macs(widths)
+            for multiple in [engine.align] if how else [1, *self.options.multiples]:
+                network = engine.prepare(peel.slim(model, widths, graph=graph))
+                padded = pad(network, graph.at(widths), multiple)
+                rate = self.loop(padded.model if padded is not None else network, CrossEntropy(0.1), images, batch, engine=engine)
+                form = f"padded to multiples of {multiple}" if padded is not None else "as it is"
+                ratios = {"times_full": rate / full, "macs_ratio": ratio, "of_proportion": rate / full / ratio}
+                self.say("slim", f"{name}, batch {batch}{how}: {budget} of MACs, {form}", rate, **ratios)
 
     # Memory
 
@@ -203,7 +209,7 @@ class Bench:
         name, batch = "cifar_resnet18", self.options.batch
         model = zoo.create(name, num_classes=10)
         graph = peel.trace(model, torch.zeros(1, 3, 32, 32))
-        backbone = peel.backbone(graph, "50%").widths
+        backbone = peel.backbone(graph, "50%")
         stages = self.stages(name, images)
         original = 0.0
         for what, network, stage in (
@@ -255,13 +261,11 @@ class Bench:
         return Folder(Paths(paths * times), torch.tensor(labels * times), (3, size, size), IMAGENET_MEAN, IMAGENET_STD)
 
     def decoding(self, split: Folder, batch: int) -> float:
-        """Images per second that the worker processes make, with nothing else to do; the first batches fill the queues."""
-        # The time at which each batch came.
-        times = [time.perf_counter()]
-        order = torch.randperm(split.size)[: 40 * batch]
+        """Images per second that the worker processes make for someone who takes them at once, after the first of a hundred batches."""
+        order = torch.randperm(split.size)[: 100 * batch]
         batches = split.batches(order, batch, View.of_epoch("imagenet", 0, 0), self.engine.device, self.engine.workers)
-        times += [time.perf_counter() for _ in batches]
-        first = min(2 * max(1, self.engine.workers), len(times) // 2)
+        times = [time.perf_counter() for _ in batches]
+        first = len(times) // 5
         return batch * (len(times) - 1 - first) / (times[-1] - times[first])
 
     # Learning

@@ -33,6 +33,7 @@ from peel.train.recipe import Recipe
 from peel.train.resident import Resident
 from peel.train.step import Step
 from peel.train.stop import Stopped, listening
+from peel.train.transforms import draw_changes, jittered_and_mirrored
 from peel.train.view import AS_IT_IS, View
 from small import Small, few_digits, same_weights, small_run
 
@@ -312,6 +313,18 @@ def test_images_from_a_folder_arrive_on_the_gpu_as_on_the_cpu(tmp_path: Path) ->
             # Rounding to a level of brightness may fall to either side.
             assert (mine.images.cpu() - theirs.images).abs().max() <= 1.01 / 255 / 0.2
             assert (mine.images.cpu() - theirs.images).abs().mean() < 0.01
+
+
+def test_the_colour_kernel_shows_what_the_cpu_shows() -> None:
+    images = torch.randint(0, 256, (100, 224, 224, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    index, mean, scale = torch.arange(100) * 3, torch.tensor([120.0, 110.0, 100.0]), torch.full((3,), 0.02)
+    wanted = jittered_and_mirrored(images.permute(0, 3, 1, 2), index, 5).permute(0, 2, 3, 1)
+    from peel.train.colour_kernel import fused_colours
+
+    made = fused_colours(images.cuda(), draw_changes(index.cuda(), 5), mean.cuda(), scale.cuda())
+    gap = (made.cpu() / scale + mean - wanted).abs()
+    assert gap.max() < 1.01
+    assert (gap > 0.01).float().mean() < 1e-3
 
 
 def test_digits_are_learnt_on_the_gpu_with_all_that_makes_it_fast() -> None:

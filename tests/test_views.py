@@ -9,15 +9,16 @@ import sys
 
 import pytest
 import torch
+from torchvision.transforms.v2 import RandomResizedCrop
 from torchvision.transforms.v2 import functional as reference
 
 from peel.train.crops import count_windows, draw_windows, padding_of
-from peel.train.transforms import jittered, jittered_and_mirrored
+from peel.train.transforms import draw_part, imagenet_view, jittered, jittered_and_mirrored
 from peel.train.view import View
 
 pytest.importorskip("torchvision")
 
-KERNEL = """
+VIEWS = """
 import torch
 from peel.train.crops import draw_windows, seen_through
 from peel.train.kernels import fused_view
@@ -35,12 +36,32 @@ for height, width, channels in ((8, 8, 1), (32, 32, 3), (12, 20, 3)):
 print("the same")
 """
 
+COLOURS = """
+import torch
+from peel.train.colour_kernel import fused_colours
+from peel.train.transforms import draw_changes, jittered_and_mirrored
+chance = torch.Generator().manual_seed(0)
+mean, scale = torch.rand(3, generator=chance) * 255, torch.rand(3, generator=chance)
+for height, width in ((40, 40), (33, 64)):
+    images = torch.randint(0, 256, (60, height, width, 3), dtype=torch.uint8, generator=chance)
+    images[0, :5] = 100  # grey has no hue
+    index = torch.randperm(1000, generator=chance)[:60]
+    changes = draw_changes(index, 7)
+    assert len(changes.order.unique(dim=0)) > 15 and 10 < changes.mirrored.sum() < 50
+    made = fused_colours(images, changes, mean, scale) / scale + mean
+    # Where a level of brightness lies just between two, either is right.
+    gap = (made - jittered_and_mirrored(images.permute(0, 3, 1, 2), index, 7).permute(0, 2, 3, 1)).abs()
+    assert gap.max() < 1.01 and (gap > 0.01).float().mean() < 1e-3, (gap.max(), gap.mean())
+print("the same")
+"""
 
-def test_the_kernel_makes_what_the_cpu_makes() -> None:
+
+@pytest.mark.parametrize("code", [VIEWS, COLOURS], ids=["views", "colours"])
+def test_the_kernels_make_what_the_cpu_makes(code: str) -> None:
     """Run by Triton's interpreter; test_gpu.py has it on a GPU."""
     pytest.importorskip("triton")
     variables = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run([sys.executable, "-c", KERNEL], env=variables, capture_output=True, text=True, check=False)
+    result = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
     assert result.stdout.strip() == "the same", result.stderr
 
 
@@ -77,6 +98,33 @@ def test_half_of_the_images_are_mirrored_and_grey_ones_keep_their_levels() -> No
     assert (seen[~mirrored] == ramp[~mirrored]).all()
     assert (seen[mirrored].flip(3) == ramp[mirrored]).all()
     assert 0.47 < mirrored.float().mean() < 0.53
+
+
+@pytest.mark.parametrize(("height", "width"), [(375, 500), (300, 90), (40, 400)])
+def test_random_parts_are_distributed_as_those_of_torchvision(height: int, width: int) -> None:
+    torch.manual_seed(0)
+    crop, image = RandomResizedCrop(224), torch.zeros(3, height, width)
+    drawn = [crop.make_params([image]) for _ in range(4000)]
+    theirs = torch.tensor([[params[name] for name in ("top", "left", "height", "width")] for params in drawn])
+    mine = torch.tensor([draw_part(height, width, 1, index) for index in range(4000)])
+    assert (mine >= 0).all()
+    assert (mine[:, 0] + mine[:, 2]).max() <= height
+    assert (mine[:, 1] + mine[:, 3]).max() <= width
+    marks = torch.linspace(0.05, 0.95, 10)
+    for column, extent in enumerate((height, width, height, width)):
+        gap = (mine[:, column].float().quantile(marks) - theirs[:, column].float().quantile(marks)).abs().max()
+        assert gap <= 0.04 * extent + 1, (column, gap)
+    areas = [(parts[:, 2] * parts[:, 3]).float().mean() / height / width for parts in (mine, theirs)]
+    assert abs(areas[0] - areas[1]) < 0.02
+    assert torch.equal(mine[7], torch.tensor(draw_part(height, width, 1, 7)))
+    assert not torch.equal(mine, torch.tensor([draw_part(height, width, 2, index) for index in range(4000)]))
+
+
+def test_a_random_part_is_what_torchvision_makes_of_that_part() -> None:
+    image = torch.randint(0, 256, (3, 90, 120), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for index in range(20):
+        wanted = reference.resized_crop(image, *draw_part(90, 120, 3, index), [64, 48], antialias=True)
+        assert (imagenet_view(image, (64, 48), 3, index).int() - wanted.int()).abs().max() <= 1
 
 
 @pytest.mark.parametrize("augment", ["none", "crop", "crop-flip"])

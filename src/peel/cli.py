@@ -186,7 +186,7 @@ def run(
     device
         auto, cpu, cuda, cuda:1, ...
     workers
-        Processes that decode images from folders; by default one per core, at most 16 for each process that trains (4 on a CPU).
+        Processes that decode images from folders; by default one per core, at most 24 for each process that trains (4 on a CPU).
     deterministic
         The same bits in every run, on a GPU too; slower there.
     parts

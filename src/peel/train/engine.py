@@ -62,7 +62,7 @@ class Engine:
 def _workers(device: torch.device) -> int:
     """One process per core that this one may use; on a CPU fewer, as they share the cores with training."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(16 if device.type == "cuda" else 4, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return max(1, min(24 if device.type == "cuda" else 4, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def find_engine(

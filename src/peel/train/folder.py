@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
@@ -24,7 +25,7 @@ from ..errors import DataError
 from .batch import Batch
 from .crops import draw_windows, seen_through
 from .loader import Loader, ahead
-from .transforms import centre_view, imagenet_view, jittered_and_mirrored
+from .transforms import centre_view, draw_changes, imagenet_view, jittered_and_mirrored
 from .view import View
 
 __all__ = ["Folder", "Paths", "find_images", "load_images", "scan"]
@@ -33,6 +34,9 @@ SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff", "
 
 #: Sets of up to this many files are decoded in full before training; of larger ones, the beginning and the end of each file.
 FULL_SCAN = 20_000
+
+#: Images of a batch that one process decodes at a time.
+PIECE = 16
 
 #: Files below this are decoded so fast that threads would only get in each other's way.
 SMALL_FILE = 16_384
@@ -87,20 +91,44 @@ class Folder:
         on_gpu = device.type == "cuda"
         if (workers, on_gpu) not in self._loaders:
             self._loaders[workers, on_gpu] = Loader(_Decoder(self.paths, self.shape, finishes=not on_gpu), workers, pin=on_gpu)
-        keys = [Key(index, view) for index in order.tolist()]
-        decoded = self._loaders[workers, on_gpu].batches([keys[i : i + batch_size] for i in range(0, len(keys), batch_size)])
-        mean = torch.tensor(self.mean, device=device)[:, None, None] * 255
-        scale = 1 / (torch.tensor(self.std, device=device)[:, None, None] * 255)
+        parts = [part for part in torch.split(order, batch_size) if len(part)]
+        batches = [_pieces([Key(place, view) for place in part.tolist()]) for part in parts]
+        decoded = self._loaders[workers, on_gpu].batches([piece for pieces in batches for piece in pieces])
+        indices = iter(torch.split(order.to(device), batch_size))
+        labels = self.labels.to(device)
+        mean = torch.tensor(self.mean, device=device) * 255
+        scale = 1 / (torch.tensor(self.std, device=device) * 255)
+        is_jittered = on_gpu and view.augment == "imagenet"
+        fused = _fused_colours() if is_jittered and self.shape[0] == 3 else None
 
-        def prepare(images: Tensor, index: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-            images = images.to(memory_format=torch.channels_last)
-            if on_gpu and view.augment == "imagenet":
-                images = jittered_and_mirrored(images, index, view.seed)
-            return ((images - mean) * scale).contiguous(memory_format=torch.channels_last), labels
+        def prepare(images: Tensor) -> tuple[Tensor, ...]:
+            index = next(indices)
+            if fused is not None:
+                images = fused(images, draw_changes(index, view.seed), mean, scale)
+            else:
+                if is_jittered:
+                    images = jittered_and_mirrored(images.permute(0, 3, 1, 2), index, view.seed).permute(0, 2, 3, 1)
+                images = ((images - mean) * scale).contiguous()
+            return images.permute(0, 3, 1, 2), labels[index]
 
-        labelled = ((images, index, self.labels[index]) for images, index in decoded)
-        for images, labels in ahead(labelled, device, prepare):
-            yield Batch(images, labels)
+        in_pieces = (list(islice(decoded, len(pieces))) for pieces in batches)
+        for images, its_labels in ahead(in_pieces, device, prepare):
+            yield Batch(images, its_labels)
+
+
+def _pieces(keys: list[Key]) -> list[list[Key]]:
+    """A batch in pieces for several processes: a whole one would be long in coming from one of them, while the others wait to be next."""
+    return [keys[start : start + PIECE] for start in range(0, len(keys), PIECE)]
+
+
+@cache
+def _fused_colours() -> Callable[..., Tensor] | None:
+    """Two kernels instead of a thousand, where torch came with a compiler for them."""
+    try:
+        from .colour_kernel import fused_colours
+    except ImportError:
+        return None
+    return fused_colours
 
 
 class Key(NamedTuple):
@@ -122,7 +150,8 @@ class _Decoder:
     finishes: bool
     """Whether colours and mirroring are changed here too; else on the device, batch by batch."""
 
-    def __call__(self, key: Key) -> tuple[Tensor, ...] | str:
+    def __call__(self, key: Key) -> Tensor | str:
+        """An image as it goes to the device: uint8, height x width x channels."""
         path, (index, view), (channels, *size) = self.paths[key.place], key, self.shape
         for number in range(READ_TRIES):
             try:
@@ -137,11 +166,9 @@ class _Decoder:
             image = imagenet_view(image, (size[0], size[1]), view.seed, index)
             if self.finishes:
                 image = jittered_and_mirrored(image[None], place, view.seed)[0].to(torch.uint8)
-        else:
-            image = centre_view(image, (size[0], size[1]))
-            if view.augment != "none":
-                image = seen_through(draw_windows(place, view, size[0]), image.permute(1, 2, 0)[None])[0].permute(2, 0, 1)
-        return image, place[0]
+            return image.permute(1, 2, 0)
+        image = centre_view(image, (size[0], size[1])).permute(1, 2, 0)
+        return image if view.augment == "none" else seen_through(draw_windows(place, view, size[0]), image[None])[0]
 
 
 def decode(path: Path, channels: int) -> Tensor:

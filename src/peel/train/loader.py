@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -32,16 +33,22 @@ TRIES = 3
 #: Seconds without a batch after which a process counts as hanging; and after which it is looked at whether it is still there.
 PATIENCE, LOOK_SECONDS = 300.0, 5.0
 
+#: Pieces of a batch that each process makes before they are asked for.
+PIECES_AHEAD = 8
+
+#: Steps that a GPU has before it, at most, besides the one it is at.
+STEPS_AHEAD = 2
+
 
 class Loader(Generic[Key]):
-    """Processes that stay from one epoch to the next. `make` turns a key into tensors, or into the reason why it cannot."""
+    """Processes that stay from one epoch to the next. `make` turns a key into a tensor, or into the reason why it cannot."""
 
-    def __init__(self, make: Callable[[Key], tuple[Tensor, ...] | str], workers: int, *, pin: bool) -> None:
+    def __init__(self, make: Callable[[Key], Tensor | str], workers: int, *, pin: bool) -> None:
         self.make, self.workers, self.pin = make, workers, pin
         self._wanted: list[Sequence[Key]] = []
         self._running: Any = None
 
-    def batches(self, wanted: list[Sequence[Key]]) -> Iterator[tuple[Tensor, ...]]:
+    def batches(self, wanted: list[Sequence[Key]]) -> Iterator[Tensor]:
         """For each sequence of keys, what they make, stacked."""
         given = tries = 0
         was_cautious = False
@@ -83,7 +90,12 @@ class Loader(Generic[Key]):
             if self.workers:
                 # Whether a process is gone is looked at whenever this time has passed without a batch.
                 pause = min(LOOK_SECONDS, patience)
-                several = {"persistent_workers": True, "timeout": pause, "prefetch_factor": 1 if cautious else 2, "worker_init_fn": _deaf}
+                several = {
+                    "persistent_workers": True,
+                    "timeout": pause,
+                    "prefetch_factor": 1 if cautious else PIECES_AHEAD,
+                    "worker_init_fn": _deaf,
+                }
             self._running = DataLoader(
                 _Made(self.make),  # type: ignore[arg-type]
                 batch_sampler=self._wanted,  # type: ignore[arg-type]
@@ -119,48 +131,46 @@ def _deaf(worker: int) -> None:
 
 
 class _Made(Generic[Key]):
-    def __init__(self, make: Callable[[Key], tuple[Tensor, ...] | str]) -> None:
+    def __init__(self, make: Callable[[Key], Tensor | str]) -> None:
         self.make = make
 
-    def __getitem__(self, key: Key) -> tuple[Tensor, ...] | str:
+    def __getitem__(self, key: Key) -> Tensor | str:
         return self.make(key)
 
 
-def _stacked(made: list[tuple[Tensor, ...] | str]) -> tuple[Tensor, ...] | str:
+def _stacked(made: list[Tensor | str]) -> Tensor | str:
     whole = []
     for item in made:
         if isinstance(item, str):
             return item
         whole.append(item)
-    return tuple(torch.stack(column) for column in zip(*whole, strict=True))
+    return torch.stack(whole)
 
 
 def ahead(
-    batches: Iterator[tuple[Tensor, ...]], device: torch.device, prepare: Callable[..., tuple[Tensor, ...]]
+    batches: Iterator[list[Tensor]], device: torch.device, prepare: Callable[[Tensor], tuple[Tensor, ...]]
 ) -> Iterator[tuple[Tensor, ...]]:
-    """What `prepare` makes of each batch on the device. On a GPU the next batch travels and is prepared while this one is used."""
+    """What `prepare` makes, on the device, of each batch, which comes in pieces.
+
+    A GPU is given the next batch while it is still at the step before, and both on ways of their own.
+    """
     if device.type != "cuda":
-        for batch in batches:
-            yield prepare(*(tensor.to(device) for tensor in batch))
+        for pieces in batches:
+            yield prepare(torch.cat(pieces).to(device))
         return
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    training = torch.cuda.current_stream(device)
     # What `prepare` brings along was made on the stream of training.
-    stream.wait_stream(torch.cuda.current_stream(device))
-    waiting: tuple[tuple[Tensor, ...], torch.cuda.Event] | None = None
-    for batch in batches:
+    stream.wait_stream(training)
+    used: deque[torch.cuda.Event] = deque()
+    for pieces in batches:
         with torch.cuda.stream(stream):
-            prepared = prepare(*(tensor.to(device, non_blocking=True) for tensor in batch))
-            ready = stream.record_event()
-        if waiting is not None:
-            yield _handed_over(*waiting)
-        waiting = prepared, ready
-    if waiting is not None:
-        yield _handed_over(*waiting)
-
-
-def _handed_over(prepared: tuple[Tensor, ...], ready: torch.cuda.Event) -> tuple[Tensor, ...]:
-    current = torch.cuda.current_stream()
-    current.wait_event(ready)
-    for tensor in prepared:
-        tensor.record_stream(current)
-    return prepared
+            prepared = prepare(torch.cat([piece.to(device, non_blocking=True) for piece in pieces]))
+        training.wait_stream(stream)
+        for tensor in prepared:
+            tensor.record_stream(training)
+        yield prepared
+        # Images that are decoded faster than they are learnt would fill the memory with batches that wait for their step.
+        used.append(training.record_event())
+        if len(used) > STEPS_AHEAD:
+            used.popleft().synchronize()
