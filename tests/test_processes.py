@@ -154,3 +154,12 @@ def test_when_a_process_fails_all_end_soon_and_the_run_can_go_on(place: Path, ki
     finished(start(place, "--gpus", "2", "--output", "broken"))
     first, second = weights(place / "whole"), weights(place / "broken")
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.slow
+def test_memory_that_is_short_in_one_process_halves_the_parts_of_all(place: Path) -> None:
+    finished(start(place, "--gpus", "2", "--parts", "2", "--output", "wanted"))
+    output = finished(start(place, "--gpus", "2", "--output", "short", PEEL_FAULT="0:oom:1"))
+    assert "2 parts of about 32 images" in output
+    wanted, short = weights(place / "wanted"), weights(place / "short")
+    assert all(torch.equal(value, short[name]) for name, value in wanted.items())

@@ -142,13 +142,29 @@ class Step:
         return shared
 
     def _leaves_some_out(self, batch: Batch) -> bool:
-        """Whether some parameters do not reach the loss: a few images are tried."""
+        """Whether some parameters do not reach the loss.
+
+        A part of the batch is tried in each process, and smaller ones until one fits in all: later, the others would already be waiting for
+        the gradients of the one whose memory is short.
+        """
+        while True:
+            gradients = self._gradients(batch.split(self.parts)[0])
+            if not self.engine.world.any(gradients is None):
+                assert gradients is not None
+                return any(gradient is None for gradient in gradients)
+            self._halve(len(batch.images))
+
+    def _gradients(self, part: Batch) -> tuple[Tensor | None, ...] | None:
+        """Of each parameter, for this process alone; None for all of them where memory is short."""
         trained = [parameter for parameter in self.loss.parameters() if parameter.requires_grad]
         devices = [self.engine.device] if self.engine.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), self.engine.autocast():
-            total, _, _ = self.loss(*(None if tensor is None else tensor[:2] for tensor in batch))
-            gradients = torch.autograd.grad(total, trained, allow_unused=True)
-        return any(gradient is None for gradient in gradients)
+        try:
+            _pretend_short_memory(len(part.images))
+            with torch.random.fork_rng(devices=devices), self.engine.autocast():
+                total, _, _ = self.loss(*part)
+                return torch.autograd.grad(total, trained, allow_unused=True)
+        except torch.OutOfMemoryError:
+            return None
 
     def _compile(self) -> None:
         """Turn the network and its loss into fused kernels from the next step on."""
@@ -169,7 +185,7 @@ class Step:
 
     def _halve(self, size: int) -> None:
         """Memory is short: twice as many parts of half the size, the same batch."""
-        if self.engine.world.size > 1 or self.parts >= size:
+        if self.parts >= size or isinstance(self.loss, DistributedDataParallel):
             raise MemoryShortError(
                 f"a part of {-(-size // self.parts)} images does not fit into the memory of {self.engine.device}. "
                 "Choose a smaller batch, smaller images, or more parts (--parts)."

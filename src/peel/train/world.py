@@ -99,7 +99,9 @@ def join_world(device: torch.device) -> World:
         patience = timedelta(seconds=float(os.environ.get("PEEL_PATIENCE", PATIENCE)))
         store, rank, size = next(rendezvous("env://", timeout=patience))
         store = dist.PrefixStore(f"life-{_life()}", store)  # type: ignore[attr-defined]
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size, timeout=patience)
+        # Questions and answers go from processor to processor: over NCCL each would wait until the GPU has done all its steps.
+        kind = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=patience)
     return World(dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_RANK"]))
 
 
