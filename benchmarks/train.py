@@ -7,6 +7,7 @@
 small    32 pixels: images/s of the real loop (data, augmentation and every stage's loss) over the ceiling of the same network, which trains
          on one batch that never leaves the GPU; and over a plain loop (DataLoader, torchvision transforms, float32)
 slim     images/s of slimmed networks over the full one, beside the ratio of their MACs
+layers   the same for the convolutions of ResNet-18 alone: what a GPU makes of fewer channels, whatever the rest of a step does
 memory   GPU memory of the search stage and of training with a teacher, beside that of the original
 large    224 pixels from JPEG files: images/s of the real loop over the ceiling, and over what can be decoded
 curves   losses of the plain loop and of the fast one, with three seeds each: the same but for chance (needs --data)
@@ -46,9 +47,9 @@ from peel.train.recipe import Recipe
 from peel.train.resident import Resident
 from peel.train.view import View
 
-PARTS = ["small", "slim", "memory", "large", "curves"]
+PARTS = ["small", "slim", "layers", "memory", "large", "curves"]
 
-UNITS = {"small": "images/s", "slim": "images/s", "memory": "MiB", "large": "images/s", "curves": "gap of the means"}
+UNITS = {"small": "images/s", "slim": "images/s", "layers": "images/s", "memory": "MiB", "large": "images/s", "curves": "gap of the means"}
 
 
 def main() -> None:
@@ -63,6 +64,7 @@ def main() -> None:
     parser.add_argument("--multiples", nargs="+", type=int, default=[8, 32], help="what slim networks are padded to")
     parser.add_argument("--workers", type=int, help="processes that decode images; by default as many as training would use")
     parser.add_argument("--data", help="CIFAR-10 as a folder, or the word cifar10, for the curves")
+    parser.add_argument("--tuned", action="store_true", help="cuDNN tries all its kernels for each shape and takes the fastest")
     parser.add_argument("--compiled", action="store_true", help="with compiled networks too; minutes longer")
     parser.add_argument("--results", type=Path, help="append what was measured to this file, one JSON object per line")
     parser.add_argument("--render", type=Path, help="write the tables of --results into this file, between its markers")
@@ -71,6 +73,7 @@ def main() -> None:
         render(options.results, options.render)
         return
     engine = find_engine(options.device, compile="off", workers=options.workers)
+    torch.backends.cudnn.benchmark = options.tuned
     bench = Bench(engine, options)
     print(f"{engine.description}, torch {torch.__version__}", flush=True)
     for part in options.parts:
@@ -82,6 +85,7 @@ class Bench:
         self.engine, self.options = engine, options
 
     def say(self, part: str, what: str, rate: float, **ratios: float) -> None:
+        what += ", tuned" if self.options.tuned else ""
         text = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in ratios.items())
         print(f"{part:7} {what:58} {rate:12,.1f}   {text}", flush=True)
         if self.options.results is not None:
@@ -154,15 +158,7 @@ class Bench:
 
         if not on_gpu:
             return batch / timed(step, 2, 1, device)
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for _ in range(5):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        return batch / timed(graph.replay, 10, steps, device)
+        return batch / timed(replayed(step, device), 10, steps, device)
 
     def plain(self, model: nn.Module, images: Resident, batch: int, steps: int = 20) -> float:
         """As in torchvision's reference script: worker processes, transforms image by image, float32, a look at the loss each step."""
@@ -198,6 +194,35 @@ class Bench:
                 form = f"padded to multiples of {multiple}" if padded is not None else "as it is"
                 ratios = {"times_full": rate / full, "macs_ratio": ratio, "of_proportion": rate / full / ratio}
                 self.say("slim", f"{name}, batch {batch}{how}: {budget} of MACs, {form}", rate, **ratios)
+
+    def layers(self) -> None:
+        """Forward and backward of a 3x3 convolution with as many channels in as out, by the kernels that cuDNN chooses, and by the best."""
+        for tuned in (False, True):
+            torch.backends.cudnn.benchmark = tuned
+            for size, channels in ((32, 64), (16, 128), (8, 256), (4, 512)):
+                kept = round(channels * 0.5**0.5)
+                full = self.layer(channels, size)
+                word = ", best kernels" if tuned else ""
+                self.say("layers", f"{size} x {size} pixels, {channels} channels{word}", full)
+                for count in sorted({kept, *(-(-kept // multiple) * multiple for multiple in (8, 16, 32, 64)), channels // 2} - {channels}):
+                    rate, ratio = self.layer(count, size), (channels / count) ** 2
+                    ratios = {"times_full": rate / full, "macs_ratio": ratio, "of_proportion": rate / full / ratio}
+                    self.say("layers", f"{size} x {size} pixels, {count} of {channels} channels{word}", rate, **ratios)
+        torch.backends.cudnn.benchmark = False
+
+    def layer(self, channels: int, size: int) -> float:
+        device, batch = self.engine.device, self.options.batch
+        layer = nn.Conv2d(channels, channels, 3, padding=1, bias=False, device=device).to(memory_format=torch.channels_last)
+        kind = torch.bfloat16 if self.engine.bf16 else torch.float32
+        layer = layer.to(kind)
+        images = torch.randn(batch, channels, size, size, device=device, dtype=kind).to(memory_format=torch.channels_last)
+        images.requires_grad_()
+
+        def step() -> None:
+            output = layer(images)
+            torch.autograd.grad(output, (images, layer.weight), output)
+
+        return batch / timed(replayed(step, device), 10, 50, device)
 
     # Memory
 
@@ -327,6 +352,21 @@ def noise(count: int, size: int) -> Resident:
     chance = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, generator=chance)
     return Resident(pixels, torch.randint(0, 10, (count,), generator=chance), (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+
+
+def replayed(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """The step recorded as a CUDA graph, so that launches do not count; on a CPU, as it is."""
+    if device.type != "cuda":
+        return step
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(5):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 def timed(function: Callable[[], None], warm: int, steps: int, device: torch.device) -> float:
