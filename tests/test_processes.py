@@ -129,14 +129,14 @@ def test_two_machines_as_two_agents_that_meet_on_the_network(place: Path) -> Non
 @pytest.mark.slow
 def test_another_number_of_processes_does_not_go_on_with_a_run(place: Path) -> None:
     finished(start(place, "--output", "run"))
-    output = finished(start(place, "--gpus", "2", "--output", "run"), expected=1)
+    output = finished(start(place, "--gpus", "2", "--output", "run"), expected=2)
     assert "processes: 1 -> 2" in output
 
 
 @pytest.mark.slow
 def test_a_batch_that_cannot_be_shared_evenly_is_refused(place: Path) -> None:
-    output = finished(start(place, "--gpus", "3", "--output", "run"), expected=1)
-    assert "128 images cannot be shared evenly by 3 processes" in output
+    output = finished(start(place, "--gpus", "3", "--output", "run"), expected=2)
+    assert output.strip() == "error: a batch of 128 images cannot be shared evenly by 3 processes."
     assert not (place / "run" / "settings.json").exists()
 
 
@@ -151,9 +151,19 @@ def test_when_a_process_fails_all_end_soon_and_the_run_can_go_on(place: Path, ki
     assert time.monotonic() - began < 90
     if kind == "error":
         assert "a fault that was ordered" in output
+    if kind == "kill":
+        assert "process 1 of 2 was ended by SIGKILL" in output
     finished(start(place, "--gpus", "2", "--output", "broken"))
     first, second = weights(place / "whole"), weights(place / "broken")
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.slow
+def test_what_stops_one_process_is_the_exit_code_of_all(place: Path) -> None:
+    output = finished(start(place, "--gpus", "2", "--output", "run", PEEL_FAULT="9:nan:1"), expected=4)
+    assert output.count("the loss is no finite number any more") == 1
+    output = finished(start(place, "--gpus", "2", "--output", "other", PEEL_FAULT_OOM="1"), expected=5)
+    assert output.count("a part of 1 images does not fit") == 1
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import io
 import os
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -270,15 +271,16 @@ def run(
 
 
 def _start_processes(count: int) -> int:
-    """Run the same command in several processes, started by torchrun."""
+    """Run the same command, without --gpus, in several processes."""
     if count < 1:
         raise PeelError(f"--gpus must be at least 1, not {count}.")
     arguments = [*_arguments]
     place = next(i for i, argument in enumerate(arguments) if argument == "--gpus" or argument.startswith("--gpus="))
     del arguments[place : place + (2 if arguments[place] == "--gpus" else 1)]
     os.environ[GIVEN] = shlex.join(_arguments)
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m", "peel", *arguments]
-    os.execv(sys.executable, [sys.executable, *command])
+    from .launch import launch
+
+    return launch(count, arguments)
 
 
 def _command() -> str:
@@ -337,6 +339,13 @@ def _print_json(data: dict[str, Any]) -> None:
     print(json.dumps(data, indent=2))
 
 
+def _say(error: PeelError) -> None:
+    if os.environ.get("RANK", "0") != "0":
+        # What goes wrong in all processes is said by the first, whose end is the end of the others, if they wait for it.
+        time.sleep(10)
+    print(f"error: {error}", file=sys.stderr)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     _arguments[:] = sys.argv[1:] if argv is None else argv
@@ -348,16 +357,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CycloptsError:
         return WRONG_INPUT  # already printed
     except (DataError, StoreError, DamagedError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say(error)
         return BAD_FILES
     except DivergedError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say(error)
         return DIVERGED
     except MemoryShortError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say(error)
         return MEMORY_SHORT
     except PeelError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say(error)
         return WRONG_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -195,7 +195,9 @@ class Step:
         self.optimiser.zero_grad(set_to_none=True)
         if self.engine.device.type == "cuda":
             torch.cuda.empty_cache()
-        log.warning(
+        # All processes halve together.
+        log.log(
+            logging.WARNING if self.engine.world.is_first else logging.DEBUG,
             "memory is short: batches now go through in %d parts of about %d images. The batch is the same; batch norm sees the parts.",
             self.parts,
             -(-size // self.parts),
