@@ -294,7 +294,8 @@ def test_a_training_stopped_on_the_gpu_goes_on_with_the_same_bits(tmp_path: Path
     assert same_weights(whole, second)
 
 
-def test_images_from_a_folder_arrive_on_the_gpu_as_on_the_cpu(tmp_path: Path) -> None:
+@pytest.fixture
+def photographs(tmp_path: Path) -> Folder:
     from PIL import Image
 
     chance = torch.Generator().manual_seed(0)
@@ -303,16 +304,36 @@ def test_images_from_a_folder_arrive_on_the_gpu_as_on_the_cpu(tmp_path: Path) ->
         small = torch.randint(0, 256, (6, 8, 3), dtype=torch.uint8, generator=chance).numpy()
         paths.append(tmp_path / f"{number}.png")
         Image.fromarray(small).resize((160, 120), Image.Resampling.BICUBIC).save(paths[-1])
-    split = Folder(Paths(paths), torch.arange(70), (3, 96, 96), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2))
-    order = torch.randperm(70, generator=chance)
+    return Folder(Paths(paths), torch.arange(70), (3, 96, 96), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2))
+
+
+def test_images_from_a_folder_arrive_on_the_gpu_as_on_the_cpu(photographs: Folder) -> None:
+    order = torch.randperm(70, generator=torch.Generator().manual_seed(0))
     for view in (View("imagenet", 5), View("none"), View("crop-flip", 5)):
-        there = list(split.batches(order, 16, view, torch.device("cuda"), 2))
-        here = list(split.batches(order, 16, view, torch.device("cpu"), 0))
+        there = list(photographs.batches(order, 16, view, torch.device("cuda"), 2))
+        here = list(photographs.batches(order, 16, view, torch.device("cpu"), 0))
         for mine, theirs in zip(there, here, strict=True):
             assert torch.equal(mine.labels.cpu(), theirs.labels)
             # Rounding to a level of brightness may fall to either side.
             assert (mine.images.cpu() - theirs.images).abs().max() <= 1.01 / 255 / 0.2
             assert (mine.images.cpu() - theirs.images).abs().mean() < 0.01
+
+
+def test_memory_does_not_grow_from_epoch_to_epoch(photographs: Folder) -> None:
+    reserved = []
+    for epoch in range(8):
+        for batch in photographs.batches(torch.arange(70), 16, View.of_epoch("imagenet", 0, epoch), torch.device("cuda"), 2):
+            batch.images.square().sum()
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[-1] == reserved[1]
+
+
+def test_small_images_may_be_augmented_as_large_ones(engine: Engine) -> None:
+    images = pictures(64)
+    for batch in images.to(engine.device).batches(torch.arange(64), 32, View("imagenet", 5), engine.device):
+        here = next(iter(images.batches(torch.arange(64), 32, View("imagenet", 5), torch.device("cpu"))))
+        assert (batch.images.cpu() - here.images).abs().mean() < 0.01
+        break
 
 
 def test_the_colour_kernel_shows_what_the_cpu_shows() -> None:

@@ -12,7 +12,7 @@ SOURCE = Path(peel.__file__).parent
 #: Each layer may import itself and those below it.
 LAYERS = [
     {"cli", "__main__"},
-    {"outcome", "progress"},
+    {"outcome", "progress", "launch"},
     {"run"},
     {"stages"},
     {"estimate"},

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -91,6 +94,53 @@ def test_signals_to_the_whole_group_do_not_end_the_processes(split: Folder) -> N
     assert children() == before
 
 
+def test_a_process_that_dies_between_two_epochs_is_replaced(split: Folder) -> None:
+    view = View("imagenet", 3)
+    first = [batch.images for batch in split.batches(torch.arange(48), 8, view, CPU, 2)]
+    os.kill(min(children()), signal.SIGKILL)
+    time.sleep(0.2)
+    second = [batch.images for batch in split.batches(torch.arange(48), 8, view, CPU, 2)]
+    assert torch.equal(torch.cat(first), torch.cat(second))
+
+
+def test_an_epoch_that_is_given_up_leaves_no_process_at_work(split: Folder) -> None:
+    batches = split.batches(torch.arange(48), 8, View("imagenet", 3), CPU, 2)
+    next(batches)
+    assert len(children()) == 2
+    batches.close()
+    assert not children()
+    assert sum(len(batch.labels) for batch in split.batches(torch.arange(48), 8, AS_IT_IS, CPU, 2)) == 48
+
+
+def test_processes_end_with_the_images_they_are_for(split: Folder) -> None:
+    some = split.subset(torch.arange(16))
+    list(some.batches(torch.arange(16), 8, AS_IT_IS, CPU, 2))
+    assert len(children()) == 2
+    del some
+    gc.collect()
+    assert not children()
+
+
+AN_ERROR = """
+import sys, torch
+from pathlib import Path
+from peel.train.folder import Folder, Paths
+from peel.train.view import AS_IT_IS
+split = Folder(Paths(sorted(Path(sys.argv[1]).glob("*.png"))), torch.arange(48), (3, 32, 32), (0.5,) * 3, (0.2,) * 3)
+seen = list(split.batches(torch.arange(48), 8, AS_IT_IS, torch.device("cpu"), 2))
+raise KeyError("what nobody expected")
+"""
+
+
+def test_an_error_that_nobody_expected_ends_the_program(split: Folder) -> None:
+    """The processes are deaf to the request to end that Python sends, and it would wait for them for ever."""
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", AN_ERROR, str(split.paths[0].parent)]
+    result = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 1
+    assert "what nobody expected" in result.stderr
+
+
 class Dying:
     def __call__(self, key: int) -> Tensor:
         if key == 5:
@@ -115,7 +165,16 @@ def test_processes_that_die_or_hang_every_time_are_an_error_not_a_wait(make: Dyi
         for batch in Loader(make, 2, pin=False).batches([[0, 1], [2, 3], [4, 5], [6, 7]]):
             got.append(batch.tolist())  # noqa: PERF401 -- what came before the error is looked at
     assert got == [[0, 1], [2, 3]]
+    assert not children(), "none that would be waited for when the program ends"
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("channels", [1, 2, 4])
+def test_other_numbers_of_channels_are_grey(split: Folder, channels: int) -> None:
+    other = Folder(split.paths, split.labels, (channels, 32, 32), (0.5,) * channels, (0.2,) * channels)
+    (batch,) = other.batches(torch.arange(48), 48, AS_IT_IS, CPU)
+    assert batch.images.shape == (48, channels, 32, 32)
+    assert (batch.images == batch.images[:, :1]).all()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -91,6 +91,20 @@ def test_colours_and_mirroring_depend_on_seed_and_index_alone() -> None:
     assert torch.equal(whole, whole.round().clamp(0, 255))
 
 
+def test_colours_do_not_depend_on_the_number_of_threads() -> None:
+    images = torch.randint(0, 256, (8, 3, 224, 224), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    before = torch.get_num_threads()
+    try:
+        seen = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            seen.append(jittered_and_mirrored(images, torch.arange(8), 5))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], seen[2])
+
+
 def test_half_of_the_images_are_mirrored_and_grey_ones_keep_their_levels() -> None:
     ramp = torch.arange(10, dtype=torch.uint8).expand(4000, 1, 3, 10)
     seen = jittered_and_mirrored(ramp, torch.arange(4000), 1)

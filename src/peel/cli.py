@@ -339,7 +339,7 @@ def _print_json(data: dict[str, Any]) -> None:
     print(json.dumps(data, indent=2))
 
 
-def _say(error: PeelError) -> None:
+def _say(error: BaseException) -> None:
     if os.environ.get("RANK", "0") != "0":
         # What goes wrong in all processes is said by the first, whose end is the end of the others, if they wait for it.
         time.sleep(10)
@@ -374,7 +374,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return OK
     except BaseException as error:
-        if type(error).__name__ != "Stopped":  # its home imports torch
+        # By their names: their home imports torch.
+        if type(error).__name__ == "OutOfMemoryError":
+            _say(error)
+            return MEMORY_SHORT
+        if type(error).__name__ != "Stopped":
             raise
         if os.environ.get("RANK", "0") == "0":
             print(f"{error}; the state is kept. Go on with the same command:\n  {_command()}", file=sys.stderr)

@@ -167,7 +167,7 @@ def _folder(folder: Path, channels: int, wanted: int | None, skip_bad: bool) -> 
     if pixels is not None:
         seen, test_seen = pixels[: len(kept)], pixels[len(kept) :]
         return _resident_data(str(folder), tuple(classes), seen, kept, test_seen, test_kept, channels, None, "crop-flip")
-    mean, std = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((0.45,), (0.225,))
+    mean, std = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((0.45,) * channels, (0.225,) * channels)
     train, test = (
         Folder(Paths(every[i] for i in side), found, shape, mean, std) for side, found in zip(sides, (kept, test_kept), strict=True)
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -24,6 +24,7 @@ from torch import Tensor
 from ..errors import DataError
 from .batch import Batch
 from .crops import draw_windows, seen_through
+from .fused import fused_colours
 from .loader import Loader, ahead
 from .transforms import centre_view, draw_changes, imagenet_view, jittered_and_mirrored
 from .view import View
@@ -99,7 +100,7 @@ class Folder:
         mean = torch.tensor(self.mean, device=device) * 255
         scale = 1 / (torch.tensor(self.std, device=device) * 255)
         is_jittered = on_gpu and view.augment == "imagenet"
-        fused = _fused_colours() if is_jittered and self.shape[0] == 3 else None
+        fused = fused_colours() if is_jittered and self.shape[0] == 3 else None
 
         def prepare(images: Tensor) -> tuple[Tensor, ...]:
             index = next(indices)
@@ -119,16 +120,6 @@ class Folder:
 def _pieces(keys: list[Key]) -> list[list[Key]]:
     """A batch in pieces for several processes: a whole one would be long in coming from one of them, while the others wait to be next."""
     return [keys[start : start + PIECE] for start in range(0, len(keys), PIECE)]
-
-
-@cache
-def _fused_colours() -> Callable[..., Tensor] | None:
-    """Two kernels instead of a thousand, where torch came with a compiler for them."""
-    try:
-        from .colour_kernel import fused_colours
-    except ImportError:
-        return None
-    return fused_colours
 
 
 class Key(NamedTuple):
@@ -172,12 +163,20 @@ class _Decoder:
 
 
 def decode(path: Path, channels: int) -> Tensor:
-    """A file as a uint8 tensor, channels x height x width, whatever its mode (grey, palette, CMYK, 16 bit, transparent)."""
+    """A file as a uint8 tensor, channels x height x width, whatever its mode (grey, palette, CMYK, 16 bit, transparent).
+
+    Three channels are colours; any other number is that many times grey.
+    """
+    image = _decoded(path, is_grey=channels != 3)
+    return image if channels == 3 else image.expand(channels, -1, -1)
+
+
+def _decoded(path: Path, *, is_grey: bool) -> Tensor:
     fast = _fast_jpeg() if path.suffix.lower() in (".jpg", ".jpeg") else None
     if fast is not None:
         data = torch.frombuffer(bytearray(path.read_bytes()) or bytearray(1), dtype=torch.uint8)
         with contextlib.suppress(RuntimeError):
-            tensor: Tensor = fast(data, 1 if channels == 1 else 3, False)
+            tensor: Tensor = fast(data, 1 if is_grey else 3, False)
             return tensor
     from PIL import Image
 
@@ -190,7 +189,7 @@ def decode(path: Path, channels: int) -> Tensor:
             image = Image.fromarray((values / full * 255).clip(0, 255).astype(np.uint8))
         elif "transparency" in opened.info:
             image = opened.convert("RGBA")
-        converted = np.array(image.convert("L" if channels == 1 else "RGB"))
+        converted = np.array(image.convert("L" if is_grey else "RGB"))
     tensor = torch.from_numpy(converted)
     return tensor[None] if tensor.ndim == 2 else tensor.permute(2, 0, 1)
 

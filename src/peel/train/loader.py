@@ -5,14 +5,17 @@ They hold no state: what they make depends on the key they are given, so one tha
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import signal
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -46,46 +49,54 @@ class Loader(Generic[Key]):
     def __init__(self, make: Callable[[Key], Tensor | str], workers: int, *, pin: bool) -> None:
         self.make, self.workers, self.pin = make, workers, pin
         self._wanted: list[Sequence[Key]] = []
-        self._running: Any = None
+        self._loader: Any = None
+        self._processes: list[Any] = []
 
     def batches(self, wanted: list[Sequence[Key]]) -> Iterator[Tensor]:
         """For each sequence of keys, what they make, stacked."""
         given = tries = 0
-        was_cautious = False
+        is_cautious = False
         patience = float(os.environ.get("PEEL_PATIENCE", PATIENCE))
-        running = self._start(wanted, patience, cautious=False) if wanted else iter(())
+        running: Any = None
         asked = time.monotonic()
-        while given < len(wanted):
-            try:
-                batch = next(running)
-            except RuntimeError as error:
-                said = str(error).splitlines()[0]
-                is_slow = "timed out" in said
-                if is_slow and time.monotonic() - asked < patience:
+        try:
+            while given < len(wanted):
+                try:
+                    running = running or self._start(wanted[given:], patience, cautious=is_cautious)
+                    batch = next(running)
+                except (RuntimeError, OSError, EOFError) as error:
+                    said = " ".join([type(error).__name__, *str(error).splitlines()[:1]])
+                    is_slow = "timed out" in said
+                    if is_slow and running is not None and time.monotonic() - asked < patience:
+                        continue
+                    # What is on its way from a process that dies, such as a descriptor of shared memory, may fail in ways of its own.
+                    is_gone = "exited unexpectedly" in said or "is killed" in said or not isinstance(error, RuntimeError)
+                    if not is_slow and not is_gone:
+                        raise
+                    tries += 1
+                    text = f"a process that decodes images ended or hangs ({said}), at the batch of {wanted[given][0]}"
+                    if tries == TRIES:
+                        raise DataError(
+                            f"{text}, {TRIES} times. Fewer --workers need less memory; 0 decodes without other processes."
+                        ) from error
+                    log.warning("%s; it is replaced and asked again.", text)
+                    self._end()
+                    running, is_cautious, asked = None, True, time.monotonic()
                     continue
-                if not is_slow and "exited unexpectedly" not in said and "is killed" not in said:
-                    raise
-                tries += 1
-                text = f"a process that decodes images ended or hangs ({said}), at the batch of {wanted[given][0]}"
-                if tries == TRIES:
-                    raise DataError(
-                        f"{text}, {TRIES} times. Fewer --workers need less memory; 0 decodes without other processes."
-                    ) from error
-                log.warning("%s; it is replaced and asked again.", text)
-                self._running, was_cautious = None, True
-                running = self._start(wanted[given:], patience, cautious=True)
+                if isinstance(batch, str):
+                    raise DataError(batch)
+                given, tries = given + 1, 0
+                yield batch
                 asked = time.monotonic()
-                continue
-            if isinstance(batch, str):
-                raise DataError(batch)
-            yield batch
-            given, tries, asked = given + 1, 0, time.monotonic()
-        if was_cautious:
-            self._running = None
+        finally:
+            # Processes that are at something nobody waits for would have to be waited for.
+            if given < len(wanted) or is_cautious:
+                self._end()
 
     def _start(self, wanted: list[Sequence[Key]], patience: float, *, cautious: bool) -> Any:
         """An iterator over what the processes make; a cautious one asks for little at a time, so that it is known where they fail."""
-        if self._running is None:
+        self._wanted[:] = wanted
+        if self._loader is None:
             several: dict[str, Any] = {}
             if self.workers:
                 # Whether a process is gone is looked at whenever this time has passed without a batch.
@@ -96,7 +107,7 @@ class Loader(Generic[Key]):
                     "prefetch_factor": 1 if cautious else PIECES_AHEAD,
                     "worker_init_fn": _deaf,
                 }
-            self._running = DataLoader(
+            self._loader = DataLoader(
                 _Made(self.make),  # type: ignore[arg-type]
                 batch_sampler=self._wanted,  # type: ignore[arg-type]
                 num_workers=self.workers,
@@ -106,15 +117,41 @@ class Loader(Generic[Key]):
                 generator=torch.Generator(),
                 **several,
             )
-        self._wanted[:] = wanted
         with _children_unheard():
-            return iter(self._running)
+            running = iter(self._loader)
+        if not self._processes:
+            self._processes = list(getattr(running, "_workers", ()))
+            _alive.add(self)
+            # Python would ask them politely when the program ends, and wait for ever. What is registered last comes first.
+            atexit.unregister(_end_all)
+            atexit.register(_end_all)
+        return running
+
+    def _end(self) -> None:
+        """They hold nothing that is worth a farewell, and one that hangs would not hear it."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join(LOOK_SECONDS)
+        self._processes, self._loader = [], None
+
+    def __del__(self) -> None:
+        self._end()
+
+
+#: Whoever has processes.
+_alive: weakref.WeakSet[Loader[Any]] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    for loader in list(_alive):
+        loader._end()
 
 
 @contextlib.contextmanager
 def _children_unheard() -> Iterator[None]:
     """Torch makes the death of a process an exception wherever the main thread happens to be, in the middle of a step; not here."""
-    if threading.current_thread() is not threading.main_thread():
+    if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.getsignal(signal.SIGCHLD)
@@ -126,8 +163,9 @@ def _children_unheard() -> Iterator[None]:
 
 def _deaf(worker: int) -> None:
     """Who signals a whole group of processes means the one that trains; these end with it."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
 class _Made(Generic[Key]):
@@ -158,7 +196,7 @@ def ahead(
         for pieces in batches:
             yield prepare(torch.cat(pieces).to(device))
         return
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = _side_stream(device)
     training = torch.cuda.current_stream(device)
     # What `prepare` brings along was made on the stream of training.
     stream.wait_stream(training)
@@ -174,3 +212,9 @@ def ahead(
         used.append(training.record_event())
         if len(used) > STEPS_AHEAD:
             used.popleft().synchronize()
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all epochs: memory that was used on a stream is only used again on the same."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

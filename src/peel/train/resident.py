@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .batch import Batch
 from .crops import draw_windows, seen_through
+from .fused import fused_view
 from .transforms import imagenet_view, jittered_and_mirrored
 from .view import View
 
@@ -50,7 +49,7 @@ class Resident:
         order = order.to(home)
         mean = torch.tensor(self.mean, device=home) * 255
         scale = 1 / (torch.tensor(self.std, device=home) * 255)
-        fused = _fused_view() if home.type == "cuda" and view.augment != "imagenet" else None
+        fused = fused_view() if home.type == "cuda" and view.augment != "imagenet" else None
         for index in torch.split(order, batch_size) if len(order) else ():
             if fused is not None:
                 images = fused(self.pixels, index, view, mean, scale)
@@ -65,14 +64,3 @@ class Resident:
             parts = [imagenet_view(self.pixels[i].permute(2, 0, 1), self.shape[1:], view.seed, int(i)) for i in index]
             return jittered_and_mirrored(torch.stack(parts), index, view.seed).permute(0, 2, 3, 1)
         return seen_through(draw_windows(index, view, self.shape[1]), self.pixels[index])
-
-
-@cache
-def _fused_view() -> Callable[..., Tensor] | None:
-    """One kernel instead of twenty, where torch came with a compiler for it."""
-    try:
-        from .kernels import fused_view
-    except ImportError:
-        return None
-    found: Any = fused_view
-    return found  # type: ignore[no-any-return]

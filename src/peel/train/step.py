@@ -160,9 +160,13 @@ class Step:
         devices = [self.engine.device] if self.engine.device.type == "cuda" else []
         try:
             _pretend_short_memory(len(part.images))
+            # What is not there yet: momenta, and gradients on their way to the others.
+            coming = [torch.empty_like(parameter) for parameter in trained for _ in range(2)]
             with torch.random.fork_rng(devices=devices), self.engine.autocast():
                 total, _, _ = self.loss(*part)
-                return torch.autograd.grad(total, trained, allow_unused=True)
+                gradients = torch.autograd.grad(total, trained, allow_unused=True)
+            del coming
+            return gradients
         except torch.OutOfMemoryError:
             return None
 

@@ -42,7 +42,10 @@ def imagenet_view(image: Tensor, size: tuple[int, int], seed: int, index: int) -
     """A random part of a uint8 image (channels x height x width) at full size, drawn by (seed, index) alone."""
     top, left, height, width = draw_part(image.shape[1], image.shape[2], seed, index)
     part = image[None, :, top : top + height, left : left + width].contiguous(memory_format=torch.channels_last)
-    return nn.functional.interpolate(part, size=size, mode="bilinear", antialias=True)[0]
+    if image.device.type == "cpu":
+        return nn.functional.interpolate(part, size=size, mode="bilinear", antialias=True)[0]
+    # Elsewhere it does not work on bytes.
+    return nn.functional.interpolate(part.float(), size=size, mode="bilinear", antialias=True)[0].round().clamp(0, 255).to(torch.uint8)
 
 
 def draw_part(height: int, width: int, seed: int, index: int) -> tuple[int, int, int, int]:
@@ -77,7 +80,7 @@ def draw_changes(index: Tensor, seed: int) -> Changes:
     """By (seed, index) alone, on the device of the index."""
     drawn = uniform(index, seed, 9)
     strengths = [1 + BRIGHTNESS * _sign(drawn[:, 0]), 1 + CONTRAST * _sign(drawn[:, 1]), 1 + SATURATION * _sign(drawn[:, 2])]
-    return Changes(torch.stack([*strengths, HUE * _sign(drawn[:, 3])], 1), drawn[:, 4:8].argsort(1), drawn[:, 8] >= 0.5)
+    return Changes(torch.stack([*strengths, HUE * _sign(drawn[:, 3])], 1), drawn[:, 4:8].argsort(dim=1, stable=True), drawn[:, 8] >= 0.5)
 
 
 def jittered_and_mirrored(images: Tensor, index: Tensor, seed: int) -> Tensor:
@@ -118,7 +121,9 @@ def _blends(images: Tensor, strengths: Tensor, order: Tensor, hue_at: Tensor, *,
         red, green, blue = torch.split(images, 1, 1)
         grey = LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue
         is_contrast, is_saturation = ((kind == number)[:, None, None, None] for number in (1, 2))
-        other = is_saturation * grey + is_contrast * grey.mean((2, 3), keepdim=True)
+        # Row by row, or the order in which it is added up would depend on the number of threads.
+        brightness = grey.mean(3, keepdim=True).mean(2, keepdim=True)
+        other = is_saturation * grey + is_contrast * brightness
         images = (strength * images + (1 - strength) * other).clamp_(0, 255)
     return images
 
