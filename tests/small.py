@@ -15,6 +15,10 @@ from peel.result import Result
 from peel.run import prune
 from peel.train.data import Data, load_data
 from peel.train.engine import Engine
+from peel.train.history import Epoch
+from peel.train.loop import fit
+from peel.train.objective import CrossEntropy
+from peel.train.recipe import Recipe
 
 CPU = Engine(torch.device("cpu"))
 
@@ -76,3 +80,18 @@ def same_weights(first: nn.Module, second: nn.Module) -> bool:
     """Whether two networks have the same tensors, to the bit."""
     mine, theirs = first.state_dict(), second.state_dict()
     return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+#: A training of twelve steps without anything special.
+PLAIN = Recipe(epochs=3, batch_size=50, lr=0.05, augment="none", label_smoothing=0.0)
+
+
+def fresh(seed: int = 0, **settings: Any) -> Small:
+    torch.manual_seed(seed)
+    return Small(**settings)
+
+
+def trained(recipe: Recipe = PLAIN, seed: int = 0, model: nn.Module | None = None, **settings: Any) -> tuple[nn.Module, list[Epoch]]:
+    model = model if model is not None else fresh()
+    history = fit(model, CrossEntropy(recipe.label_smoothing), few_digits().train, recipe, engine=CPU, seed=seed, **settings)
+    return model, history

@@ -1,4 +1,4 @@
-"""The training loop and its recipes."""
+"""The training loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from peel.errors import ConfigError, DataError, DivergedError
+from peel.errors import DataError
 from peel.train import pace as pace_module
 from peel.train.batch import Batch
 from peel.train.chance import epoch_order
@@ -26,150 +26,13 @@ from peel.train.history import Epoch
 from peel.train.loop import evaluate, fit
 from peel.train.objective import CrossEntropy, Losses, class_scores
 from peel.train.pace import Pace
-from peel.train.recipe import RECIPES, Recipe, backbone_recipe, named_recipe
+from peel.train.recipe import Recipe
 from peel.train.resident import Resident
 from peel.train.stop import Stopped, listening
 from peel.train.view import AS_IT_IS
-from small import CPU, Small, few_digits, same_weights
+from small import CPU, PLAIN, few_digits, fresh, same_weights, trained
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-PLAIN = Recipe(epochs=3, batch_size=50, lr=0.05, augment="none", label_smoothing=0.0)
-
-
-def fresh(seed: int = 0, **settings: Any) -> Small:
-    torch.manual_seed(seed)
-    return Small(**settings)
-
-
-def trained(recipe: Recipe = PLAIN, seed: int = 0, model: nn.Module | None = None, **settings: Any) -> tuple[nn.Module, list[Epoch]]:
-    model = model if model is not None else fresh()
-    history = fit(model, CrossEntropy(recipe.label_smoothing), few_digits().train, recipe, engine=CPU, seed=seed, **settings)
-    return model, history
-
-
-# The learning rate
-
-
-def rates(recipe: Recipe, steps: int) -> list[float]:
-    return [recipe.rate(step, steps) for step in range(recipe.epochs * steps)]
-
-
-def test_the_rate_warms_up_in_a_line_and_falls_to_zero_in_a_cosine() -> None:
-    found = rates(Recipe(epochs=5, lr=0.2, warmup_epochs=1), 10)
-    assert found[:10] == pytest.approx([0.02 * i for i in range(1, 11)])
-    assert found[10] == pytest.approx(0.2)
-    assert found[30] == pytest.approx(0.1)
-    assert found[10:] == sorted(found[10:], reverse=True)
-    assert 0 < found[-1] < 0.2 * 0.002
-    # A cosine is as far above its middle before it as below it after it.
-    assert [0.2 - rate for rate in found[11:]] == pytest.approx(found[:10:-1])
-
-
-def test_the_rate_can_start_from_any_value_or_without_a_warm_up() -> None:
-    warm = rates(Recipe(epochs=3, lr=0.4, warmup_epochs=1, warmup_from=0.2), 4)
-    assert warm[:4] == pytest.approx([0.25, 0.3, 0.35, 0.4])
-    cold = rates(Recipe(epochs=3, lr=0.4, warmup_epochs=0), 4)
-    assert cold[0] == pytest.approx(0.4)
-    fraction = rates(Recipe(epochs=3, lr=0.4, warmup_epochs=0.5), 4)
-    assert fraction[:3] == pytest.approx([0.2, 0.4, 0.4])
-
-
-def test_a_warm_up_longer_than_the_training_never_exceeds_the_rate() -> None:
-    assert max(rates(Recipe(epochs=2, lr=0.4, warmup_epochs=5), 3)) == pytest.approx(0.4)
-
-
-def test_the_rate_falls_in_steps_at_the_milestones() -> None:
-    found = rates(Recipe(epochs=10, lr=1.0, warmup_epochs=0, schedule="steps", milestones=(0.3, 0.6, 0.8), gamma=0.2), 10)
-    expected = [1.0] * 30 + [0.2] * 30 + [0.04] * 20 + [0.008] * 20
-    assert found == pytest.approx(expected)
-
-
-def test_the_sum_of_rates_is_the_distance_under_a_constant_gradient() -> None:
-    recipe = Recipe(epochs=4, lr=0.3, momentum=0.9, nesterov=False, weight_decay=0.0)
-    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    optimiser = torch.optim.SGD([weight], lr=0.0, momentum=0.9)
-    for step in range(4 * 500):
-        optimiser.param_groups[0]["lr"] = recipe.rate(step, 500)
-        weight.grad = torch.ones_like(weight)
-        optimiser.step()
-    assert -float(weight.detach()) == pytest.approx(recipe.rate_sum(500) / 0.1, rel=1e-2)
-
-
-def test_the_rate_that_training_uses_is_the_recipes() -> None:
-    _, history = trained(replace(PLAIN, epochs=3))
-    assert [record.lr for record in history] == pytest.approx([PLAIN.rate(step, 4) for step in (3, 7, 11)])
-
-
-# Named recipes, as published (methods.md, section 12)
-
-PAPER = {
-    "batch_size": 512, "lr": 0.2, "warmup_epochs": 1, "schedule": "cosine", "momentum": 0.9, "nesterov": True, "decay_norms": False,
-    "label_smoothing": 0.1,
-}  # fmt: skip
-FPGM = {"batch_size": 128, "lr": 0.1, "weight_decay": 5e-4, "momentum": 0.9, "nesterov": True}
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("imagenet-resnet", {**PAPER, "epochs": 100, "weight_decay": 1e-4}),
-        ("imagenet-mobilenet", {**PAPER, "epochs": 250, "weight_decay": 4e-5}),
-        ("imagenet-backbone", {**PAPER, "epochs": 50, "weight_decay": 1e-4}),
-        ("imagenet-mobilenet-backbone", {**PAPER, "epochs": 50, "weight_decay": 4e-5}),
-        ("cifar", {**FPGM, "epochs": 200, "schedule": "cosine"}),
-        ("cifar-steps", {**FPGM, "epochs": 200, "schedule": "steps", "milestones": (60 / 200, 120 / 200, 160 / 200), "gamma": 0.2}),
-        ("cifar-backbone", {**FPGM, "epochs": 50}),
-    ],
-)
-def test_named_recipes_are_the_published_ones(name: str, expected: dict[str, Any]) -> None:
-    recipe = named_recipe(name)
-    assert {field: getattr(recipe, field) for field in expected} == expected
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_has_a_shorter_one_for_the_backbone(name: str) -> None:
-    backbone = backbone_recipe(name)
-    assert backbone.epochs < named_recipe(name).epochs
-    assert (backbone.batch_size, backbone.lr, backbone.weight_decay) == (
-        named_recipe(name).batch_size,
-        named_recipe(name).lr,
-        named_recipe(name).weight_decay,
-    )
-
-
-def test_the_papers_backbone_trains_for_50_epochs() -> None:
-    assert {name: backbone_recipe(name).epochs for name in ("imagenet-resnet", "imagenet-mobilenet", "cifar", "cifar-steps")} == {
-        "imagenet-resnet": 50, "imagenet-mobilenet": 50, "cifar": 50, "cifar-steps": 50,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("epochs", 0, "epochs must be a whole number of at least 1, not 0"),
-        ("epochs", 2.5, "epochs must be a whole number"),
-        ("batch_size", True, "batch_size must be a whole number"),
-        ("lr", -0.1, "lr must be a number from 0"),
-        ("lr", math.nan, "lr must be a number"),
-        ("lr", "fast", "not 'fast'"),
-        ("momentum", 1.0, "momentum must be a number from 0 to below 1"),
-        ("label_smoothing", 1.0, "label_smoothing"),
-        ("schedule", "cosin", "Did you mean cosine"),
-        ("augment", "crop-flop", "Did you mean crop-flip"),
-        ("milestones", (0.5, 1.5), r"milestones .* \(0.5, 1.5\)"),
-        ("momentum", 0.0, "nesterov needs a momentum"),
-        ("epoch", 3, "no field 'epoch'.* Did you mean epochs"),
-    ],
-)
-def test_a_wrong_field_is_named_with_its_value(field: str, value: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        PLAIN.changed(**{field: value})
-
-
-def test_an_unknown_recipe_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"'imagenet-resnett'\. Did you mean imagenet-resnet"):
-        named_recipe("imagenet-resnett")
 
 
 # Weight decay
@@ -338,79 +201,6 @@ def test_what_is_found_at_the_end_of_an_epoch_is_kept_in_its_record() -> None:
     assert len({record.extra["scale"] for record in history}) == 3
 
 
-# Divergence
-
-
-class Poisoned:
-    """The training images, with a batch that holds no numbers at one step of one epoch."""
-
-    def __init__(self, split: Split, batch: int, epoch: int) -> None:
-        self.split, self.batch, self.epoch, self.seen = split, batch, epoch, 0
-        self.size, self.labels, self.shape = split.size, split.labels, split.shape
-
-    def batches(self, *arguments: Any) -> Any:
-        turn, self.seen = self.seen, self.seen + 1
-        for number, batch in enumerate(self.split.batches(*arguments)):
-            yield batch._replace(images=batch.images * math.nan) if (turn, number) == (self.epoch, self.batch) else batch
-
-
-@pytest.mark.parametrize("seconds", [600.0, 0.0])
-def test_a_loss_that_is_no_number_stops_the_training_and_keeps_the_last_good_checkpoint(seconds: float, tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, "peel")
-    poisoned: Any = Poisoned(few_digits().train, 1, 1)
-    with pytest.raises(DivergedError, match=r"\(epoch 2, step \d\).*kept in .*lower lr"):
-        fit(
-            fresh(), CrossEntropy(), poisoned, PLAIN, engine=CPU, seed=0, test=few_digits().test,
-            checkpoints=checkpoints, checkpoint_seconds=seconds,
-        )  # fmt: skip
-    state = checkpoints.newest()
-    assert state is not None
-    assert (state["epoch"], state["step"]) == (1, 0 if seconds else 1)
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in state["model"].values())
-    # The images mended, the same call ends as if nothing had happened.
-    mended, history = trained(checkpoints=checkpoints)
-    straight, _ = trained()
-    assert len(history) == 3
-    assert same_weights(mended, straight)
-
-
-def test_a_last_step_that_breaks_the_weights_is_noticed_although_its_loss_was_a_number(tmp_path: Path) -> None:
-    """The loss of a step is computed before its weights change: the damage of the last one shows in no loss of the epoch."""
-
-    class Breaking(CrossEntropy):
-        calls = 0
-
-        def __call__(self, model: nn.Module, batch: Batch) -> Losses:
-            Breaking.calls += 1
-            losses = super().__call__(model, batch)
-            # The square root of zero: a finite value with an infinite gradient.
-            bad = (model.get_parameter("fc.bias") * 0).abs().sqrt().sum() if Breaking.calls == 8 else 0.0
-            return Losses(losses.total + bad, losses.terms, losses.scores)
-
-    checkpoints = Checkpoints(tmp_path, "peel")
-    with pytest.raises(DivergedError, match="epoch 2, step 4"):
-        fit(fresh(), Breaking(), few_digits().train, replace(PLAIN, epochs=2), engine=CPU, seed=0, checkpoints=checkpoints)
-    state = checkpoints.newest()
-    assert state is not None
-    assert state["epoch"] == 1
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in state["model"].values())
-
-
-def test_a_loss_that_is_no_number_is_noticed_although_the_weights_are() -> None:
-    class Undefined(CrossEntropy):
-        def __call__(self, model: nn.Module, batch: Batch) -> Losses:
-            losses = super().__call__(model, batch)
-            return Losses(losses.total + math.inf, losses.terms, losses.scores)
-
-    with pytest.raises(DivergedError):
-        fit(fresh(), Undefined(), few_digits().train, PLAIN, engine=CPU, seed=0)
-
-
-def test_a_rate_far_too_high_is_an_error_not_a_result() -> None:
-    with pytest.raises(DivergedError):
-        trained(replace(PLAIN, lr=1e18, warmup_epochs=0))
-
-
 # Order of calls that others rely on
 
 
@@ -480,36 +270,6 @@ def test_no_augmentation_shows_the_images_as_they_are() -> None:
         fit(fresh(), Noting(), train, replace(PLAIN, epochs=1, augment=augment), engine=CPU, seed=0)
         same = sum(image.contiguous().numpy().tobytes() in plain for batch in shown for image in batch)
         assert same == 200 if augment == "none" else same < inside
-
-
-# Going back after a divergence
-
-
-def test_a_training_that_diverged_goes_back_and_on_with_half_the_rate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recipe = replace(PLAIN, epochs=4, retries=1)
-    split: Any = Poisoned(few_digits().train, 2, 2)
-    model = fresh()
-    with caplog.at_level(logging.WARNING, "peel"):
-        history = fit(model, CrossEntropy(), split, recipe, engine=CPU, seed=0, checkpoints=Checkpoints(tmp_path, "a"))
-    assert "on with 0.5 of the rate" in caplog.text
-    assert [epoch.extra.get("slower") for epoch in history] == [None, None, 0.5, 0.5]
-    assert history[2].lr == pytest.approx(0.5 * recipe.rate(11, 4))
-    assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
-
-
-def test_it_goes_back_to_its_beginning_where_nothing_was_kept_yet(tmp_path: Path) -> None:
-    split: Any = Poisoned(few_digits().train, 1, 0)
-    fit(fresh(), CrossEntropy(), split, replace(PLAIN, epochs=1, retries=1), engine=CPU, seed=0, checkpoints=Checkpoints(tmp_path, "a"))
-
-
-def test_it_goes_back_only_as_often_as_it_was_asked_to(tmp_path: Path) -> None:
-    class Never(CrossEntropy):
-        def __call__(self, model: nn.Module, batch: Batch) -> Losses:
-            return super().__call__(model, batch._replace(images=batch.images * math.nan))
-
-    checkpoints = Checkpoints(tmp_path, "a")
-    with pytest.raises(DivergedError):
-        fit(fresh(), Never(), few_digits().train, replace(PLAIN, retries=2), engine=CPU, seed=0, checkpoints=checkpoints)
 
 
 # Stopping while the test images are looked at
