@@ -121,6 +121,19 @@ def test_processes_end_with_the_images_they_are_for(split: Folder) -> None:
     assert not children()
 
 
+def test_a_forked_copy_of_the_program_leaves_the_processes_alone(split: Folder) -> None:
+    list(split.batches(torch.arange(48), 8, AS_IT_IS, CPU, 2))
+    before = children()
+    copy = os.fork()
+    if copy == 0:
+        for loader in split._loaders.values():
+            loader._end()
+        os._exit(0)
+    os.waitpid(copy, 0)
+    assert sum(len(batch.labels) for batch in split.batches(torch.arange(48), 8, AS_IT_IS, CPU, 2)) == 48
+    assert children() == before
+
+
 AN_ERROR = """
 import sys, torch
 from pathlib import Path

@@ -51,6 +51,7 @@ class Loader(Generic[Key]):
         self._wanted: list[Sequence[Key]] = []
         self._loader: Any = None
         self._processes: list[Any] = []
+        self._owner = os.getpid()
 
     def batches(self, wanted: list[Sequence[Key]]) -> Iterator[Tensor]:
         """For each sequence of keys, what they make, stacked."""
@@ -62,7 +63,8 @@ class Loader(Generic[Key]):
         try:
             while given < len(wanted):
                 try:
-                    running = running or self._start(wanted[given:], patience, cautious=is_cautious)
+                    if running is None:
+                        running = self._start(wanted[given:], patience, cautious=is_cautious)
                     batch = next(running)
                 except (RuntimeError, OSError, EOFError) as error:
                     said = " ".join([type(error).__name__, *str(error).splitlines()[:1]])
@@ -120,7 +122,7 @@ class Loader(Generic[Key]):
         with _children_unheard():
             running = iter(self._loader)
         if not self._processes:
-            self._processes = list(getattr(running, "_workers", ()))
+            self._processes, self._owner = list(getattr(running, "_workers", ())), os.getpid()
             _alive.add(self)
             # Python would ask them politely when the program ends, and wait for ever. What is registered last comes first.
             atexit.unregister(_end_all)
@@ -129,6 +131,8 @@ class Loader(Generic[Key]):
 
     def _end(self) -> None:
         """They hold nothing that is worth a farewell, and one that hangs would not hear it."""
+        if self._owner != os.getpid():
+            return  # a copy, in a process that was forked from the one that started them
         for process in self._processes:
             process.kill()
         for process in self._processes:
