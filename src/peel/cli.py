@@ -339,7 +339,7 @@ def _print_json(data: dict[str, Any]) -> None:
     print(json.dumps(data, indent=2))
 
 
-def _say(error: BaseException) -> None:
+def _say(error: PeelError) -> None:
     if os.environ.get("RANK", "0") != "0":
         # What goes wrong in all processes is said by the first, whose end is the end of the others, if they wait for it.
         time.sleep(10)
@@ -376,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         # By their names: their home imports torch.
         if type(error).__name__ == "OutOfMemoryError":
-            _say(error)
+            _say(MemoryShortError(f"{str(error).splitlines()[0]} Choose a smaller batch, smaller images, or more parts (--parts)."))
             return MEMORY_SHORT
         if type(error).__name__ != "Stopped":
             raise

@@ -92,18 +92,16 @@ class Folder:
         on_gpu = device.type == "cuda"
         if (workers, on_gpu) not in self._loaders:
             self._loaders[workers, on_gpu] = Loader(_Decoder(self.paths, self.shape, finishes=not on_gpu), workers, pin=on_gpu)
-        parts = [part for part in torch.split(order, batch_size) if len(part)]
-        batches = [_pieces([Key(place, view) for place in part.tolist()]) for part in parts]
+        indices = torch.split(order, batch_size) if len(order) else ()
+        batches = [_pieces([Key(place, view) for place in index.tolist()]) for index in indices]
         decoded = self._loaders[workers, on_gpu].batches([piece for pieces in batches for piece in pieces])
-        indices = iter(torch.split(order.to(device), batch_size))
         labels = self.labels.to(device)
         mean = torch.tensor(self.mean, device=device) * 255
         scale = 1 / (torch.tensor(self.std, device=device) * 255)
         is_jittered = on_gpu and view.augment == "imagenet"
         fused = fused_colours() if is_jittered and self.shape[0] == 3 else None
 
-        def prepare(images: Tensor) -> tuple[Tensor, ...]:
-            index = next(indices)
+        def prepare(images: Tensor, index: Tensor) -> tuple[Tensor, ...]:
             if fused is not None:
                 images = fused(images, draw_changes(index, view.seed), mean, scale)
             else:
@@ -113,7 +111,8 @@ class Folder:
             return images.permute(0, 3, 1, 2), labels[index]
 
         in_pieces = (list(islice(decoded, len(pieces))) for pieces in batches)
-        for images, its_labels in ahead(in_pieces, device, prepare):
+        there = torch.split(order.to(device), batch_size)
+        for images, its_labels in ahead(zip(in_pieces, there, strict=False), device, prepare):
             yield Batch(images, its_labels)
 
 

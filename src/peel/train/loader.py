@@ -190,24 +190,24 @@ def _stacked(made: list[Tensor | str]) -> Tensor | str:
 
 
 def ahead(
-    batches: Iterator[list[Tensor]], device: torch.device, prepare: Callable[[Tensor], tuple[Tensor, ...]]
+    batches: Iterator[tuple[list[Tensor], Tensor]], device: torch.device, prepare: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 ) -> Iterator[tuple[Tensor, ...]]:
-    """What `prepare` makes, on the device, of each batch, which comes in pieces.
+    """What `prepare` makes, on the device, of each batch, which comes in pieces, and of its index, which is there already.
 
     A GPU is given the next batch while it is still at the step before, and both on ways of their own.
     """
     if device.type != "cuda":
-        for pieces in batches:
-            yield prepare(torch.cat(pieces).to(device))
+        for pieces, index in batches:
+            yield prepare(torch.cat(pieces).to(device), index)
         return
     stream = _side_stream(device)
     training = torch.cuda.current_stream(device)
     # What `prepare` brings along was made on the stream of training.
     stream.wait_stream(training)
     used: deque[torch.cuda.Event] = deque()
-    for pieces in batches:
+    for pieces, index in batches:
         with torch.cuda.stream(stream):
-            prepared = prepare(torch.cat([piece.to(device, non_blocking=True) for piece in pieces]))
+            prepared = prepare(torch.cat([piece.to(device, non_blocking=True) for piece in pieces]), index)
         training.wait_stream(stream)
         for tensor in prepared:
             tensor.record_stream(training)

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,6 +31,15 @@ log = logging.getLogger("peel")
 
 #: Steps between looks at whether the loss is still a number; each look waits for the device.
 CHECK_EVERY = 100
+
+
+class Pauses(NamedTuple):
+    """The least number of seconds between two checkpoints."""
+
+    within: float
+    """An epoch."""
+    between: float
+    """Epochs."""
 
 
 def fit(
@@ -72,7 +81,7 @@ def fit(
             if watcher is not None:
                 watcher.begin(start.history)
             try:
-                return _epochs(training, start, train, steps, seed, test, (checkpoint_seconds, epoch_seconds), watcher, each_epoch)
+                return _epochs(training, start, train, steps, seed, test, Pauses(checkpoint_seconds, epoch_seconds), watcher, each_epoch)
             except DivergedError as error:
                 slower = start.slower / 2
                 if slower < 0.5**recipe.retries or checkpoints is None:
@@ -87,7 +96,7 @@ def _epochs(
     steps: int,
     seed: int,
     test: Split | None,
-    pauses: tuple[float, float],
+    pauses: Pauses,
     watcher: Watcher | None,
     each_epoch: Callable[[nn.Module], dict[str, Any]] | None,
 ) -> list[Epoch]:
@@ -109,7 +118,7 @@ def _epochs(
             is_last = step + 1 == steps
             now = time.perf_counter()
             stop = training.asked_to_stop(done)
-            is_due = not is_last and training.is_due(done, now - last_kept > pauses[0])
+            is_due = not is_last and training.is_due(done, now - last_kept > pauses.within)
             if (step + 1) % CHECK_EVERY == 0 or is_last or is_due or stop is not None:
                 training.check_finite(epoch, step, weights=is_last or is_due or stop is not None)
             if is_due or (stop is not None and not is_last):
@@ -139,7 +148,7 @@ def _epochs(
         history.append(record)
         training.clear_sums()
         start_step, spent_before = 0, 0.0
-        is_long_ago = time.perf_counter() - last_kept >= pauses[1]
+        is_long_ago = time.perf_counter() - last_kept >= pauses.between
         if engine.world.share(is_long_ago or stop is not None or epoch + 1 == recipe.epochs):
             training.keep(epoch + 1, 0, history, 0.0, start.slower)
             last_kept = time.perf_counter()

@@ -134,28 +134,26 @@ class Step:
         options: dict[str, Any] = {sync: False, "device_ids": [self.engine.device] if self.engine.device.type == "cuda" else None}
         buffers = {name: buffer.clone() for name, buffer in self.loss.named_buffers()}
         # A head that only runs to be ignored, as of networks with auxiliary ones, would be waited for otherwise.
-        options["find_unused_parameters"] = self._leaves_some_out(batch)
+        options["find_unused_parameters"] = any(gradient is None for gradient in self._tried_together(batch))
         shared = DistributedDataParallel(self.loss, gradient_as_bucket_view=True, **options)
         # The trial has moved them, and the first process has sent its own to all.
         for name, buffer in self.loss.named_buffers():
             buffer.copy_(buffers[name])
         return shared
 
-    def _leaves_some_out(self, batch: Batch) -> bool:
-        """Whether some parameters do not reach the loss.
-
-        A part of the batch is tried in each process, and smaller ones until one fits in all: later, the others would already be waiting for
-        the gradients of the one whose memory is short.
+    def _tried_together(self, batch: Batch) -> tuple[Tensor | None, ...]:
+        """Gradients of a part of the batch, and of smaller ones until one fits in all processes: later, the others would already be waiting
+        for the gradients of the one whose memory is short.
         """
         while True:
             gradients = self._gradients(batch.split(self.parts)[0])
             if not self.engine.world.any(gradients is None):
                 assert gradients is not None
-                return any(gradient is None for gradient in gradients)
+                return gradients
             self._halve(len(batch.images))
 
     def _gradients(self, part: Batch) -> tuple[Tensor | None, ...] | None:
-        """Of each parameter, for this process alone; None for all of them where memory is short."""
+        """Of each parameter, None for one that does not reach the loss; None instead of all where memory is short."""
         trained = [parameter for parameter in self.loss.parameters() if parameter.requires_grad]
         devices = [self.engine.device] if self.engine.device.type == "cuda" else []
         try:
