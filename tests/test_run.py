@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import json
 import os
 import pickle
@@ -11,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -268,6 +270,16 @@ def test_a_second_process_is_refused_while_the_first_lives_and_not_after_it_was_
         process.kill()
     assert exit_code(process) == -signal.SIGKILL
     assert small_run(output=folder).model is not None
+
+
+def test_who_has_taken_a_folder_just_now_is_told_although_it_does_not_say_so_yet(tmp_path: Path) -> None:
+    with (tmp_path / ".lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        timer = threading.Timer(0.3, lambda: os.write(lock.fileno(), b"process 7 on earth"))
+        timer.start()
+        with pytest.raises(RunError, match="in use by process 7 on earth"), Workspace(tmp_path):
+            pass
+        timer.join()
 
 
 @pytest.mark.parametrize("place", ["file", "file/run"])

@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -42,6 +43,9 @@ SAID = ("parts",)
 
 #: What a run that was stopped before it wrote its settings may have left.
 EARLY = (".lock", ".probe", "environment.json")
+
+#: How often the name of whoever holds a folder is looked for, and the seconds before each look.
+OWNER_LOOKS, OWNER_PAUSE = 10, 0.1
 
 
 class Workspace:
@@ -92,13 +96,22 @@ class Workspace:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            self._lock.seek(0)
-            owner = self._lock.read().strip() or "another process"
+            owner = self._owner_of(self._lock)
             self.close()
             raise RunError(f"{self.folder} is in use by {owner}. Wait for it to end, or name another folder with --output.") from None
         with contextlib.suppress(OSError):  # on a full disk; the probe that follows says so
             os.ftruncate(self._lock.fileno(), 0)
             os.write(self._lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
+
+    @staticmethod
+    def _owner_of(lock: IO[str]) -> str:
+        """Who holds it, as it says in the file; whoever took it just now may still be about to write that."""
+        for _ in range(OWNER_LOOKS):
+            time.sleep(OWNER_PAUSE)
+            lock.seek(0)
+            if owner := lock.read().strip():
+                return owner
+        return "another process"
 
     def _refuse_foreign(self, own: Sequence[str]) -> None:
         """A folder with files of someone else's is left as it is."""
