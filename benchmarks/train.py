@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from peel.steps.importance import Penalised
 from peel.train.answers import Taught, remember_answers
 from peel.train.data import load_data
 from peel.train.engine import Engine, find_engine
+from peel.train.fast_widths import fast_widths
 from peel.train.folder import Folder, Paths, find_images
 from peel.train.loop import fit
 from peel.train.objective import CrossEntropy, Objective
@@ -48,6 +50,9 @@ from peel.train.resident import Resident
 from peel.train.view import View
 
 PARTS = ["small", "slim", "layers", "memory", "large", "curves"]
+
+#: What training does to odd widths.
+PADDED = "padded as in training"
 
 UNITS = {"small": "images/s", "slim": "images/s", "layers": "images/s", "memory": "MiB", "large": "images/s", "curves": "gap of the means"}
 
@@ -61,7 +66,6 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=50_000, help="images of 32 pixels")
     parser.add_argument("--files", type=int, default=1_500, help="JPEG files of 224 pixels and more; each is read several times")
     parser.add_argument("--reads", type=int, default=40_000, help="how many images of 224 pixels an epoch reads")
-    parser.add_argument("--multiples", nargs="+", type=int, default=[8, 32], help="what slim networks are padded to")
     parser.add_argument("--workers", type=int, help="processes that decode images; by default as many as training would use")
     parser.add_argument("--data", help="CIFAR-10 as a folder, or the word cifar10, for the curves")
     parser.add_argument("--tuned", action="store_true", help="cuDNN tries all its kernels for each shape and takes the fastest")
@@ -172,43 +176,48 @@ class Bench:
 
     def slim(self) -> None:
         images = noise(self.options.images, 32).to(self.engine.device)
-        for name in ("cifar_resnet18", "cifar_mobilenet_v2"):
-            for batch in (self.options.batch, self.options.batch // 8):
-                self.slimmed(name, batch, images, self.engine, "")
+        batch = self.options.batch
+        for name, size in (("cifar_resnet18", batch), ("cifar_resnet18", batch // 8), ("cifar_mobilenet_v2", batch)):
+            self.slimmed(f"{name}, batch {size}", name, 32, lambda model, size=size: self.loop(model, CrossEntropy(0.1), images, size))
+        size = self.options.large_batch // 2
+        # On a batch that is always there: how fast images are decoded is another question.
+        self.slimmed(f"resnet50 at 224 pixels, batch {size}", "resnet50", 224, lambda model: self.ceiling(model, size, 224, steps=10))
         if self.options.compiled:
-            # With the padding that training chooses by itself.
-            self.slimmed("cifar_resnet18", self.options.batch, images, replace(self.engine, compile="on"), ", compiled")
+            compiling = replace(self.engine, compile="on")
+            what = f"cifar_resnet18, batch {batch}, compiled"
+            self.slimmed(
+                what, "cifar_resnet18", 32, lambda model: self.loop(model, CrossEntropy(0.1), images, batch, engine=compiling), [PADDED]
+            )
 
-    def slimmed(self, name: str, batch: int, images: Resident, engine: Engine, how: str) -> None:
+    def slimmed(self, what: str, name: str, pixels: int, rate_of: Callable[[nn.Module], float], forms: list[str] | None = None) -> None:
         model = zoo.create(name, num_classes=10)
-        graph = peel.trace(model, torch.zeros(1, 3, 32, 32))
-        full = self.loop(zoo.create(name, num_classes=10), CrossEntropy(0.1), images, batch, engine=engine)
-        self.say("slim", f"{name}, batch {batch}{how}: full", full)
-        for budget in ("50%", "25%"):
+        graph = peel.trace(model, torch.zeros(1, 3, pixels, pixels))
+        full = rate_of(zoo.create(name, num_classes=10))
+        self.say("slim", f"{what}: full", full)
+        for budget in ("70%", "50%", "25%"):
             widths = peel.uniform(graph, budget)
-            ratio = graph.macs() / graph.macs(widths)
-            for multiple in [engine.align] if how else [1, *self.options.multiples]:
-                network = engine.prepare(peel.slim(model, widths, graph=graph))
-                padded = pad(network, graph.at(widths), multiple)
-                rate = self.loop(padded.model if padded is not None else network, CrossEntropy(0.1), images, batch, engine=engine)
-                form = f"padded to multiples of {multiple}" if padded is not None else "as it is"
-                ratios = {"times_full": rate / full, "macs_ratio": ratio, "of_proportion": rate / full / ratio}
-                self.say("slim", f"{name}, batch {batch}{how}: {budget} of MACs, {form}", rate, **ratios)
+            network = self.engine.prepare(peel.slim(model, widths, graph=graph))
+            own = graph.at(widths)
+            eights = peel.Widths({tie: -(-width // lcm(8, own.steps[tie])) * lcm(8, own.steps[tie]) for tie, width in own.widths.items()})
+            raised = {"as it is": own.widths, "multiples of 8": eights, PADDED: fast_widths(network, own)}
+            measured: dict[peel.Widths, float] = {}
+            for form in forms or raised:
+                if raised[form] not in measured:
+                    padded = pad(network, own, raised[form])
+                    measured[raised[form]] = rate_of(padded.model if padded is not None else peel.slim(model, widths, graph=graph))
+                times, ratio = measured[raised[form]] / full, graph.macs() / graph.macs(widths)
+                ratios = {"times_full": times, "macs_ratio": ratio, "of_proportion": times / ratio}
+                self.say("slim", f"{what}: {budget} of MACs, {form}", measured[raised[form]], **ratios)
 
     def layers(self) -> None:
-        """Forward and backward of a 3x3 convolution with as many channels in as out, by the kernels that cuDNN chooses, and by the best."""
-        for tuned in (False, True):
-            torch.backends.cudnn.benchmark = tuned
-            for size, channels in ((32, 64), (16, 128), (8, 256), (4, 512)):
-                kept = round(channels * 0.5**0.5)
-                full = self.layer(channels, size)
-                word = ", best kernels" if tuned else ""
-                self.say("layers", f"{size} x {size} pixels, {channels} channels{word}", full)
-                for count in sorted({kept, *(-(-kept // multiple) * multiple for multiple in (8, 16, 32, 64)), channels // 2} - {channels}):
-                    rate, ratio = self.layer(count, size), (channels / count) ** 2
-                    ratios = {"times_full": rate / full, "macs_ratio": ratio, "of_proportion": rate / full / ratio}
-                    self.say("layers", f"{size} x {size} pixels, {count} of {channels} channels{word}", rate, **ratios)
-        torch.backends.cudnn.benchmark = False
+        """Forward and backward of a 3x3 convolution with as many channels in as out."""
+        for size, channels in ((32, 64), (16, 128), (8, 256), (4, 512)):
+            full = self.layer(channels, size)
+            self.say("layers", f"{size} x {size} pixels, {channels} channels", full)
+            for count in range(channels // 2, channels, channels // 16):
+                rate, ratio = self.layer(count, size), (channels / count) ** 2
+                ratios = {"times_full": rate / full, "macs_ratio": ratio, "of_proportion": rate / full / ratio}
+                self.say("layers", f"{size} x {size} pixels, {count} of {channels} channels", rate, **ratios)
 
     def layer(self, channels: int, size: int) -> float:
         device, batch = self.engine.device, self.options.batch
@@ -251,10 +260,19 @@ class Bench:
             torch.cuda.reset_peak_memory_stats()
             base = torch.cuda.memory_allocated()
             objective, split = stages[stage]
-            self.loop(network(), objective, split, batch, epochs=2)
+            self.loop(self.padded(network(), graph), objective, split, batch, epochs=2)
             peak = (torch.cuda.max_memory_allocated() - base) / 2**20
             original = original or peak
             self.say("memory", f"{what}: MiB at batch {batch}", peak, of_original=peak / original)
+
+    def padded(self, network: nn.Module, graph: peel.ChannelGraph) -> nn.Module:
+        """The network as it is trained."""
+        record: Any = getattr(network, "peel_record", None)
+        if record is None:
+            return network
+        own = graph.at({tie: record["widths"][tie] for tie in graph.widths})
+        padded = pad(self.engine.prepare(network), own, fast_widths(network, own))
+        return network if padded is None else padded.model
 
     # 224 pixels
 

@@ -25,6 +25,7 @@ from peel.train.checkpoint import Checkpoints
 from peel.train.crops import draw_windows, seen_through
 from peel.train.data import load_data
 from peel.train.engine import Engine, find_engine
+from peel.train.fast_widths import fast_widths
 from peel.train.folder import Folder, Paths
 from peel.train.history import Epoch
 from peel.train.loop import fit
@@ -198,7 +199,7 @@ def test_zero_channels_change_nothing_but_the_speed(exact: Engine) -> None:
     widths = peel.uniform(graph, "40%")
     images = pictures().to(exact.device)
     small = exact.prepare(peel.slim(model, widths, graph=graph))
-    padded = pad(copy.deepcopy(small), graph.at(widths), 8)
+    padded = pad(copy.deepcopy(small), graph.at(widths), fast_widths(small, graph.at(widths)))
     assert padded is not None
     first = fit(small, CrossEntropy(0.1), images, GENTLE, engine=exact, seed=0)
     second = fit(padded.model, CrossEntropy(0.1), images, GENTLE, engine=exact, seed=0)
@@ -252,7 +253,8 @@ def test_widths_of_mobile_networks_are_padded_on_the_gpu_too(engine: Engine) -> 
     model = network("cifar_mobilenet_v2")
     graph = peel.trace(model, torch.zeros(1, 3, 32, 32))
     widths = peel.uniform(graph, "50%")
-    assert pad(engine.prepare(peel.slim(model, widths, graph=graph)), graph.at(widths), 8) is not None
+    small = engine.prepare(peel.slim(model, widths, graph=graph))
+    assert pad(small, graph.at(widths), fast_widths(small, graph.at(widths))) is not None
 
 
 def test_a_whole_run_on_the_gpu() -> None:

@@ -11,8 +11,15 @@ import torch.nn.functional as F
 import peel
 from conftest import traced_net, traced_zoo
 from nets import Chain, ChannelsLast, Depthwise, GroupNormed, Residual
+from peel.graph import ChannelGraph
 from peel.graph.count import count_macs
 from peel.graph.padding import pad
+from peel.train.fast_widths import fast_widths
+
+
+def more(graph: ChannelGraph, channels: int) -> peel.Widths:
+    """Wider by some channels, in whole steps."""
+    return peel.Widths({name: width + channels * graph.steps[name] for name, width in graph.widths.items()})
 
 
 def train(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, steps: int = 5) -> list[float]:
@@ -37,9 +44,10 @@ def test_a_padded_network_trains_as_the_network_itself(name: str) -> None:
     for module in small.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    padded = pad(small, graph.at(widths), 8)
+    raised = fast_widths(small, graph.at(widths))
+    padded = pad(small, graph.at(widths), raised)
     assert padded is not None
-    assert all(width % 8 == 0 for width in padded.graph.widths.values())
+    assert padded.graph.widths == raised
     assert graph.macs(padded.graph.widths) == count_macs(padded.model.eval(), (torch.zeros(1, 3, 16, 16).double(),), {})
     images, labels = torch.randn(16, 3, 16, 16).double(), torch.randint(10, (16,))
     assert train(padded.model, images, labels) == pytest.approx(train(small, images, labels), rel=1e-9)
@@ -54,7 +62,7 @@ def test_padding_and_taking_it_away_gives_back_the_same_bits_and_leaves_the_netw
     net, graph = traced_net(kind)
     before = copy.deepcopy(net.state_dict())
     state = torch.get_rng_state()
-    padded = pad(net, graph, 5)
+    padded = pad(net, graph, more(graph, 3))
     assert padded is not None
     back = padded.unpadded().state_dict()
     assert all(torch.equal(value, back[name]) for name, value in before.items())
@@ -65,9 +73,57 @@ def test_padding_and_taking_it_away_gives_back_the_same_bits_and_leaves_the_netw
 @pytest.mark.parametrize("kind", [ChannelsLast, GroupNormed])
 def test_networks_that_zero_channels_would_change_are_not_padded(kind: type) -> None:
     net, graph = traced_net(kind)
-    assert pad(net, graph, 7) is None
+    assert pad(net, graph, more(graph, 3)) is None
 
 
-def test_nothing_is_padded_where_widths_fit_already() -> None:
-    model, graph = traced_zoo("cifar_resnet20")
-    assert pad(model, graph, 8) is None
+@pytest.mark.parametrize("name", ["cifar_resnet20", "cifar_resnet18", "cifar_vgg16_bn"])
+def test_nothing_is_padded_where_widths_are_fast_already(name: str) -> None:
+    model, graph = traced_zoo(name)
+    assert fast_widths(model, graph) == graph.widths
+    assert pad(model, graph, graph.widths) is None
+
+
+def at_share(name: str, share: str) -> tuple[ChannelGraph, peel.Widths, peel.Widths]:
+    """A network, its widths at a share of its MACs, and the fast ones."""
+    model, graph = traced_zoo(name, 32)
+    widths = peel.uniform(graph, share)
+    return graph, widths, fast_widths(peel.slim(model, widths, graph=graph), graph.at(widths))
+
+
+@pytest.mark.parametrize(
+    ("width", "wanted"), [(3, 8), (25, 32), (33, 64), (48, 64), (64, 64), (65, 96), (97, 128), (129, 192), (193, 256), (400, 448)]
+)
+def test_channels_between_convolutions_of_several_pixels_fill_the_tiles_of_their_kernels(width: int, wanted: int) -> None:
+    """By the times of benchmarks/train.py --parts layers."""
+    model, graph = traced_zoo("cifar_resnet18", 16)
+    last = list(graph.widths)[-1]
+    widths = {last: width}
+    assert fast_widths(peel.slim(model, widths, graph=graph), graph.at(widths))[last] == wanted
+
+
+@pytest.mark.parametrize("name", ["cifar_mobilenet_v2", "resnext50_32x4d", "densenet121"])
+def test_all_else_becomes_a_multiple_of_eight_and_nothing_smaller(name: str) -> None:
+    graph, widths, found = at_share(name, "40%")
+    assert all(found[tie] >= widths[tie] and found[tie] % 8 == 0 and found[tie] % graph.steps[tie] == 0 for tie in found)
+    if name == "cifar_mobilenet_v2":
+        assert all(found[tie] < widths[tie] + 8 for tie in found), "its convolutions of several pixels have groups, or read colours"
+
+
+def test_the_first_layer_of_a_bottleneck_network_is_only_made_even() -> None:
+    graph, _, found = at_share("resnet50", "50%")
+    inside = [tie for tie in graph.ties if tie in found and any("conv2" in layer for layer in graph.ties[tie].layers)]
+    assert inside
+    assert all(found[tie] in (64, 96, 192, 384) for tie in inside)
+    assert found[next(iter(found))] == 48
+
+
+def test_convolutions_with_groups_keep_whole_groups_and_are_not_widened_beyond_them() -> None:
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 48, 1), torch.nn.Conv2d(48, 48, 3, padding=1, groups=3), torch.nn.Conv2d(48, 48, 1), torch.nn.Conv2d(48, 5, 1)
+    )
+    graph = peel.trace(net, torch.zeros(1, 3, 8, 8))
+    widths = {name: 39 if graph.steps[name] == 3 else width for name, width in graph.widths.items()}
+    found = fast_widths(peel.slim(net, widths, graph=graph), graph.at(widths))
+    assert set(found.values()) == {48}
+    narrow = {name: 9 if graph.steps[name] == 3 else width for name, width in graph.widths.items()}
+    assert 24 in fast_widths(peel.slim(net, narrow, graph=graph), graph.at(narrow)).values()

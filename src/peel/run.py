@@ -106,7 +106,7 @@ def prune(
         "device": engine.device.type,
         "processes": engine.world.size,
         "parts": engine.parts,
-        "align": engine.align,
+        "pads": engine.pads,
         "sync_bn": engine.sync_bn,
         "deterministic": deterministic,
         "method": asdict(chosen),
@@ -131,7 +131,7 @@ def prune(
     )
     run = Stages(problem, chosen, recipes[0], wanted, teacher, given_plan, (reporter if engine.world.is_first else None) or Silent())
     run.checkpoint_seconds = checkpoint_seconds
-    own = ("model", "original", "data", "image_shape", "fingerprint", "seed", "device", "processes", "parts", "align", "sync_bn", "train")
+    own = ("model", "original", "data", "image_shape", "fingerprint", "seed", "device", "processes", "parts", "pads", "sync_bn", "train")
     run.teacher_settings = {name: resolved[name] for name in own}
     run.environment = _environment(engine)
     run.check()

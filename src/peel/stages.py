@@ -27,6 +27,7 @@ from .teacher import Teacher, find_teacher
 from .train.answers import Answers, Taught, remember_answers
 from .train.chance import derive
 from .train.data import Split, held_out_size
+from .train.fast_widths import fast_widths
 from .train.history import Epoch, Scores
 from .train.loop import evaluate, fit
 from .train.objective import CrossEntropy, Objective
@@ -369,12 +370,13 @@ class Stages:
         return network
 
     def _padded(self, network: nn.Module) -> Padded | None:
-        """The network with zero channels where the engine is faster with even widths."""
-        if self.problem.engine.align == 1 or isinstance(network, Pair):
+        """The network with zero channels where the engine is faster with more."""
+        if not self.problem.engine.pads or isinstance(network, Pair):
             return None
         record: dict[str, Any] = network.peel_record  # type: ignore[assignment]
         widths = {tie: record["widths"][tie] for tie in self.problem.graph.widths}
-        return pad(self.problem.engine.prepare(network), self.problem.graph.at(widths), self.problem.engine.align)
+        graph = self.problem.graph.at(widths)
+        return pad(self.problem.engine.prepare(network), graph, fast_widths(network, graph))
 
     def _row(self, name: str, network: nn.Module, widths: Widths) -> nn.Module:
         last = self.history[name][-1].test

@@ -1,4 +1,4 @@
-"""Widths padded with zero channels to what tensor cores like, without changing what the network computes or how it learns.
+"""Widths padded with zero channels to what a GPU likes, without changing what the network computes or how it learns.
 
 A channel whose weights are all zero, in the layer that writes it and in the layers that read it, puts out zero, passes back a gradient of
 zero, and so stays zero for as long as training goes: the padded network is the same function of the same weights, only faster where odd
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from math import lcm
 
 import torch
 from torch import Tensor, nn
@@ -37,23 +36,19 @@ class Padded:
         return small.train(self.model.training)
 
 
-def pad(model: nn.Module, graph: ChannelGraph, multiple: int) -> Padded | None:
-    """The network with every free width raised to a multiple; None where nothing is to be raised, or it would not be the same network.
+def pad(model: nn.Module, graph: ChannelGraph, raised: Widths) -> Padded | None:
+    """The network with its widths raised to these; None where nothing is to be raised, or it would not be the same network.
 
     `graph` is the network's own (`graph.at(widths)` for a slimmed one).
     """
-    raised = {}
-    for name, width in graph.widths.items():
-        step = lcm(multiple, graph.steps[name])
-        raised[name] = -(-width // step) * step
-    if raised == dict(graph.widths):
+    if raised == graph.widths:
         return None
     units = graph.units(raised)
     kept = _first_channels(graph, units)
     padded = rebuild(model, graph, units, _zeros_as)
     # Nothing counts as drawn but what stays zero: every place beyond the original comes from nowhere.
     copy_weights(model, padded, graph, kept, {id(tensor) for tensor in [*padded.parameters(), *padded.buffers()]})
-    result = Padded(padded, graph.at(Widths(raised)), graph)
+    result = Padded(padded, graph.at(raised), graph)
     return result if _is_same(model, result) else None
 
 

@@ -33,8 +33,8 @@ class Engine:
     """Processes that decode images, where they are read from disk."""
     parts: int = 1
     """In how many parts a batch goes through the network; gradients add up, and the weights move once."""
-    align: int = 1
-    """Odd widths are padded with zero channels to a multiple of this while training: tensor cores like eights."""
+    pads: bool = False
+    """Odd widths are padded with zero channels while training, to widths whose kernels are fast."""
     compile: str = "off"
     """Whether networks are turned into fused kernels before training: on, off, or auto, when the steps that are left repay it."""
     remembers: bool = False
@@ -106,12 +106,12 @@ def find_engine(
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        return replace(common, bf16=torch.cuda.is_bf16_supported(including_emulation=False), align=8)
+        return replace(common, bf16=torch.cuda.is_bf16_supported(including_emulation=False), pads=True)
     return replace(
         common,
         bf16=torch.cuda.is_bf16_supported(including_emulation=False),
         graphs=True,
-        align=8,
+        pads=True,
         remembers=True,
         compile="off" if sync_bn else compile,
     )
