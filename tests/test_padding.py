@@ -22,7 +22,7 @@ def more(graph: ChannelGraph, channels: int) -> peel.Widths:
     return peel.Widths({name: width + channels * graph.steps[name] for name, width in graph.widths.items()})
 
 
-def train(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, steps: int = 5) -> list[float]:
+def train(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, steps: int = 4) -> list[float]:
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
     losses = []
     model.train()
@@ -49,7 +49,7 @@ def test_a_padded_network_trains_as_the_network_itself(name: str) -> None:
     assert padded is not None
     assert padded.graph.widths == raised
     assert graph.macs(padded.graph.widths) == count_macs(padded.model.eval(), (torch.zeros(1, 3, 16, 16).double(),), {})
-    images, labels = torch.randn(16, 3, 16, 16).double(), torch.randint(10, (16,))
+    images, labels = torch.randn(6, 3, 16, 16).double(), torch.randint(10, (6,))
     assert train(padded.model, images, labels) == pytest.approx(train(small, images, labels), rel=1e-9)
     back = padded.unpadded()
     assert {name: tuple(p.shape) for name, p in back.named_parameters()} == {name: tuple(p.shape) for name, p in small.named_parameters()}
@@ -101,7 +101,7 @@ def test_channels_between_convolutions_of_several_pixels_fill_the_tiles_of_their
     assert fast_widths(peel.slim(model, widths, graph=graph), graph.at(widths))[last] == wanted
 
 
-@pytest.mark.parametrize("name", ["cifar_mobilenet_v2", "resnext50_32x4d", "densenet121"])
+@pytest.mark.parametrize("name", ["cifar_mobilenet_v2", "resnext50_32x4d"])
 def test_all_else_becomes_a_multiple_of_eight_and_nothing_smaller(name: str) -> None:
     graph, widths, found = at_share(name, "40%")
     assert all(found[tie] >= widths[tie] and found[tie] % 8 == 0 and found[tie] % graph.steps[tie] == 0 for tie in found)
