@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 from cyclopts import App, CycloptsError, Parameter
 
 from .errors import DamagedError, DataError, DivergedError, MemoryShortError, PeelError, StoreError
+from .launch import LOST, launch
 from .settings import Method
 from .train.recipe import FIELDS, Recipe
 from .version import __version__
@@ -278,8 +279,6 @@ def _start_processes(count: int) -> int:
     place = next(i for i, argument in enumerate(arguments) if argument == "--gpus" or argument.startswith("--gpus="))
     del arguments[place : place + (2 if arguments[place] == "--gpus" else 1)]
     os.environ[GIVEN] = shlex.join(_arguments)
-    from .launch import launch
-
     return launch(count, arguments)
 
 
@@ -346,6 +345,15 @@ def _say(error: PeelError) -> None:
     print(f"error: {error}", file=sys.stderr)
 
 
+def _is_lost(error: BaseException) -> bool:
+    """Whether another process did not answer: gloo's errors have no type of their own."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not isinstance(error, RuntimeError):
+        return False
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError) or "gloo" in str(error)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     _arguments[:] = sys.argv[1:] if argv is None else argv
@@ -369,7 +377,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(error)
         return WRONG_INPUT
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         return OK
@@ -378,6 +387,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if type(error).__name__ == "OutOfMemoryError":
             _say(MemoryShortError(f"{str(error).splitlines()[0]} Choose a smaller batch, smaller images, or more parts (--parts)."))
             return MEMORY_SHORT
+        if _is_lost(error):
+            # Whoever was lost has said why, or whoever started the processes says it.
+            time.sleep(10)
+            place = f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
+            print(f"error: {place} waited in vain for the others ({str(error).splitlines()[0]}).", file=sys.stderr)
+            return LOST
         if type(error).__name__ != "Stopped":
             raise
         if os.environ.get("RANK", "0") == "0":

@@ -1,37 +1,97 @@
-"""`--gpus N`: the same command in several processes on this machine. torchrun's agent starts and watches them; what is said and how it ends
-is the command's own, as with one process.
+"""`--gpus N`: the same command in several processes on this machine, told about each other by the same variables as torchrun's.
+
+torchrun itself ends its processes thirty seconds after it was told to stop, when a long step has not kept its state yet, does not pass on
+every signal, and adds a page to what they say. Here what is said and how it ends is the command's own, as with one process.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
+import subprocess
 import sys
+import time
+from types import FrameType
 
-__all__ = ["launch"]
+__all__ = ["LOST", "launch"]
+
+#: The exit code of a process that waited in vain for the others; the command's own is then 1.
+LOST = 75
+
+#: Seconds that the others have when one has ended: to write what they know, when it failed; to keep the state, when all were told to stop.
+SECONDS_AFTER_A_FAILURE, SECONDS_AFTER_A_STOP = 5.0, 600.0
+
+_PASSED_ON = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 
 
 def launch(count: int, arguments: list[str]) -> int:
     """The exit code of the process that failed first; 0 where all of them succeed."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    # As many threads for each as there are cores for it; torchrun would give it one, and say so at length.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    # Each process says itself what went wrong; the agent would add a page about where it was started.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # They meet here, at a port that is certainly free.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        **os.environ,
+        # As many threads for each as there are cores for it.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count))),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_WORLD_SIZE": "1",
+    }
+    told: list[int] = []
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        told.append(number)
+        for process in processes:
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
     try:
-        run(parse_args(["--standalone", f"--nproc-per-node={count}", "-m", "peel", *arguments]))  # type: ignore[no-untyped-call]
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode >= 0:
-            return failure.exitcode
-        name = signal.Signals(-failure.exitcode).name
-        sys.stderr.write(f"error: process {rank} of {count} was ended by {name}; the others were stopped.\n")
-        return 1
-    except SignalException as stop:
-        # The processes were sent it too, and have kept their state.
-        return 128 + stop.sigval
-    return 0
+        for rank in range(count):
+            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = [sys.executable, "-m", "peel", *arguments]
+            # In a session of its own: a terminal would tell it of Ctrl-C too, and twice means at once.
+            processes.append(subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, start_new_session=True))
+        if told:
+            pass_on(told[0], None)
+        return _ended(processes, told)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ended(processes: list[subprocess.Popen[bytes]], told: list[int]) -> int:
+    """Wait for all; when one fails the others have a moment, as they cannot go on without it."""
+    failed: int | None = None
+    deadline = float("inf")
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        if failed is None and (failed := _first_failed(processes)) is not None:
+            deadline = time.monotonic() + (SECONDS_AFTER_A_STOP if told else SECONDS_AFTER_A_FAILURE)
+        time.sleep(0.05)
+    failed = _first_failed(processes) if failed is None else failed
+    if failed is None:
+        return 0
+    code: int = processes[failed].returncode
+    if told and code in (-told[0], 128 + told[0]):
+        return 128 + told[0]
+    if code >= 0 and code != LOST:
+        return code
+    silent = [rank for rank, process in enumerate(processes) if process.poll() is None]
+    what = (
+        f"process {' and '.join(map(str, silent))} of {len(processes)} does not answer and was ended"
+        if code == LOST
+        else f"process {failed} of {len(processes)} was ended by {signal.Signals(-code).name}; the others were stopped"
+    )
+    sys.stderr.write(f"error: {what}. The same command goes on.\n")
+    return 1
+
+
+def _first_failed(processes: list[subprocess.Popen[bytes]]) -> int | None:
+    return next((rank for rank, process in enumerate(processes) if process.poll()), None)

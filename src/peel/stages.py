@@ -344,8 +344,7 @@ class Stages:
             self.reporter.stage(stage, f"{what}: finished before")
             if space is not None:
                 space.checkpoints(stage).clear()  # a kill may have come before this
-            kept: nn.Module = self.world.share(space.model_of(stage, self.problem.model) if space is not None else None)
-            return engine.prepare(kept).eval()
+            return engine.prepare(self._kept(stage)).eval()
         self.reporter.stage(stage, f"training {what}")
         padded = self._padded(network)
         self.history[stage] = fit(
@@ -367,6 +366,19 @@ class Stages:
         if space is not None:
             passes = recipe.epochs * (images.size // recipe.batch_size) * recipe.batch_size
             space.finish(stage, {"history": [asdict(epoch) for epoch in self.history[stage]], "image_passes": passes}, network)
+        return network
+
+    def _kept(self, stage: str) -> nn.Module:
+        """What the stage has trained. The first process reads it; the others build it with their own code, from its weights."""
+        problem = self.problem
+        network = self.workspace.model_of(stage, problem.model) if self.workspace is not None else None
+        if self.world.size == 1 and network is not None:
+            return network
+        shared = self.world.share((network.peel_record["widths"], network.state_dict()) if network is not None else None)  # type: ignore[index]
+        if network is None:
+            widths, weights = shared
+            network = slim(problem.model, {tie: widths[tie] for tie in problem.graph.widths}, graph=problem.graph)
+            network.load_state_dict(weights)
         return network
 
     def _padded(self, network: nn.Module) -> Padded | None:

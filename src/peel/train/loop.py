@@ -86,7 +86,8 @@ def fit(
                 slower = start.slower / 2
                 if slower < 0.5**recipe.retries or checkpoints is None:
                     raise
-                log.warning("%s This training goes back to it and on with %g of the rate.", error, slower)
+                level = logging.WARNING if engine.world.is_first else logging.DEBUG
+                log.log(level, "%s This training goes back to it and on with %g of the rate.", error, slower)
 
 
 def _epochs(
@@ -117,8 +118,7 @@ def _epochs(
                 watcher.step(done + 1, recipe.epochs * steps, recipe.batch_size)
             is_last = step + 1 == steps
             now = time.perf_counter()
-            stop = training.asked_to_stop(done)
-            is_due = not is_last and training.is_due(done, now - last_kept > pauses.within)
+            stop, is_due = training.asked(done, now - last_kept > pauses.within and not is_last)
             if (step + 1) % CHECK_EVERY == 0 or is_last or is_due or stop is not None:
                 training.check_finite(epoch, step, weights=is_last or is_due or stop is not None)
             if is_due or (stop is not None and not is_last):
@@ -130,7 +130,7 @@ def _epochs(
         seconds = spent_before + time.perf_counter() - began
         engine.world.join_buffers(model)
         try:
-            scores = evaluate(model, test, engine, stop_early=engine.world.size == 1) if test is not None else None
+            scores = evaluate(model, test, engine, stop_early=True) if test is not None else None
         except Stopped:
             # The steps of the epoch are done: on the way back only the evaluation is repeated.
             training.keep(epoch, steps, history, seconds, start.slower)
@@ -163,8 +163,8 @@ def _epochs(
 def evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int | None = None, *, stop_early: bool = False) -> Scores:
     """Cross entropy, top-1 and top-5 over every image of the split, each counted once, by one process or shared among several.
 
-    With `stop_early`, a signal that asks to stop is an exception (`Stopped`) after the batch at hand. Where memory is short, fewer images
-    go through at a time.
+    With `stop_early`, a signal that asks to stop is an exception (`Stopped`) after the batch at hand, in all processes when one has got
+    it. Where memory is short, fewer images go through at a time.
     """
     size = batch_size or at_a_time(split.shape)
     was_training = model.training
@@ -187,6 +187,7 @@ def evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int | N
 def _evaluated(model: nn.Module, split: Split, engine: Engine, batch_size: int, stop_early: bool) -> Scores:
     sums = torch.zeros(3, dtype=torch.float64, device=engine.device)
     mine = torch.arange(engine.world.rank, split.size, engine.world.size)
+    stop = None
     for images, labels, _ in split.batches(mine, batch_size, AS_IT_IS, engine.device, engine.workers):
         with engine.autocast():
             output = model(images)
@@ -195,6 +196,8 @@ def _evaluated(model: nn.Module, split: Split, engine: Engine, batch_size: int, 
         best = scores.topk(min(5, scores.shape[1]), dim=1).indices == labels[:, None]
         sums += torch.stack([loss.double(), best[:, 0].sum().double(), best.sum().double()])
         if stop_early and (stop := stop_requested()) is not None:
-            raise Stopped(stop)
+            break
+    if stop_early and (stop := engine.world.first(stop)) is not None:
+        raise Stopped(stop)
     loss_sum, first, among = (engine.world.add(sums) / split.size).tolist()
     return Scores(loss_sum, first, among)

@@ -1,8 +1,12 @@
-"""Being asked to stop: at SIGTERM, SIGUSR1 and Ctrl-C the running step ends and its state is kept. A second Ctrl-C stops at once."""
+"""Being asked to stop: at SIGTERM, SIGUSR1 and Ctrl-C the running step ends and its state is kept. A second Ctrl-C stops at once.
+
+One of several processes stops as well when the one that started them is gone: nobody could tell it to any more.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -13,6 +17,8 @@ __all__ = ["Stopped", "listened_to", "listening", "stop_requested"]
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 
 _received: list[int] = []
+
+_STARTED_BY = os.getppid() if "LOCAL_RANK" in os.environ else None
 
 #: How many trainings are running that will look at what was received.
 _listeners: list[None] = []
@@ -28,7 +34,9 @@ class Stopped(BaseException):
 
 def stop_requested() -> int | None:
     """The signal that asked to stop, if any has."""
-    return _received[0] if _received else None
+    if _received:
+        return _received[0]
+    return signal.SIGTERM if _STARTED_BY not in (None, os.getppid()) else None
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,8 +21,9 @@ from .stop import stop_requested
 
 __all__ = ["Start", "Training", "part_size"]
 
-#: With several processes, steps between asking each other whether one was told to stop.
-ASK_EVERY = 10
+#: Several processes ask each other about so often whether one was told to stop or a checkpoint is due: not at every step, which would make
+#: each wait for the slowest, and not later than this many seconds or steps.
+ASK_SECONDS, ASK_STEPS = 1.0, 10
 
 
 @dataclass(frozen=True)
@@ -57,25 +59,29 @@ class Training:
         self.part_size = part_size(recipe, engine)
         self.running = Step(model, objective, recipe, engine)
         self.finite: list[Tensor] = []
+        #: The step at which the processes last asked each other, and when, by the first one's clock; and the step at which they will again.
+        self.last_ask: tuple[int, float] | None = None
+        self.next_ask = 0
 
     def part(self, order: Tensor, start_step: int) -> Tensor:
         """What this process sees of an epoch: its part of every batch, from a step on."""
         parts = order.view(-1, self.world.size, self.part_size)
         return parts[start_step:, self.world.rank].flatten()
 
-    def asked_to_stop(self, step: int) -> int | None:
-        """The signal that asks to stop; with several processes, all learn of it at the same step."""
+    def asked(self, step: int, is_time: bool) -> tuple[int | None, bool]:
+        """The signal that asks to stop, and whether a checkpoint is due; with several processes, all learn it at the same step."""
         if self.world.size == 1:
-            return stop_requested()
-        if (step + 1) % ASK_EVERY:
-            return None
-        return next((number for number in self.world.gather(stop_requested()) if number is not None), None)
-
-    def is_due(self, step: int, is_time: bool) -> bool:
-        """Whether a checkpoint is to be written; the first process decides for all."""
-        if self.checkpoints is None or (self.world.size > 1 and (step + 1) % ASK_EVERY):
-            return False
-        return bool(self.world.share(is_time))
+            return stop_requested(), is_time and self.checkpoints is not None
+        if step < self.next_ask:
+            return None, False
+        now = time.perf_counter()
+        answers = self.world.gather((stop_requested(), is_time, now))
+        _, is_due, moment = answers[0]
+        last_step, last_moment = self.last_ask or (step - 1, moment - ASK_SECONDS)
+        seconds_per_step = max((moment - last_moment) / (step - last_step), 1e-9)
+        self.last_ask = step, moment
+        self.next_ask = step + max(1, min(ASK_STEPS, int(ASK_SECONDS / seconds_per_step)))
+        return next((stop for stop, _, _ in answers if stop is not None), None), is_due and self.checkpoints is not None
 
     def means(self, steps: int) -> dict[str, float]:
         sums = self.running.sums

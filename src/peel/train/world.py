@@ -6,7 +6,7 @@ import hashlib
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
 from ..errors import ConfigError, RunError
+
+T = TypeVar("T")
 
 __all__ = ["ALONE", "World", "join_world", "leave_world"]
 
@@ -59,6 +61,10 @@ class World:
     def any(self, flag: bool) -> bool:
         """Whether it is so in any process."""
         return flag if self.size == 1 else any(self.gather(flag))
+
+    def first(self, value: T | None) -> T | None:
+        """What the first process has that has anything."""
+        return next((found for found in self.gather(value) if found is not None), None)
 
     def wait(self) -> None:
         if self.size > 1:
