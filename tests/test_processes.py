@@ -131,6 +131,7 @@ def test_another_number_of_processes_does_not_go_on_with_a_run(place: Path) -> N
     finished(start(place, "--output", "run"))
     output = finished(start(place, "--gpus", "2", "--output", "run"), expected=2)
     assert "processes: 1 -> 2" in output
+    assert len(output.splitlines()) == 3, "each error is said once, and nothing else"
 
 
 @pytest.mark.slow
@@ -148,11 +149,15 @@ def test_when_a_process_fails_all_end_soon_and_the_run_can_go_on(place: Path, ki
     began = time.monotonic()
     broken = start(place, "--gpus", "2", "--output", "broken", PEEL_FAULT=f"7:{kind}:1", PEEL_PATIENCE="10")
     output = finished(broken, expected=1, seconds=90)
-    assert time.monotonic() - began < 90
+    assert time.monotonic() - began < 60
     if kind == "error":
-        assert "a fault that was ordered" in output
-    if kind == "kill":
-        assert "process 1 of 2 was ended by SIGKILL" in output
+        assert "[rank1]: RuntimeError: a fault that was ordered" in output
+        assert "[rank0]" not in output
+    else:
+        said = {"kill": "process 1 of 2 was ended by SIGKILL", "hang": "process 1 of 2 does not answer and was ended"}[kind]
+        assert said in output
+        assert "The same command goes on." in output
+        assert "Traceback" not in output
     finished(start(place, "--gpus", "2", "--output", "broken"))
     first, second = weights(place / "whole"), weights(place / "broken")
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -164,6 +169,23 @@ def test_what_stops_one_process_is_the_exit_code_of_all(place: Path) -> None:
     assert output.count("the loss is no finite number any more") == 1
     output = finished(start(place, "--gpus", "2", "--output", "other", PEEL_FAULT_OOM="1"), expected=5)
     assert output.count("a part of 1 images does not fit") == 1
+
+
+@pytest.mark.slow
+def test_memory_that_runs_short_later_stops_all_with_the_words_of_one(place: Path) -> None:
+    output = finished(start(place, "--gpus", "2", "--output", "run", PEEL_FAULT="9:oom:1"), expected=5)
+    assert output.count("does not fit into the memory") == 1
+    assert "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_a_network_that_cannot_be_pickled_goes_through_all_stages(place: Path) -> None:
+    (place / "own.py").write_text(
+        AUXILIARY.replace("class Net", "class model").replace("        self.head", "        self.act = lambda x: x\n        self.head")
+    )
+    finished(start(place, "--gpus", "2", "--output", "run", "--steps", "original"))
+    finished(start(place, "--gpus", "2", "--output", "run"))
+    assert (place / "run" / "slim.safetensors").exists()
 
 
 @pytest.mark.slow
