@@ -43,12 +43,37 @@ class _Loss(nn.Module):
         return losses.total, losses.terms, losses.scores
 
 
+class _Before:
+    """The buffers of a network as they were before a step: a forward pass moves the running statistics of norm layers, and a step for
+    which memory is short in its backward pass is done again.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+        self.pairs: list[tuple[list[Tensor], list[Tensor]]] | None = None
+
+    def keep(self) -> None:
+        """All buffers of a type at once, into tensors that stay: to clone each of them would take as long as a small forward pass."""
+        if self.pairs is None:
+            alike: dict[torch.dtype, list[Tensor]] = {}
+            for buffer in self.network.buffers():
+                alike.setdefault(buffer.dtype, []).append(buffer)
+            self.pairs = [(buffers, [torch.empty_like(buffer) for buffer in buffers]) for buffers in alike.values()]
+        for buffers, copies in self.pairs:
+            torch._foreach_copy_(copies, buffers)
+
+    def restore(self) -> None:
+        for buffers, copies in self.pairs or ():
+            torch._foreach_copy_(buffers, copies)
+
+
 class Step:
     """The optimiser, the running sums and, on a GPU, the recorded step."""
 
     def __init__(self, model: nn.Module, objective: Objective, recipe: Recipe, engine: Engine) -> None:
         self.engine = engine
         self.loss: nn.Module = _Loss(model, objective)
+        self.before = _Before(model)
         self.replays = engine.graphs and engine.world.size == 1
         self.optimiser = _optimiser(model, recipe, engine, self.replays)
         self.sums: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=engine.device)}
@@ -83,8 +108,14 @@ class Step:
                 if not self.is_compiled or self.is_proved:
                     raise
                 self._give_up_compiling(error)
+            # Weights, momenta and sums have not moved yet, and gradients begin anew; so do random numbers, as those of dropout.
+            self.before.restore()
 
     def _run(self, batch: Batch) -> None:
+        # A replayed step asks for no memory, and several processes cannot do one again. A recording moves nothing while it is made, so
+        # that what is kept here holds for the step that follows one that did not fit; it comes before, as it would be replayed too.
+        if self.graph is None and self.engine.world.size == 1:
+            self.before.keep()
         if not self.replays:
             self._compute(batch)
             return
@@ -123,7 +154,7 @@ class Step:
                 (total * share).backward()
             found.append((Losses(total.detach(), terms, scores.detach()), part.labels, share))
         self.optimiser.step()
-        # Only now: a step for which memory was short is done again from its beginning.
+        # Only now: a step for which memory is short until here is done again, and would count twice.
         for losses, labels, share in found:
             self._add(losses, labels, share)
 
@@ -213,9 +244,12 @@ class Step:
         if self.side is None:
             self.side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side):
-            self._compute(batch)
-        torch.cuda.current_stream().wait_stream(self.side)
+        try:
+            with torch.cuda.stream(self.side):
+                self._compute(batch)
+        finally:
+            # Also where memory is short: what is still under way there would move the buffers after they are restored.
+            torch.cuda.current_stream().wait_stream(self.side)
 
     def _record(self, batch: Batch) -> None:
         self.static = batch.clone()
