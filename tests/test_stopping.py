@@ -8,17 +8,28 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import peel
+from peel.cli import main
+from peel.train.checkpoint import Checkpoints
+from peel.train.engine import Engine
 from peel.train.loop import fit
 from peel.train.objective import CrossEntropy
 from peel.train.recipe import Recipe
-from small import CPU, Small, few_digits, small_run
+from small import CPU, Small, few_digits, same_weights, small_run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 RECIPE = Recipe(epochs=2, batch_size=64, lr=0.05, augment="crop")
+
+#: Two epochs of five steps, and the same in two parts each.
+FIVE_STEPS = Recipe(epochs=2, batch_size=40, lr=0.05, augment="crop")
+IN_TWO_PARTS = Engine(CPU.device, parts=2)
 
 
 def command(output: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -75,6 +86,100 @@ def test_short_memory_halves_the_parts_and_the_batch_stays(monkeypatch: pytest.M
     fit(parts, CrossEntropy(), few_digits().train, RECIPE, engine=type(CPU)(CPU.device, parts=2), seed=0)
     for (name, value), other in zip(short.named_parameters(), parts.parameters()):
         assert torch.equal(value, other), name
+
+
+class Tight(Small):
+    """A network whose backward pass has memory for so many images at a time. With more it fails near its end: the forward pass has moved
+    the running statistics by then, and most gradients are there.
+    """
+
+    def __init__(self, num_classes: int = 10, *, room: int = 0) -> None:
+        super().__init__(num_classes)
+        self.room = room
+        self.conv1.register_forward_hook(self._watch)
+
+    def _watch(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(self._ask_for_memory)
+
+    def _ask_for_memory(self, gradient: Tensor) -> None:
+        if len(gradient) > self.room:
+            raise torch.OutOfMemoryError("the backward pass asks for more memory than there is")
+
+
+class Shrinking:
+    """From a step on, a network has room for half a batch only."""
+
+    def __init__(self, model: Tight, step: int) -> None:
+        self.model, self.first = model, step
+
+    def begin(self, history: Any) -> None:
+        self.step(0, 0, 0)
+
+    def step(self, done: int, total: int, images: int) -> None:
+        self.model.room = FIVE_STEPS.batch_size // (1 if done < self.first else 2)
+
+    def epoch(self, epoch: Any) -> None:
+        pass
+
+
+class Leaving(Shrinking):
+    """Leaves a training right after that step, before it is kept."""
+
+    def step(self, done: int, total: int, images: int) -> None:
+        if done > self.first:
+            raise InterruptedError
+
+
+def trained_tight(
+    engine: Engine = CPU, watcher: type[Shrinking] | None = None, step: int = 0, checkpoints: Checkpoints | None = None
+) -> Tight:
+    torch.manual_seed(0)
+    model = Tight(room=FIVE_STEPS.batch_size)
+    watching = watcher(model, step) if watcher is not None else None
+    fit(
+        model, CrossEntropy(), few_digits().train, FIVE_STEPS, engine=engine, seed=0,
+        checkpoints=checkpoints, checkpoint_seconds=0, watcher=watching,
+    )  # fmt: skip
+    return model
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_step_whose_backward_pass_finds_too_little_memory_leaves_no_trace(
+    step: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "peel"):
+        short = trained_tight(watcher=Shrinking, step=step)
+    assert [record.getMessage() for record in caplog.records if record.name == "peel"] == [
+        "memory is short: batches now go through in 2 parts of about 20 images. The batch is the same; batch norm sees the parts."
+    ]
+    # The same training with enough memory, taken up again before that step with twice as many parts.
+    checkpoints = Checkpoints(tmp_path, "peel")
+    if step:
+        with pytest.raises(InterruptedError):
+            trained_tight(watcher=Leaving, step=step, checkpoints=checkpoints)
+    in_parts = trained_tight(IN_TWO_PARTS, checkpoints=checkpoints)
+    assert same_weights(short, in_parts)
+    assert short.norm1.num_batches_tracked == step + 2 * (10 - step)
+
+
+def test_a_backward_pass_without_memory_for_one_image_ends_the_command_with_code_5(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {
+        "--steps": "original",
+        "--train.epochs": "1",
+        "--train.batch-size": "32",
+        "--device": "cpu",
+        "--output": str(tmp_path / "run"),
+    }
+    code = main(["run", "test_stopping:Tight", "--quiet", *(word for pair in options.items() for word in pair)])
+    assert code == 5
+    said = capsys.readouterr().err
+    assert (
+        "a part of 1 images does not fit into the memory of cpu. Choose a smaller batch, smaller images, or more parts (--parts)." in said
+    )
+    assert [parts for parts in (2, 4, 8, 16, 32) if f"go through in {parts} parts" in caplog.text] == [2, 4, 8, 16, 32]
 
 
 def test_memory_for_not_even_one_image_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
