@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 import peel
 from conftest import traced_net, traced_zoo
-from nets import Chain, ChannelsLast, Depthwise, GroupNormed, Residual
+from nets import Chain, ChannelsLast, Depthwise, GroupNormed, Net, Residual
+from peel import run, stages
 from peel.graph import ChannelGraph
 from peel.graph.count import count_macs
-from peel.graph.padding import pad
+from peel.graph.padding import Padded, pad
 from peel.train.fast_widths import fast_widths
+from small import small_run
 
 
 def more(graph: ChannelGraph, channels: int) -> peel.Widths:
@@ -68,6 +72,101 @@ def test_padding_and_taking_it_away_gives_back_the_same_bits_and_leaves_the_netw
     assert all(torch.equal(value, back[name]) for name, value in before.items())
     assert all(torch.equal(value, net.state_dict()[name]) for name, value in before.items())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class ReZero(Net):
+    """Its branch counts for nothing before training, and is changed by zero channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.inner, self.norm, self.outer = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 6, 1), nn.GroupNorm(2, 6), nn.Conv2d(6, 8, 1)
+        self.alpha, self.fc = nn.Parameter(torch.zeros(1)), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head(x + self.alpha * self.outer(self.norm(self.inner(x)).relu()))
+
+
+class ReZeroWithin(ReZero):
+    """A branch within the branch: not even a gradient shows it before the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = self.inner(x)
+        return self.head(x + self.alpha * self.outer((y + self.beta * self.norm(y)).relu()))
+
+
+class ResponseNormed(Net):
+    """The response norm of ConvNeXt V2, which starts as the identity; one channel more changes its mean by very little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 2000, 1), nn.Linear(2000, 5)
+        self.scale = nn.Parameter(torch.zeros(1, 2000, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        size = x.norm(dim=(2, 3), keepdim=True)
+        return self.head(x + self.scale * x * size / size.mean(1, keepdim=True))
+
+
+class SlowedByWidth(Net):
+    """The same outputs at every width, but gradients that are scaled by it, as quantised networks do to learn their steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 8, 3), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x).relu()
+        slowed = x / x.shape[1] ** 0.5
+        return self.head((x - slowed).detach() + slowed)
+
+
+@pytest.mark.parametrize("kind", [ReZero, ReZeroWithin, ResponseNormed, SlowedByWidth])
+def test_networks_that_zero_channels_would_change_only_in_training_are_not_padded(kind: type) -> None:
+    net, graph = traced_net(kind)
+    last = list(graph.widths)[-1]
+    raised = peel.Widths({**graph.widths, last: graph.widths[last] + graph.steps[last]})
+    assert pad(net, graph, raised) is None
+
+
+def test_a_network_that_cannot_be_tried_is_not_padded() -> None:
+    class Single(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.float())
+
+    net, graph = traced_net(Single)
+    assert pad(net, graph, more(graph, 3)) is None
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_with_zero_channels_ends_as_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = small_run(device="cpu")
+    engines, padded = run.find_engine, []
+
+    def noting(*arguments: object) -> Padded | None:
+        padded.append(pad(*arguments))  # type: ignore[arg-type]
+        return padded[-1]
+
+    monkeypatch.setattr(run, "find_engine", lambda *arguments, **named: replace(engines(*arguments, **named), pads=True))
+    monkeypatch.setattr(stages, "pad", noting)
+    found = small_run(device="cpu")
+    # The original's widths are fast already; those of the backbone, the uniform and the slim network are not.
+    assert [result is not None for result in padded] == [False, True, True, True]
+    assert found.plan is not None
+    assert plain.plan is not None
+    assert found.plan["widths"] == plain.plan["widths"]
+    assert [row["top1"] for row in found.rows] == [row["top1"] for row in plain.rows]
+    assert found.model is not None
+    assert plain.model is not None
+    weights = found.model.state_dict()
+    for name, wanted in plain.model.state_dict().items():
+        torch.testing.assert_close(weights[name], wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [ChannelsLast, GroupNormed])

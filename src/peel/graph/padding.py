@@ -3,13 +3,15 @@
 A channel whose weights are all zero, in the layer that writes it and in the layers that read it, puts out zero, passes back a gradient of
 zero, and so stays zero for as long as training goes: the padded network is the same function of the same weights, only faster where odd
 widths are slow. That holds while whatever lies between maps zero to zero and treats channels apart (batch norm, ReLU, SiLU, squeeze-excite
-gates), and fails for layer norm or a sigmoid in the stream. So it is tried on every network before it is relied on.
+gates), and fails for layer norm or a sigmoid in the stream. So it is tried on every network before it is relied on: on a copy whose weights
+lie where training may take them, because a branch that starts at zero hides all that is in it.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,13 +45,17 @@ def pad(model: nn.Module, graph: ChannelGraph, raised: Widths) -> Padded | None:
     """
     if raised == graph.widths:
         return None
+    trial = _trial(model, graph)
+    return _with_zeros(model, graph, raised) if _is_same(trial, _with_zeros(trial, graph, raised)) else None
+
+
+def _with_zeros(model: nn.Module, graph: ChannelGraph, raised: Widths) -> Padded:
     units = graph.units(raised)
-    kept = _first_channels(graph, units)
     padded = rebuild(model, graph, units, _zeros_as)
     # Nothing counts as drawn but what stays zero: every place beyond the original comes from nowhere.
-    copy_weights(model, padded, graph, kept, {id(tensor) for tensor in [*padded.parameters(), *padded.buffers()]})
-    result = Padded(padded, graph.at(raised), graph)
-    return result if _is_same(model, result) else None
+    drawn = {id(tensor) for tensor in [*padded.parameters(), *padded.buffers()]}
+    copy_weights(model, padded, graph, _first_channels(graph, units), drawn)
+    return Padded(padded, graph.at(raised), graph)
 
 
 def _zeros_as(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -70,46 +76,81 @@ def _first_channels(graph: ChannelGraph, units: list[int]) -> Kept:
     return Kept(tuple(channels))
 
 
-def _is_same(model: nn.Module, padded: Padded) -> bool:
-    """Whether the two give the same outputs in training mode, and the zero channels get gradients of exactly zero."""
+def _trial(model: nn.Module, graph: ChannelGraph) -> nn.Module:
+    """A copy in double precision whose parameters that are all one number (scales of zero or one, biases of zero) are no more.
+
+    They move up, by no little: what is positive stays so, and what was zero counts. In double precision what one channel among hundreds
+    does to a mean is not mistaken for two orders of the same sum.
+    """
     chance = torch.Generator().manual_seed(0)
-    examples = [torch.randn(4, *shape[1:], generator=chance).to(next(model.parameters())) for shape in padded.graph.input_shapes]
-    with _undisturbed(model), torch.no_grad():
-        wanted = _scores(model(*examples))
-    with _undisturbed(padded.model), torch.enable_grad():
-        given = _scores(padded.model(*examples))
-        if wanted is None or given is None or given.shape != wanted.shape:
-            return False
-        if (given - wanted).detach().abs().max() > 1e-3 * wanted.abs().max().clamp_min(1e-6):
-            return False
-        named = {name: parameter for name, parameter in padded.model.named_parameters() if parameter.requires_grad}
-        gradients = torch.autograd.grad(given.square().mean(), list(named.values()), allow_unused=True)
-    pairs = zip(named, gradients, strict=True)
-    return not any(gradient is not None and bool(gradient[_beyond(padded, name, gradient)].any()) for name, gradient in pairs)
+
+    def copied(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        new = tensor.detach().to(torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
+        if not isinstance(tensor, nn.Parameter):
+            return new
+        if new.is_floating_point() and new.numel() and bool((new == new.flatten()[0]).all()):
+            new += (0.25 + 0.5 * torch.rand(shape, generator=chance)).to(new)
+        return nn.Parameter(new, requires_grad=tensor.requires_grad)
+
+    return rebuild(model, graph, graph.units(), copied)
+
+
+class _Pass(NamedTuple):
+    """What a network makes of some inputs in training mode."""
+
+    scores: Tensor
+    gradients: dict[str, Tensor]
+
+
+def _is_same(model: nn.Module, padded: Padded) -> bool:
+    """Whether the two give the same outputs and learn the same, and the zero channels get gradients of exactly zero."""
+    plain, wide = _try(model, padded.original), _try(padded.model, padded.graph)
+    if plain is None or wide is None or wide.scores.shape != plain.scores.shape:
+        return False
+    beyond = {name: _beyond(padded, name, gradient) for name, gradient in wide.gradients.items()}
+    if any(bool(gradient[beyond[name]].any()) for name, gradient in wide.gradients.items()):
+        return False
+    real = [gradient[~beyond[name]] for name, gradient in wide.gradients.items()]
+    return _are_close([wide.scores], [plain.scores]) and _are_close(real, list(plain.gradients.values()))
+
+
+def _are_close(given: list[Tensor], wanted: list[Tensor]) -> bool:
+    """Measured by the largest number of all: a bias before a batch norm has no gradient but rounding errors, whose size says nothing."""
+    mine, theirs = (torch.cat([tensor.flatten() for tensor in tensors]) for tensors in (given, wanted))
+    # Not "not greater": what is no number is not close.
+    return bool((mine - theirs).abs().max() <= 1e-6 * theirs.abs().max())
+
+
+def _try(network: nn.Module, graph: ChannelGraph) -> _Pass | None:
+    """One pass there and back, by which the network itself is changed; None where there are no scores to compare."""
+    chance = torch.Generator().manual_seed(0)
+    examples = [torch.randn(4, *shape[1:], generator=chance).to(next(network.parameters())) for shape in graph.input_shapes]
+    network.train()
+    for module in network.modules():
+        if isinstance(module, _DropoutNd):
+            # It would draw as many numbers as there are channels: alike in kind, but not number by number.
+            module.eval()
+    named = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+    with _own_chance(examples[0].device), torch.enable_grad():
+        try:
+            scores = _scores(network(*examples))
+        except RuntimeError:
+            # It insists on a precision or a size of its own.
+            return None
+        if scores is None:
+            return None
+        # A mix that no network is made for: the squares of scores that are normalised, say, have no gradient.
+        mixed = (scores * torch.randn(scores.shape, generator=chance).to(scores)).mean()
+        gradients = torch.autograd.grad(mixed, list(named.values()), allow_unused=True, materialize_grads=True)
+    return _Pass(scores.detach(), dict(zip(named, gradients, strict=True)))
 
 
 @contextlib.contextmanager
-def _undisturbed(network: nn.Module) -> Iterator[None]:
-    """Training mode and full precision for a while; mode, buffers and random numbers are as before afterwards."""
-    was_training = network.training
-    buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
-    matmul = torch.backends.cuda.matmul
-    was_short, matmul.allow_tf32 = matmul.allow_tf32, False
-    # The shortened numbers of tensor cores would make two orders of the same sum look like two networks.
-    with torch.random.fork_rng(devices=[]), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+def _own_chance(device: torch.device) -> Iterator[None]:
+    """The same random numbers each time; those of everyone else go on as if none had been drawn."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if device.type == "cuda" else []):
         torch.manual_seed(0)
-        network.train()
-        for module in network.modules():
-            if isinstance(module, _DropoutNd):
-                # It would draw as many numbers as there are channels: alike in kind, but not number by number.
-                module.eval()
-        try:
-            yield
-        finally:
-            matmul.allow_tf32 = was_short
-            network.train(was_training)
-            for name, buffer in network.named_buffers():
-                buffer.copy_(buffers[name])
+        yield
 
 
 def _scores(output: object) -> Tensor | None:
