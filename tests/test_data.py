@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import os
 import struct
 from collections import Counter
 from collections.abc import Callable
@@ -18,10 +19,11 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from peel.errors import ConfigError, DataError
+from peel.train import folder as folder_module
 from peel.train.chance import epoch_order, uniform
 from peel.train.crops import draw_windows, seen_through
 from peel.train.data import Data, Split, hold_out, load_data
-from peel.train.folder import Folder, decode
+from peel.train.folder import Folder, Paths, decode, fingerprint_of
 from peel.train.loop import evaluate
 from peel.train.resident import Resident
 from peel.train.view import AS_IT_IS, View
@@ -303,6 +305,22 @@ def streamed(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     split = load_data(str(write_folder(tmp_path_factory.mktemp("streamed"), size=(130, 150), count=5)), image_size=100).train
     assert isinstance(split, Folder)
     return split
+
+
+def test_of_many_files_those_looked_into_lie_all_over_the_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [tmp_path / os.fsdecode(b"\xff%d.bmp" % number) for number in range(25)]
+    for path in paths:
+        path.write_text("before")
+    monkeypatch.setattr(folder_module, "LOOKED_INTO", 10)
+    whole, noticed = fingerprint_of(Paths(paths)), []
+    for number, path in enumerate(paths):
+        path.write_text("behind")
+        if fingerprint_of(Paths(paths)) != whole:
+            noticed.append(number)
+        path.write_text("before")
+    assert noticed == list(range(0, 25, 3))
+    paths[1].write_text("longer than before")
+    assert fingerprint_of(Paths(paths)) != whole, "sizes are looked at everywhere"
 
 
 def seen_by_index(split: Split, order: Tensor, batch_size: int, view: View, workers: int = 0) -> dict[int, Tensor]:

@@ -397,24 +397,26 @@ def test_a_run_does_not_go_on_with_a_model_whose_code_changed(old: str, new: str
     assert run(tmp_path / "run", model=f"{path}:model")[0] == 0
 
 
-def write_images(root: Path, count: int = 6) -> None:
+def write_images(root: Path, side: int, kind: str, count: int = 6) -> None:
     for split in ("train", "val"):
         for label in ("cat", "dog"):
             (root / split / label).mkdir(parents=True, exist_ok=True)
             for i in range(count):
-                pixels = np.random.default_rng(i).integers(0, 256, (12, 12, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(root / split / label / f"{i}.png")
+                pixels = np.random.default_rng(i).integers(0, 256, (side, side, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / split / label / f"{i}.{kind}")
 
 
-def test_a_run_does_not_go_on_with_images_that_changed(tmp_path: Path) -> None:
-    write_images(tmp_path / "data")
-    options = ["--data", str(tmp_path / "data"), "--train.batch-size", "6"]
+@pytest.mark.parametrize(("side", "kind"), [(12, "png"), (100, "bmp")], ids=["in memory", "read from disk, of the same size"])
+def test_a_run_does_not_go_on_with_images_that_changed(side: int, kind: str, tmp_path: Path) -> None:
+    write_images(tmp_path / "data", side, kind)
+    options = ["--data", str(tmp_path / "data"), "--train.batch-size", "6", "--image-size", str(side), "--workers", "0"]
     assert run(tmp_path / "run", *options, PEEL_FAULT="3:kill")[0] == KILLED
-    path = tmp_path / "data" / "train" / "cat" / "0.png"
+    path = tmp_path / "data" / "train" / "cat" / f"0.{kind}"
     good = path.read_bytes()
     pixels = np.array(Image.open(path))
     pixels[0, 0] ^= 1
     Image.fromarray(pixels).save(path)
+    assert kind == "png" or path.stat().st_size == len(good)
     code, said = run(tmp_path / "run", *options)
     assert code == 2
     assert "fingerprint: " in said

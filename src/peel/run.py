@@ -28,7 +28,7 @@ from .steps.grouping import group_layers
 from .train.chance import derive
 from .train.data import Data, load_data
 from .train.engine import Engine, find_engine
-from .train.folder import Folder
+from .train.folder import Folder, fingerprint_of
 from .train.objective import class_scores
 from .train.recipe import RECIPES, Recipe, backbone_recipe, named_recipe
 from .train.resident import Resident
@@ -295,8 +295,7 @@ def _fingerprint(data: Data) -> str:
         if isinstance(split, Resident):
             digest.update(split.pixels.cpu().numpy().tobytes())
         elif isinstance(split, Folder):
-            for path in split.paths:
-                digest.update(f"{path.name}:{path.stat().st_size};".encode())
+            digest.update(fingerprint_of(split.paths))
     return digest.hexdigest()[:16]
 
 
