@@ -148,6 +148,15 @@ def test_a_checkpoint_of_another_run_is_named_and_not_taken(killed: Path, tmp_pa
     assert weights(killed) == whole
 
 
+def test_a_file_of_the_run_with_something_else_in_it_stops_the_command_with_3(killed: Path) -> None:
+    (killed / "settings.json").write_text("[]")
+    code, said = run(killed)
+    assert code == 3
+    assert f"{killed / 'settings.json'} is damaged" in said
+    assert "another --output" in said
+    assert "Traceback" not in said
+
+
 def test_checkpoints_of_another_run_alone_are_refused(killed: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     assert run(other, "--seed", "1", PEEL_FAULT="18:kill")[0] == KILLED

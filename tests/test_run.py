@@ -26,7 +26,7 @@ import peel
 from disks import small_disk_at
 from killing import exit_code, start, wait_for
 from peel.cli import main
-from peel.errors import ConfigError, DataError, PeelError, RunError, StoreError
+from peel.errors import ConfigError, DamagedError, DataError, PeelError, RunError, StoreError
 from peel.graph.count import count_macs
 from peel.reporter import Silent
 from peel.result import Result
@@ -576,6 +576,45 @@ def test_a_damaged_stage_is_said_to_be_damaged(own: Path) -> None:
     (own / "stages" / "original.record.json").write_text("{")
     with pytest.raises(RunError, match=r"original.record.json is damaged"):
         small_run(output=own, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("stages/original.record.json", "{}", "it has no 'history'"),
+        ("plan.json", "{}", "it has no 'widths'"),
+        ("settings.json", "[]", "expected an object, found list"),
+    ],
+)
+def test_a_file_with_something_else_in_it_is_said_to_be_damaged(name: str, content: str, reason: str, own: Path) -> None:
+    (own / name).write_text(content)
+    with pytest.raises(DamagedError, match=rf"{name} is damaged: {reason}\. Restore it from a copy, or .* another --output"):
+        small_run(output=own, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("peel.record.json", '{"history": []}', "it has no 'image_passes'"),
+        ("peel.record.json", '{"history": {}, "image_passes": 1}', "its 'history' is of the kind dict, not list"),
+        ("peel.record.json", '{"history": [], "image_passes": 1}', "its 'history' is not that of a training"),
+        ("peel.record.json", '{"history": [{"epoch": 1}], "image_passes": 1}', "its 'history' is not that of a training"),
+        ("settings.json", '{"resolved": 1}', "its 'resolved' is of the kind int, not dict"),
+        ("settings.json", "[" * 100_000, "it is nested too deeply"),
+        ("environment.json", "3", "expected an object, found int"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(name: str, content: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DamagedError, match=rf"{name} is damaged: {reason}\."):
+        Workspace(tmp_path).read_json(name)
+
+
+@pytest.mark.parametrize("content", ["{}", "{"])
+def test_a_damaged_record_of_a_teacher_is_named(content: str, own: Path, tmp_path: Path) -> None:
+    (own / "stages" / "original.record.json").write_text(content)
+    with pytest.raises(DamagedError, match=r"original.record.json is damaged: .* another --teacher"):
+        small_run(teacher=own, output=tmp_path / "other")
 
 
 # The command

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["is_packed", "room_named", "write_bytes", "write_json"]
+__all__ = ["is_packed", "parse_object", "room_named", "write_bytes", "write_json"]
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -61,6 +61,17 @@ def is_packed(file: IO[bytes]) -> bool:
 
 def write_json(path: Path, value: Any) -> None:
     write_bytes(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """Decoding errors are ValueErrors too, so that every kind of damage looks the same to the callers."""
+    try:
+        value = json.loads(data.decode())
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"expected an object, found {type(value).__name__}")
+    return value
 
 
 def _sync_folder(folder: Path) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .errors import DamagedError, RunError
+from .files import parse_object
 
 __all__ = ["RunRecord"]
 
@@ -47,7 +47,7 @@ def _document(path: Path, form: str | None = None) -> dict[str, Any] | None:
     if data is None:
         return None
     try:
-        document = _parse(data)
+        document = parse_object(data)
     except ValueError as error:
         raise DamagedError(f"{path} is damaged: {error}. Restore the file, or run into a new folder.") from error
     if form is not None and document.get("format") != form:
@@ -63,23 +63,12 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     objects = []
     for number, line in lines:
         try:
-            objects.append(_parse(line))
+            objects.append(parse_object(line))
         except ValueError as error:
             if number == lines[-1][0]:
                 break
             raise DamagedError(f"{path} is damaged in line {number}: {error}. Take the line out, or run into a new folder.") from error
     return objects
-
-
-def _parse(data: bytes) -> dict[str, Any]:
-    """Decoding errors are ValueErrors too, so that every kind of damage looks the same to the callers."""
-    try:
-        value = json.loads(data.decode())
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"expected an object, found {type(value).__name__}")
-    return value
 
 
 def _read(path: Path) -> bytes | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from .files import is_packed
 from .problem import Problem
 from .store import load
 from .train.objective import class_scores
+from .workspace import read_object
 
 __all__ = ["Teacher", "find_teacher"]
 
@@ -47,7 +47,7 @@ def find_teacher(named: nn.Module | str | Path, problem: Problem) -> Teacher | N
         if kept is None:
             return None
         record = kept.with_name("original.record.json")
-        known = json.loads(record.read_text()) if record.is_file() else None
+        known = read_object(record, "--teacher") if record.is_file() else None
         found = Teacher(load_teacher(kept, problem.model), str(kept), known, Path(named) if Path(named).is_dir() else None)
     _check(found.model, problem)
     return found

@@ -19,19 +19,19 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import IO, Any
 
 from torch import nn
 
 from .errors import DamagedError, RunError
-from .files import room_named, write_bytes, write_json
+from .files import parse_object, room_named, write_bytes, write_json
 from .store import load, save
 from .train.checkpoint import Checkpoints
 from .train.history import Epoch
 
-__all__ = ["Workspace", "difference"]
+__all__ = ["Workspace", "difference", "read_object"]
 
 log = logging.getLogger("peel")
 
@@ -43,6 +43,13 @@ SAID = ("parts",)
 
 #: What a run that was stopped before it wrote its settings may have left.
 EARLY = (".lock", ".probe", "environment.json")
+
+#: What the files that a run reads back must hold: the end of a file's name -> key -> of which kind.
+HELD: dict[str, dict[str, type]] = {
+    "settings.json": {"resolved": dict},
+    "plan.json": {"widths": dict},
+    ".record.json": {"history": list, "image_passes": int},
+}
 
 #: How often the name of whoever holds a folder is looked for, and the seconds before each look.
 OWNER_LOOKS, OWNER_PAUSE = 10, 0.1
@@ -140,7 +147,7 @@ class Workspace:
             self.write_json("settings.json", settings)
             return False
         before = self.read_json("settings.json")
-        changed = difference(before.get("resolved", {}), settings["resolved"])
+        changed = difference(before["resolved"], settings["resolved"])
         for name in [name for name in SAID if name in changed]:
             old, new = changed.pop(name)
             log.warning(
@@ -178,14 +185,8 @@ class Workspace:
             # A path of the user's may hold bytes that are no UTF-8.
             write_bytes(self.folder / name, text.encode(errors="backslashreplace"))
 
-    def read_json(self, name: str) -> Any:
-        path = self.folder / name
-        try:
-            return json.loads(path.read_text())
-        except OSError as error:
-            raise RunError(f"cannot read {path}: {error.strerror}.") from error
-        except ValueError as error:
-            raise DamagedError(f"{path} is damaged: {error}. Restore it from a copy, or start anew with another --output.") from error
+    def read_json(self, name: str) -> dict[str, Any]:
+        return read_object(self.folder / name)
 
     def remove(self, name: str) -> None:
         (self.folder / name).unlink(missing_ok=True)
@@ -200,8 +201,8 @@ class Workspace:
 
     def finished(self, stage: str) -> dict[str, Any] | None:
         """The record of a stage, if it has finished."""
-        record: dict[str, Any] | None = self.read_json(f"stages/{stage}.record.json") if self.has(f"stages/{stage}.record.json") else None
-        return record
+        name = f"stages/{stage}.record.json"
+        return self.read_json(name) if self.has(name) else None
 
     def finish(self, stage: str, record: Mapping[str, Any], model: nn.Module | None = None) -> None:
         """Keep the model and the record of a stage. The record comes last: where it is, the stage is whole."""
@@ -241,6 +242,33 @@ class Workspace:
                 f"cannot write {self.folder / name}: {error.strerror}. What was written before is kept; "
                 "the same command goes on from there."
             ) from error
+
+
+def read_object(path: Path, option: str = "--output") -> dict[str, Any]:
+    """A file that a run wrote, with what it must hold; `option` names the folder that it is in."""
+    try:
+        found = parse_object(path.read_bytes())
+        _check_held(found, next((held for end, held in HELD.items() if path.name.endswith(end)), {}))
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror}.") from error
+    except ValueError as error:
+        raise DamagedError(f"{path} is damaged: {error}. Restore it from a copy, or start anew with another {option}.") from error
+    return found
+
+
+def _check_held(found: Mapping[str, Any], held: Mapping[str, type]) -> None:
+    for key, kind in held.items():
+        if key not in found:
+            raise ValueError(f"it has no {key!r}")
+        if not isinstance(found[key], kind):
+            raise ValueError(f"its {key!r} is of the kind {type(found[key]).__name__}, not {kind.__name__}")
+    if "history" in held and not _is_history(found["history"]):
+        raise ValueError("its 'history' is not that of a training")
+
+
+def _is_history(epochs: list[Any]) -> bool:
+    names = {field.name for field in fields(Epoch)}
+    return bool(epochs) and all(isinstance(epoch, dict) and names - {"extra"} <= epoch.keys() <= names for epoch in epochs)
 
 
 def _line(stage: str, epoch: Epoch) -> str:
