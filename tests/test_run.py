@@ -249,6 +249,19 @@ def test_what_does_not_change_the_result_may_change(own: Path) -> None:
     assert reporter.steps == {}
 
 
+def test_going_on_with_another_number_of_threads_is_said(own: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The threads share sums, which are then added in another order."""
+    said = f"{own} was begun with threads 1 and goes on with 2: the bits may differ"
+    small_run(output=own, seed=3)
+    assert "threads" not in caplog.text
+    torch.set_num_threads(2)
+    try:
+        small_run(output=own, seed=3)
+    finally:
+        torch.set_num_threads(1)
+    assert said in caplog.text
+
+
 # Who may use a folder
 
 

@@ -163,13 +163,13 @@ class Workspace:
                 f"{self.folder} was started with other settings:\n{lines}\n"
                 "Give the same settings to go on with it, or another --output to start anew."
             )
-        self._compare_versions(environment)
+        self._compare_surroundings(environment, on_cpu=settings["resolved"].get("device") == "cpu")
         return True
 
-    def _compare_versions(self, environment: Mapping[str, Any]) -> None:
-        """Another torch may round otherwise. That is no reason to lose a run, but one to say so."""
+    def _compare_surroundings(self, environment: Mapping[str, Any], *, on_cpu: bool) -> None:
+        """Another torch may round otherwise, and so may threads that share a sum. That is no reason to lose a run, but one to say so."""
         before = self.read_json("environment.json") if self.has("environment.json") else {}
-        for name in ("peel", "torch"):
+        for name in ("peel", "torch", *(["threads"] if on_cpu else [])):
             if name in before and before[name] != environment.get(name):
                 old, new = before[name], environment.get(name)
                 log.warning("%s was begun with %s %s and goes on with %s: the bits may differ.", self.folder, name, old, new)
