@@ -406,6 +406,42 @@ def test_a_run_does_not_go_on_with_a_model_whose_code_changed(old: str, new: str
     assert run(tmp_path / "run", model=f"{path}:model")[0] == 0
 
 
+FUNCTIONAL = """
+import torch.nn.functional as F
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, num_classes=10):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.second, self.fc = nn.Conv2d(8, 12, 3, padding=1), nn.Linear(12, num_classes)
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.first(x)))
+        x = F.relu(self.second(x))
+        return self.fc(x.mean((2, 3)))
+"""
+
+
+def test_a_run_does_not_go_on_with_a_model_that_computes_something_else(tmp_path: Path) -> None:
+    """The layers are the same; the change is in the forward pass alone."""
+    path, model = tmp_path / "fn.py", f"{tmp_path / 'fn.py'}:Net"
+    path.write_text(FUNCTIONAL)
+    assert run(tmp_path / "run", model=model, PEEL_FAULT="15:kill")[0] == KILLED
+    for old, new, difference in (
+        ("F.relu(self.second", "F.silu(self.second", "relu 2 -> 1, silu 0 -> 1"),
+        ("F.relu(self.norm(self.first(x)))", "self.norm(F.relu(self.first(x)))", "the same ones in another order, from number 2 on"),
+    ):
+        path.write_text(FUNCTIONAL.replace(old, new))
+        code, said = run(tmp_path / "run", model=model)
+        assert code == 2, said
+        assert f"original.operators: {difference}" in said
+        assert "What the network computes has changed" in said
+        assert f"the code of {model}" in said
+    path.write_text(FUNCTIONAL.replace("F.relu(self.second(x))", "F.relu(self.second(x), inplace=True)  # the same"))
+    assert run(tmp_path / "run", model=model)[0] == 0
+
+
 def write_images(root: Path, side: int, kind: str, count: int = 6) -> None:
     for split in ("train", "val"):
         for label in ("cat", "dog"):
@@ -440,6 +476,17 @@ def test_going_on_with_another_torch_is_said(killed: Path, whole: bytes) -> None
     assert code == 0
     assert f"was begun with torch 2.0.1 and goes on with {torch.__version__}" in said
     assert weights(killed) == whole
+
+
+def test_a_torch_that_calls_its_operators_otherwise_is_no_model_whose_code_changed(killed: Path, whole: bytes) -> None:
+    for name, change in (("environment", {"torch": "2.0.1"}), ("settings", {})):
+        path = killed / f"{name}.json"
+        path.write_text(json.dumps({**json.loads(path.read_text().replace("conv2d", "convolution")), **change}))
+    code, said = run(killed)
+    assert code == 0
+    assert "other operators" in said
+    assert "convolution 4 -> 0, conv2d 0 -> 4" in said
+    assert weights(killed) == whole, "its checkpoints are still its own"
 
 
 # Images (F12)

@@ -59,6 +59,7 @@ def test_an_operator_without_a_rule_fixes_what_reaches_it_and_is_named() -> None
     _, graph = traced_net(UnknownOperator)
     assert "cumsum" in graph.fixed["rigid"]
     assert list(graph.unknown_operators) == ["aten::cumsum"]
+    assert "cumsum" in graph.operators
 
 
 def test_a_rule_of_the_users_own_frees_the_channels_and_a_wrong_one_is_found_out() -> None:

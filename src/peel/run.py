@@ -96,7 +96,7 @@ def prune(
     engine = find_engine(device, workers=workers, deterministic=deterministic, parts=parts, compile=compile, sync_bn=sync_bn)
     resolved: dict[str, Any] = {
         "model": model if isinstance(model, str) else f"{type(model).__module__}:{type(model).__qualname__}",
-        "original": {"macs": graph.macs(), "params": graph.params(), "layers": _layers(network)},
+        "original": {"macs": graph.macs(), "params": graph.params(), "layers": _layers(network), "operators": " ".join(graph.operators)},
         "data": loaded.name,
         "image_shape": list(loaded.shape),
         "images": [loaded.train.size, loaded.test.size],

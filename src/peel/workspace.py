@@ -18,6 +18,7 @@ import logging
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -40,6 +41,9 @@ FREE = ("device", "workers", "steps", "train.retries", "search.retries")
 
 #: Settings that may change too, as they are the way out where memory is short, but not without a word: batch norm sees the parts.
 SAID = ("parts",)
+
+#: What the network computes, in the words of torch: it tells whether the code of the model changed, unless it is torch that did.
+OPERATORS = "original.operators"
 
 #: What a run that was stopped before it wrote its settings may have left.
 EARLY = (".lock", ".probe", "environment.json")
@@ -147,6 +151,7 @@ class Workspace:
             self.write_json("settings.json", settings)
             return False
         before = self.read_json("settings.json")
+        begun = self.read_json("environment.json") if self.has("environment.json") else {}
         changed = difference(before["resolved"], settings["resolved"])
         for name in [name for name in SAID if name in changed]:
             old, new = changed.pop(name)
@@ -157,18 +162,16 @@ class Workspace:
                 new,
                 old,
             )
+        if OPERATORS in changed and begun.get("torch", environment.get("torch")) != environment.get("torch"):
+            other = _other_operators(*changed.pop(OPERATORS))
+            log.warning("%s goes on with a torch that runs other operators where the model's code is the same: %s.", self.folder, other)
         if changed:
-            lines = "\n".join(f"  {name}: {old!r} -> {new!r}" for name, (old, new) in changed.items())
-            raise RunError(
-                f"{self.folder} was started with other settings:\n{lines}\n"
-                "Give the same settings to go on with it, or another --output to start anew."
-            )
-        self._compare_surroundings(environment, on_cpu=settings["resolved"].get("device") == "cpu")
+            raise RunError(f"{self.folder} was started with other settings:\n{_refusal(changed, settings['resolved'])}")
+        self._compare_surroundings(begun, environment, on_cpu=settings["resolved"].get("device") == "cpu")
         return True
 
-    def _compare_surroundings(self, environment: Mapping[str, Any], *, on_cpu: bool) -> None:
+    def _compare_surroundings(self, before: Mapping[str, Any], environment: Mapping[str, Any], *, on_cpu: bool) -> None:
         """Another torch may round otherwise, and so may threads that share a sum. That is no reason to lose a run, but one to say so."""
-        before = self.read_json("environment.json") if self.has("environment.json") else {}
         for name in ("peel", "torch", *(["threads"] if on_cpu else [])):
             if name in before and before[name] != environment.get(name):
                 old, new = before[name], environment.get(name)
@@ -282,7 +285,7 @@ def _fixed(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return {
         name: _fixed(value, f"{prefix}{name}.") if isinstance(value, Mapping) else value
         for name, value in settings.items()
-        if f"{prefix}{name}" not in (*FREE, *SAID)
+        if f"{prefix}{name}" not in (*FREE, *SAID, OPERATORS)
     }
 
 
@@ -297,3 +300,30 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str 
         elif old != new and f"{prefix}{name}" not in FREE:
             changed[f"{prefix}{name}"] = (old, new)
     return changed
+
+
+def _refusal(changed: Mapping[str, tuple[Any, Any]], settings: Mapping[str, Any]) -> str:
+    """The settings that differ, and the way out."""
+    lines = [
+        f"  {name}: {_other_operators(*pair) if name == OPERATORS else '{!r} -> {!r}'.format(*pair)}" for name, pair in changed.items()
+    ]
+    roots = {name.partition(".")[0] for name in changed}
+    if "original" in roots and not roots & {"model", "data", "image_shape", "input"}:
+        lines.append(
+            f"What the network computes has changed: the code of {settings['model']}, or what it is built with, is not what it was. "
+            "Bring that back to go on with the run, or name another --output to start anew."
+        )
+    else:
+        lines.append("Give the same settings to go on with it, or another --output to start anew.")
+    return "\n".join(lines)
+
+
+def _other_operators(old: str, new: str) -> str:
+    """`relu 3 -> 2, silu 0 -> 1`: how often each operator ran before and runs now."""
+    before, after = old.split(), new.split()
+    often, now = Counter(before), Counter(after)
+    counts = [f"{name} {often[name]} -> {now[name]}" for name in dict.fromkeys([*before, *after]) if often[name] != now[name]]
+    if counts:
+        return ", ".join(counts)
+    place = next(i for i, name in enumerate(before) if name != after[i])
+    return f"the same ones in another order, from number {place + 1} on ({before[place]} -> {after[place]})"

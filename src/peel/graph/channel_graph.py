@@ -101,6 +101,8 @@ class ChannelGraph:
     num_atoms: int
     input_shapes: tuple[tuple[int, ...], ...]
     """Shapes of the example input, one sample."""
+    operators: tuple[str, ...]
+    """What the forward pass runs, in order: `conv2d`, `batch_norm`, `relu` and so on."""
     unknown_operators: Mapping[str, str]
     """Operators without a channel rule -> where they were met."""
     mac_terms: tuple[Term, ...]

@@ -64,6 +64,8 @@ class Findings:
     """Module -> attribute of its kind of layer -> the axis it must agree with."""
     lists: list[tuple[str, tuple[int, ...], Value]] = field(default_factory=list)
     """(module, numbers, axes): whole lists of lengths, likewise."""
+    operators: list[str] = field(default_factory=list)
+    """Every operator that runs, in order, as `operator_name` calls it."""
     unknown_operators: dict[str, str] = field(default_factory=dict)
     """Operator without a rule -> the first place it was met."""
 
@@ -94,6 +96,13 @@ def _rule_name(target: Any) -> str:
     """`aten.add_.Tensor` -> `aten::add_`: rules do not depend on the overload."""
     schema = getattr(target, "_schema", None)
     return schema.name if schema is not None else str(target)
+
+
+def operator_name(target: Any) -> str:
+    """`aten.add_.Tensor` -> `add`: what an operator computes, whichever overload does so, in place or not."""
+    if getattr(target, "_schema", None) is None:
+        return str(getattr(target, "__name__", target))  # the text of a function of Python would hold an address
+    return _rule_name(target).removeprefix("aten::").rstrip("_")
 
 
 class Interpreter:
@@ -184,6 +193,8 @@ class Interpreter:
             return None
         if (result := self._inline(node)) is not None:
             return result
+        if self._counting:
+            self.findings.operators.append(operator_name(node.target))
         rule = self.rules.get(name)
         args = [self._read(arg) for arg in node.args]
         options = {key: self._read(arg) for key, arg in node.kwargs.items()}

@@ -129,6 +129,7 @@ class Builder:
             scales=tuple(self.findings.scales),
             num_atoms=len(self.atoms),
             input_shapes=input_shapes,
+            operators=tuple(self.findings.operators),
             unknown_operators=dict(self.findings.unknown_operators),
             mac_terms=self._mac_terms(),
             param_terms=self._param_terms(),
