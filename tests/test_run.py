@@ -233,6 +233,34 @@ def test_other_settings_on_an_existing_folder_are_refused_with_the_difference(
     assert all(after[name] == before[name] for name in unchanged)
 
 
+def test_a_folder_of_another_version_of_peel_with_other_settings_is_said_to_be_one(own: Path) -> None:
+    """What only the other version knows cannot be given to this one."""
+    settings = read(own / "settings.json")
+    resolved = settings["resolved"]
+    del resolved["pads"], resolved["method"]["keep"]
+    (own / "settings.json").write_text(json.dumps({**settings, "resolved": {"align": 1, **resolved}}))
+    with pytest.raises(RunError, match="was begun by another version of peel") as caught:
+        small_run(output=own, seed=3)
+    said = str(caught.value)
+    assert "align: 1 (only there)" in said
+    assert "pads: False (only here)" in said
+    assert "method.keep: 0.8 (only here)" in said
+    assert "Finish it with the version that began it, or name another --output" in said
+    assert "the same settings" not in said
+    assert "None" not in said
+
+
+@pytest.mark.parametrize("role", ["output", "teacher"])
+def test_a_whole_run_and_a_teacher_alone_are_not_taken_for_two_versions(role: str, own: Path, tmp_path: Path) -> None:
+    """The settings of a teacher that runs share are fewer."""
+    (own / "stages" / "original.record.json").unlink()
+    if role == "output":
+        settings = read(own / "settings.json")
+        (own / "settings.json").write_text(json.dumps({**settings, "resolved": {"seed": settings["resolved"]["seed"]}}))
+    with pytest.raises(RunError, match="was started with other settings"):
+        small_run(**{"output": tmp_path / "other", "seed": 3, role: own})
+
+
 def test_images_that_changed_under_the_same_name_are_noticed(own: Path) -> None:
     data = few_digits()
     pixels = data.train.pixels.clone()  # type: ignore[attr-defined]

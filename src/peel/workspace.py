@@ -45,6 +45,9 @@ SAID = ("parts",)
 #: What the network computes, in the words of torch: it tells whether the code of the model changed, unless it is torch that did.
 OPERATORS = "original.operators"
 
+#: Parts of the settings whose names are the program's own; others hold names of the user's, such as those of groups.
+SECTIONS = ("original", "input", "method", "train", "search")
+
 #: What a run that was stopped before it wrote its settings may have left.
 EARLY = (".lock", ".probe", "environment.json")
 
@@ -152,6 +155,7 @@ class Workspace:
             return False
         before = self.read_json("settings.json")
         begun = self.read_json("environment.json") if self.has("environment.json") else {}
+        self._refuse_other_names(before["resolved"], settings["resolved"], begun.get("peel"), environment.get("peel"))
         changed = difference(before["resolved"], settings["resolved"])
         for name in [name for name in SAID if name in changed]:
             old, new = changed.pop(name)
@@ -169,6 +173,19 @@ class Workspace:
             raise RunError(f"{self.folder} was started with other settings:\n{_refusal(changed, settings['resolved'])}")
         self._compare_surroundings(begun, environment, on_cpu=settings["resolved"].get("device") == "cpu")
         return True
+
+    def _refuse_other_names(self, before: Mapping[str, Any], now: Mapping[str, Any], old: str | None, new: str | None) -> None:
+        """Settings that only one of two versions of peel knows cannot be given to the other."""
+        if ("method" in before) != ("method" in now):
+            return  # a whole run and a teacher alone: they differ in more than the version
+        lines = [f"  {name}: {value!r} (only {where})" for where, name, value in _in_one_only(before, now)]
+        if lines:
+            versions = f", {old}; this is {new}" if old and old != new else ""
+            raise RunError(
+                f"{self.folder} was begun by another version of peel{versions}. Its settings are not those of this one:\n"
+                + "\n".join(lines)
+                + "\nFinish it with the version that began it, or name another --output to start anew."
+            )
 
     def _compare_surroundings(self, before: Mapping[str, Any], environment: Mapping[str, Any], *, on_cpu: bool) -> None:
         """Another torch may round otherwise, and so may threads that share a sum. That is no reason to lose a run, but one to say so."""
@@ -300,6 +317,15 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str 
         elif old != new and f"{prefix}{name}" not in FREE:
             changed[f"{prefix}{name}"] = (old, new)
     return changed
+
+
+def _in_one_only(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Where a setting is that only one of the two has (`there` or `here`), its name and its value."""
+    pairs = [("", before, after), *((f"{name}.", before.get(name), after.get(name)) for name in SECTIONS)]
+    for prefix, old, new in pairs:
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from (("there", prefix + name, value) for name, value in old.items() if name not in new and prefix + name not in FREE)
+            yield from (("here", prefix + name, value) for name, value in new.items() if name not in old and prefix + name not in FREE)
 
 
 def _refusal(changed: Mapping[str, tuple[Any, Any]], settings: Mapping[str, Any]) -> str:
