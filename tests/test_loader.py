@@ -182,6 +182,25 @@ def test_processes_that_die_or_hang_every_time_are_an_error_not_a_wait(make: Dyi
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.parametrize(("size", "more"), [(8, " and 5 more"), (2, "")])
+def test_the_files_that_processes_die_at_are_named(size: int, more: str, split: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = folder_module.decode
+
+    def deadly(path: Path, channels: int) -> Tensor:
+        if path.name == "21.png":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(path, channels)
+
+    monkeypatch.setattr(folder_module, "decode", deadly)
+    monkeypatch.setattr(loader_module, "LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(loader_module, "TRIES", 2)
+    order = torch.arange(48).flip(0)
+    first = order[order.tolist().index(21) // size * size :][: min(size, 3)].tolist()
+    names = ", ".join(str(split.paths[number]) for number in first)
+    with pytest.raises(DataError, match=rf"at the batch of image {first[0]} \({names}{more}\), 2 times\. Fewer --workers"):
+        list(split.batches(order, size, AS_IT_IS, CPU, 1))
+
+
 @pytest.mark.parametrize("channels", [1, 2, 4])
 def test_other_numbers_of_channels_are_grey(split: Folder, channels: int) -> None:
     other = Folder(split.paths, split.labels, (channels, 32, 32), (0.5,) * channels, (0.2,) * channels)

@@ -95,7 +95,8 @@ class Folder:
     def batches(self, order: Tensor, batch_size: int, view: View, device: torch.device, workers: int = 0) -> Iterator[Batch]:
         on_gpu = device.type == "cuda"
         if (workers, on_gpu) not in self._loaders:
-            self._loaders[workers, on_gpu] = Loader(_Decoder(self.paths, self.shape, finishes=not on_gpu), workers, pin=on_gpu)
+            decoder = _Decoder(self.paths, self.shape, finishes=not on_gpu)
+            self._loaders[workers, on_gpu] = Loader(decoder, workers, pin=on_gpu, file_of=decoder.file_of)
         indices = torch.split(order, batch_size) if len(order) else ()
         batches = [_pieces([Key(place, view) for place in index.tolist()]) for index in indices]
         decoded = self._loaders[workers, on_gpu].batches([piece for pieces in batches for piece in pieces])
@@ -144,9 +145,12 @@ class _Decoder:
     finishes: bool
     """Whether colours and mirroring are changed here too; else on the device, batch by batch."""
 
+    def file_of(self, key: Key) -> Path:
+        return self.paths[key.place]
+
     def __call__(self, key: Key) -> Tensor | str:
         """An image as it goes to the device: uint8, height x width x channels."""
-        path, (index, view), (channels, *size) = self.paths[key.place], key, self.shape
+        path, (index, view), (channels, *size) = self.file_of(key), key, self.shape
         for number in range(READ_TRIES):
             try:
                 image = decode(path, channels)

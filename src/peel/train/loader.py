@@ -39,15 +39,23 @@ PATIENCE, LOOK_SECONDS = 300.0, 5.0
 #: Pieces of a batch that each process makes before they are asked for.
 PIECES_AHEAD = 8
 
+#: Files that an error names, before it only counts them.
+NAMED = 3
+
 #: Steps that a GPU has before it, at most, besides the one it is at.
 STEPS_AHEAD = 2
 
 
 class Loader(Generic[Key]):
-    """Processes that stay from one epoch to the next. `make` turns a key into a tensor, or into the reason why it cannot."""
+    """Processes that stay from one epoch to the next. `make` turns a key into a tensor, or into the reason why it cannot.
 
-    def __init__(self, make: Callable[[Key], Tensor | str], workers: int, *, pin: bool) -> None:
-        self.make, self.workers, self.pin = make, workers, pin
+    `file_of` tells the file behind a key, for whoever has to find out what is wrong with it.
+    """
+
+    def __init__(
+        self, make: Callable[[Key], Tensor | str], workers: int, *, pin: bool, file_of: Callable[[Key], object] | None = None
+    ) -> None:
+        self.make, self.workers, self.pin, self.file_of = make, workers, pin, file_of
         self._wanted: list[Sequence[Key]] = []
         self._loader: Any = None
         self._processes: list[Any] = []
@@ -79,7 +87,8 @@ class Loader(Generic[Key]):
                     text = f"a process that decodes images ended or hangs ({said}), at the batch of {wanted[given][0]}"
                     if tries == TRIES:
                         raise DataError(
-                            f"{text}, {TRIES} times. Fewer --workers need less memory; 0 decodes without other processes."
+                            f"{text}{self._files(wanted[given])}, {TRIES} times. "
+                            "Fewer --workers need less memory; 0 decodes without other processes."
                         ) from error
                     log.warning("%s; it is replaced and asked again.", text)
                     self._end()
@@ -94,6 +103,13 @@ class Loader(Generic[Key]):
             # Processes that are at something nobody waits for would have to be waited for.
             if given < len(wanted) or is_cautious:
                 self._end()
+
+    def _files(self, keys: Sequence[Key]) -> str:
+        """The files behind these keys, where there are any, in words."""
+        if self.file_of is None:
+            return ""
+        more = f" and {len(keys) - NAMED} more" if len(keys) > NAMED else ""
+        return f" ({', '.join(str(self.file_of(key)) for key in keys[:NAMED])}{more})"
 
     def _start(self, wanted: list[Sequence[Key]], patience: float, *, cautious: bool) -> Any:
         """An iterator over what the processes make; a cautious one asks for little at a time, so that it is known where they fail."""
