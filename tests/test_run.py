@@ -233,6 +233,14 @@ def test_other_settings_on_an_existing_folder_are_refused_with_the_difference(
     assert all(after[name] == before[name] for name in unchanged)
 
 
+def test_a_run_with_zero_channels_that_only_one_kind_of_device_adds_names_the_device(own: Path) -> None:
+    settings = read(own / "settings.json")
+    settings["resolved"].update(pads=True, device="cuda")
+    (own / "settings.json").write_text(json.dumps(settings))
+    with pytest.raises(RunError, match="pads: True -> False .*go on with the kind of --device that began the run"):
+        small_run(output=own, seed=3)
+
+
 def test_a_folder_of_another_version_of_peel_with_other_settings_is_said_to_be_one(own: Path) -> None:
     """What only the other version knows cannot be given to this one."""
     settings = read(own / "settings.json")

@@ -1,4 +1,4 @@
-"""What several processes agree on, seen from inside: each is real, and forked from a server that is warm."""
+"""What several processes agree on, seen from inside: each is real, and most are forked from a server that is warm."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 Task = Callable[..., Any]
 
 
-def together(count: int, place: Path, task: Task, *arguments: Any) -> list[Any]:
+def together(count: int, place: Path, task: Task, *arguments: Any, warm: bool = True) -> list[Any]:
     """What `task(world, *arguments)` gives in each of several processes that meet."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = [start(_one, rank, count, store.port, place, task, *arguments) for rank in range(count)]
+    processes = [start(_one, rank, count, store.port, place, task, *arguments, warm=warm) for rank in range(count)]
     assert [exit_code(process, 60) for process in processes] == [0] * count
     return [json.loads((place / f"{rank}.json").read_text()) for rank in range(count)]
 
@@ -90,8 +90,12 @@ def _counted(travelled: list[int], gradients: torch.Tensor) -> torch.futures.Fut
     return future
 
 
-def _exchanges(world: World, parts: int) -> int:
-    """How often gradients travel in one step."""
+def _exchanges(world: World, parts: list[int]) -> list[int]:
+    """How often gradients travel in one step, with the batch in so many parts."""
+    return [_exchanged(world, number) for number in parts]
+
+
+def _exchanged(world: World, parts: int) -> int:
     engine = engine_of(world, parts=parts)
     step = Step(fresh(), CrossEntropy(0.0), PLAIN, engine)
     batch = Batch(torch.randn(12, 3, 8, 8), torch.arange(12) % 10, None)
@@ -106,9 +110,10 @@ def _exchanges(world: World, parts: int) -> int:
 
 
 def test_gradients_travel_once_for_all_parts_of_a_batch(tmp_path: Path) -> None:
-    whole = together(2, tmp_path, _exchanges, 1)
-    assert whole[0] >= 1
-    assert together(2, tmp_path, _exchanges, 3) == whole
+    # Not warm: the threads that DistributedDataParallel asks torch for do not survive a fork.
+    (whole, parted), others = together(2, tmp_path, _exchanges, [1, 3], warm=False)
+    assert [whole, parted] == others
+    assert 1 <= whole == parted
 
 
 def _stopped_while_looking(world: World) -> int | None:

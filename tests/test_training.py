@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from peel.errors import DataError
+from peel.errors import DamagedError, DataError
 from peel.train import pace as pace_module
 from peel.train.batch import Batch
 from peel.train.chance import epoch_order
@@ -370,3 +370,12 @@ def test_short_epochs_are_kept_only_now_and_then_and_nothing_changes(tmp_path: P
     fit(other, CrossEntropy(), few_digits().train, recipe, engine=CPU, seed=0, checkpoints=Noting(tmp_path, "a"), epoch_seconds=600.0)
     assert kept == [5]
     assert same_weights(whole, other)
+
+
+def test_a_checkpoint_of_other_shapes_is_refused_in_words(tmp_path: Path) -> None:
+    """As another version of peel may leave one, which pads widths to other numbers while it trains."""
+    checkpoints = Checkpoints(tmp_path, "peel")
+    trained(checkpoints=checkpoints)
+    wider = fresh(num_classes=12)
+    with pytest.raises(DamagedError, match="other shapes than the network"):
+        trained(model=wider, checkpoints=checkpoints)

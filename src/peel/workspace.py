@@ -42,6 +42,9 @@ FREE = ("device", "workers", "steps", "train.retries", "search.retries")
 #: Settings that may change too, as they are the way out where memory is short, but not without a word: batch norm sees the parts.
 SAID = ("parts",)
 
+#: What is said of a setting that nobody gave: where it comes from.
+FROM = {"pads": " (zero channels, which a GPU is faster with: go on with the kind of --device that began the run)"}
+
 #: What the network computes, in the words of torch: it tells whether the code of the model changed, unless it is torch that did.
 OPERATORS = "original.operators"
 
@@ -331,7 +334,8 @@ def _in_one_only(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterato
 def _refusal(changed: Mapping[str, tuple[Any, Any]], settings: Mapping[str, Any]) -> str:
     """The settings that differ, and the way out."""
     lines = [
-        f"  {name}: {_other_operators(*pair) if name == OPERATORS else '{!r} -> {!r}'.format(*pair)}" for name, pair in changed.items()
+        f"  {name}: {_other_operators(*pair) if name == OPERATORS else '{!r} -> {!r}'.format(*pair)}{FROM.get(name, '')}"
+        for name, pair in changed.items()
     ]
     roots = {name.partition(".")[0] for name in changed}
     if "original" in roots and not roots & {"model", "data", "image_shape", "input"}:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, DivergedError
+from ..errors import ConfigError, DamagedError, DivergedError
 from .checkpoint import Checkpoints
 from .engine import Engine
 from .history import Epoch
@@ -153,7 +153,14 @@ class Training:
                 # Somewhere to go back to.
                 self.keep(0, 0, [], 0.0, slower)
             return Start(slower=slower)
-        self.model.load_state_dict(state["model"])
+        assert self.checkpoints is not None
+        try:
+            self.model.load_state_dict(state["model"])
+        except RuntimeError as error:
+            raise DamagedError(
+                f"the newest checkpoint in {self.checkpoints.folder} has tensors of other shapes than the network that is trained here: "
+                "another version of peel may have written it. Go on with that version, or start anew with another --output."
+            ) from error
         self.running.set_momenta(state["optimiser"])
         for name, value in state["sums"].items():
             # They were added up over all processes.
