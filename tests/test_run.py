@@ -237,7 +237,7 @@ def test_a_run_with_zero_channels_that_only_one_kind_of_device_adds_names_the_de
     settings = read(own / "settings.json")
     settings["resolved"].update(pads=True, device="cuda")
     (own / "settings.json").write_text(json.dumps(settings))
-    with pytest.raises(RunError, match="pads: True -> False .*go on with the kind of --device that began the run"):
+    with pytest.raises(RunError, match=r"pads: True -> False .*go on with the kind of --device that began the run"):
         small_run(output=own, seed=3)
 
 
