@@ -56,8 +56,8 @@ def launch(count: int, arguments: list[str]) -> int:
             command = [sys.executable, "-m", "peel", *arguments]
             # In a session of its own: a terminal would tell it of Ctrl-C too, and twice means at once.
             processes.append(subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, start_new_session=True))
-        if told:
-            pass_on(told[0], None)
+            if told:
+                processes[-1].send_signal(told[0])
         return _ended(processes, told)
     finally:
         for process in processes:
@@ -83,14 +83,17 @@ def _ended(processes: list[subprocess.Popen[bytes]], told: list[int]) -> int:
         return 128 + told[0]
     if code >= 0 and code != LOST:
         return code
-    silent = [rank for rank, process in enumerate(processes) if process.poll() is None]
-    what = (
-        f"process {' and '.join(map(str, silent))} of {len(processes)} does not answer and was ended"
-        if code == LOST
-        else f"process {failed} of {len(processes)} was ended by {signal.Signals(-code).name}; the others were stopped"
-    )
-    sys.stderr.write(f"error: {what}. The same command goes on.\n")
+    sys.stderr.write(f"error: {_what_happened(processes, failed, code)}. The same command goes on.\n")
     return 1
+
+
+def _what_happened(processes: list[subprocess.Popen[bytes]], failed: int, code: int) -> str:
+    """What the processes cannot say themselves."""
+    count = len(processes)
+    if code != LOST:
+        return f"process {failed} of {count} was ended by {signal.Signals(-code).name}; the others were stopped"
+    silent = [str(rank) for rank, process in enumerate(processes) if process.poll() is None]
+    return f"process {' and '.join(silent)} of {count} does not answer and was ended" if silent else "the processes have lost each other"
 
 
 def _first_failed(processes: list[subprocess.Popen[bytes]]) -> int | None:
