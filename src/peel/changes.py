@@ -1,0 +1,128 @@
+"""What may change between one start of a run and the next, what is said of it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import RunError
+
+__all__ = ["check_changes", "what_is_fixed"]
+
+log = logging.getLogger("peel")
+
+#: Settings that may change between one start of a run and the next: they do not change what is computed.
+FREE = ("device", "workers", "steps", "train.retries", "search.retries")
+
+#: Settings that may change too, as they are the way out where memory is short, but not without a word: batch norm sees the parts.
+SAID = ("parts",)
+
+#: What is said of a setting that nobody gave: where it comes from.
+FROM = {"pads": " (zero channels, which a GPU is faster with: go on with the kind of --device that began the run)"}
+
+#: What the network computes, in the words of torch: it tells whether the code of the model changed, unless it is torch that did.
+OPERATORS = "original.operators"
+
+#: Parts of the settings whose names are the program's own; others hold names of the user's, such as those of groups.
+SECTIONS = ("original", "input", "method", "train", "search")
+
+
+def check_changes(
+    folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], begun: Mapping[str, Any], environment: Mapping[str, Any]
+) -> None:
+    """An error where the run in the folder was begun with other settings than those of now; a word where its surroundings were others."""
+    _refuse_other_names(folder, before, now, begun.get("peel"), environment.get("peel"))
+    changed = _difference(before, now)
+    for name in [name for name in SAID if name in changed]:
+        old, new = changed.pop(name)
+        log.warning(
+            "%s goes on with %s %s instead of %s: the bits will differ from those of a run without the change.", folder, name, new, old
+        )
+    if OPERATORS in changed and begun.get("torch", environment.get("torch")) != environment.get("torch"):
+        other = _other_operators(*changed.pop(OPERATORS))
+        log.warning("%s goes on with a torch that runs other operators where the model's code is the same: %s.", folder, other)
+    if changed:
+        raise RunError(f"{folder} was started with other settings:\n{_refusal(changed, now)}")
+    # Another torch may round otherwise, and so may threads that share a sum. That is no reason to lose a run, but one to say so.
+    for name in ("peel", "torch", *(["threads"] if now.get("device") == "cpu" else [])):
+        if name in begun and begun[name] != environment.get(name):
+            log.warning(
+                "%s was begun with %s %s and goes on with %s: the bits may differ.", folder, name, begun[name], environment.get(name)
+            )
+
+
+def _refuse_other_names(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], old: str | None, new: str | None) -> None:
+    """Settings that only one of two versions of peel knows cannot be given to the other."""
+    if ("method" in before) != ("method" in now):
+        return  # a whole run and a teacher alone: they differ in more than the version
+    lines = [f"  {name}: {value!r} (only {where})" for where, name, value in _in_one_only(before, now)]
+    if lines:
+        versions = f", {old}; this is {new}" if old and old != new else ""
+        raise RunError(
+            f"{folder} was begun by another version of peel{versions}. Its settings are not those of this one:\n"
+            + "\n".join(lines)
+            + "\nFinish it with the version that began it, or name another --output to start anew."
+        )
+
+
+def what_is_fixed(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The settings that tell one run from another."""
+    return {
+        name: what_is_fixed(value, f"{prefix}{name}.") if isinstance(value, Mapping) else value
+        for name, value in settings.items()
+        if f"{prefix}{name}" not in (*FREE, *SAID, OPERATORS)
+    }
+
+
+def _difference(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Setting -> its old and new value, for those that differ."""
+    before, after = json.loads(json.dumps(before)), json.loads(json.dumps(after))
+    changed: dict[str, tuple[Any, Any]] = {}
+    for name in dict.fromkeys([*before, *after]):
+        old, new = before.get(name), after.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            changed.update(_difference(old, new, f"{prefix}{name}."))
+        elif old != new and f"{prefix}{name}" not in FREE:
+            changed[f"{prefix}{name}"] = (old, new)
+    return changed
+
+
+def _in_one_only(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Where a setting is that only one of the two has (`there` or `here`), its name and its value."""
+    pairs = [("", before, after), *((f"{name}.", before.get(name), after.get(name)) for name in SECTIONS)]
+    for prefix, old, new in pairs:
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from (("there", prefix + name, value) for name, value in old.items() if name not in new and prefix + name not in FREE)
+            yield from (("here", prefix + name, value) for name, value in new.items() if name not in old and prefix + name not in FREE)
+
+
+def _refusal(changed: Mapping[str, tuple[Any, Any]], settings: Mapping[str, Any]) -> str:
+    """The settings that differ, and the way out."""
+    lines = [
+        f"  {name}: {_other_operators(*pair) if name == OPERATORS else '{!r} -> {!r}'.format(*pair)}{FROM.get(name, '')}"
+        for name, pair in changed.items()
+    ]
+    roots = {name.partition(".")[0] for name in changed}
+    if "original" in roots and not roots & {"model", "data", "image_shape", "input"}:
+        lines.append(
+            f"What the network computes has changed: the code of {settings['model']}, or what it is built with, is not what it was. "
+            "Bring that back to go on with the run, or name another --output to start anew."
+        )
+    else:
+        lines.append("Give the same settings to go on with it, or another --output to start anew.")
+    return "\n".join(lines)
+
+
+def _other_operators(old: str, new: str) -> str:
+    """`relu 3 -> 2, silu 0 -> 1`: how often each operator ran before and runs now."""
+    before, after = old.split(), new.split()
+    often, now = Counter(before), Counter(after)
+    counts = [f"{name} {often[name]} -> {now[name]}" for name in dict.fromkeys([*before, *after]) if often[name] != now[name]]
+    if counts:
+        return ", ".join(counts)
+    place = next(i for i, name in enumerate(before) if name != after[i])
+    return f"the same ones in another order, from number {place + 1} on ({before[place]} -> {after[place]})"
