@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import peel
+from killing import command, exit_code
 from peel.cli import main
 from peel.train.checkpoint import Checkpoints
 from peel.train.engine import Engine
@@ -32,24 +30,14 @@ FIVE_STEPS = Recipe(epochs=2, batch_size=40, lr=0.05, augment="crop")
 IN_TWO_PARTS = Engine(CPU.device, parts=2)
 
 
-def command(output: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    options = [
-        "--train.epochs",
-        "2",
-        "--search.epochs",
-        "1",
-        "--train.batch-size",
-        "128",
-        "--device",
-        "cpu",
-        "--quiet",
-        "--output",
-        str(output),
-    ]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["tests", *sys.path]), **environment}
-    return subprocess.run(
-        [sys.executable, "-m", "peel", "run", "small:Small", *options], env=variables, capture_output=True, text=True, check=False
-    )
+OPTIONS = ["--train.epochs", "2", "--search.epochs", "1", "--train.batch-size", "128", "--device", "cpu", "--quiet", "--output"]
+
+
+def run(output: Path, **environment: str) -> tuple[int, str]:
+    """Exit code of the command and what it said."""
+    said = output.with_name(f"{output.name}.said")
+    said.write_text("")
+    return exit_code(command(["run", "small:Small", *OPTIONS, str(output)], said, **environment)), said.read_text()
 
 
 @pytest.mark.parametrize(
@@ -61,13 +49,13 @@ def command(output: Path, **environment: str) -> subprocess.CompletedProcess[str
     ],
 )
 def test_a_run_that_is_told_to_stop_keeps_its_state_and_goes_on_with_the_same_bits(name: str, number: int, tmp_path: Path) -> None:
-    stopped = command(tmp_path / "stopped", PEEL_FAULT=f"5:{name}")
-    assert stopped.returncode == 128 + number
-    assert "the state is kept" in stopped.stderr
-    assert f"--output {tmp_path / 'stopped'}" in stopped.stderr
+    code, said = run(tmp_path / "stopped", PEEL_FAULT=f"5:{name}")
+    assert code == 128 + number
+    assert "the state is kept" in said
+    assert f"--output {tmp_path / 'stopped'}" in said
     assert list((tmp_path / "stopped" / "checkpoints").glob("original-00000-0000006-*.pt"))
-    assert command(tmp_path / "stopped").returncode == 0
-    assert command(tmp_path / "whole").returncode == 0
+    assert run(tmp_path / "stopped")[0] == 0
+    assert run(tmp_path / "whole")[0] == 0
     assert (tmp_path / "stopped" / "slim.safetensors").read_bytes() == (tmp_path / "whole" / "slim.safetensors").read_bytes()
 
 

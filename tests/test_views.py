@@ -43,11 +43,11 @@ from peel.train.transforms import draw_changes, jittered_and_mirrored
 chance = torch.Generator().manual_seed(0)
 mean, scale = torch.rand(3, generator=chance) * 255, torch.rand(3, generator=chance)
 for height, width in ((40, 40), (33, 64)):
-    images = torch.randint(0, 256, (60, height, width, 3), dtype=torch.uint8, generator=chance)
+    images = torch.randint(0, 256, (30, height, width, 3), dtype=torch.uint8, generator=chance)
     images[0, :5] = 100  # grey has no hue
-    index = torch.randperm(1000, generator=chance)[:60]
+    index = torch.randperm(1000, generator=chance)[:30]
     changes = draw_changes(index, 7)
-    assert len(changes.order.unique(dim=0)) > 15 and 10 < changes.mirrored.sum() < 50
+    assert len(changes.order.unique(dim=0)) > 15 and 5 < changes.mirrored.sum() < 25
     made = fused_colours(images, changes, mean, scale) / scale + mean
     # Where a level of brightness lies just between two, either is right.
     gap = (made - jittered_and_mirrored(images.permute(0, 3, 1, 2), index, 7).permute(0, 2, 3, 1)).abs()
