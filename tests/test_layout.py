@@ -24,7 +24,7 @@ LAYERS = [
     {"inspection", "store", "allocation", "report"},
     {"zoo"},
     {"graph"},
-    {"cost", "widths", "budget", "record", "settings"},
+    {"cost", "widths", "budget", "changes", "record", "settings"},
     {"errors", "version", "files"},
 ]
 
