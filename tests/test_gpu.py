@@ -261,6 +261,8 @@ def test_a_whole_run_on_the_gpu() -> None:
     result = small_run(device="cuda", distill="teacher")
     assert result.model is not None
     assert [row["name"] for row in result.rows] == ["original", "uniform", "peel"]
+    assert any("--deterministic" in note for note in result.notes)
+    assert not any("zero channels" in note for note in result.notes)
 
 
 @pytest.mark.parametrize("net", ["small", "cifar_resnet20"])
@@ -273,6 +275,7 @@ def test_deterministic_runs_have_the_same_bits(net: str) -> None:
     assert results[0].model is not None
     assert results[1].model is not None
     assert same_weights(results[0].model, results[1].model)
+    assert not any("--deterministic" in note for note in results[0].notes)
 
 
 class Stopping(Strict):

@@ -18,7 +18,7 @@ from peel.graph import ChannelGraph
 from peel.graph.count import count_macs
 from peel.graph.padding import Padded, pad
 from peel.train.fast_widths import fast_widths
-from small import small_run
+from small import Small, small_run
 
 
 def more(graph: ChannelGraph, channels: int) -> peel.Widths:
@@ -144,18 +144,32 @@ def test_a_network_that_cannot_be_tried_is_not_padded() -> None:
     assert pad(net, graph, more(graph, 3)) is None
 
 
+def padding_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine of the CPU that pads, as that of a GPU does."""
+    engines = run.find_engine
+    monkeypatch.setattr(run, "find_engine", lambda *arguments, **named: replace(engines(*arguments, **named), pads=True))
+
+
+def test_a_run_that_is_not_padded_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Small()
+    model.norm2 = nn.GroupNorm(1, 8)  # type: ignore[assignment]
+    padding_engine(monkeypatch)
+    assert small_run(model, device="cpu").notes.count(stages.UNPADDED) == 1
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_a_run_with_zero_channels_ends_as_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = small_run(device="cpu")
-    engines, padded = run.find_engine, []
+    padded = []
 
     def noting(*arguments: object) -> Padded | None:
         padded.append(pad(*arguments))  # type: ignore[arg-type]
         return padded[-1]
 
-    monkeypatch.setattr(run, "find_engine", lambda *arguments, **named: replace(engines(*arguments, **named), pads=True))
+    padding_engine(monkeypatch)
     monkeypatch.setattr(stages, "pad", noting)
     found = small_run(device="cpu")
+    assert stages.UNPADDED not in found.notes
     # The original's widths are fast already; those of the backbone, the uniform and the slim network are not.
     assert [result is not None for result in padded] == [False, True, True, True]
     assert found.plan is not None

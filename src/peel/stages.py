@@ -51,6 +51,16 @@ log = logging.getLogger("peel")
 #: On a GPU epochs may be shorter than it takes to write a checkpoint: there is one after an epoch, but not more often than this.
 EPOCH_SECONDS = 10.0
 
+UNPADDED = (
+    "Some widths are slow on a GPU, and the network trains with them: zero channels, which make them fast, would change what it computes, "
+    "or could not be tried."
+)
+
+VARIES = (
+    "On this GPU sums are added in an order of their own, so the same command with the same seed ends with somewhat other weights and "
+    "accuracies. With --deterministic it ends with the same bits."
+)
+
 
 class Stages:
     """The stages of one run, each done once."""
@@ -144,6 +154,8 @@ class Stages:
     def _end(self, plan: Plan | None, slimmed: nn.Module | None) -> Result:
         document = plan.document if plan is not None else None
         rows = [self.rows[name] for name in ("original", "uniform", "peel") if name in self.rows]
+        if self.history and not self.problem.engine.repeats:
+            self.notes.append(VARIES)
         for note in self.notes:
             self.reporter.note(note)
         if self.workspace is not None:
@@ -388,7 +400,11 @@ class Stages:
         record: dict[str, Any] = network.peel_record  # type: ignore[assignment]
         widths = {tie: record["widths"][tie] for tie in self.problem.graph.widths}
         graph = self.problem.graph.at(widths)
-        return pad(self.problem.engine.prepare(network), graph, fast_widths(network, graph))
+        raised = fast_widths(network, graph)
+        padded = pad(self.problem.engine.prepare(network), graph, raised)
+        if padded is None and raised != graph.widths and UNPADDED not in self.notes:
+            self.notes.append(UNPADDED)
+        return padded
 
     def _row(self, name: str, network: nn.Module, widths: Widths) -> nn.Module:
         last = self.history[name][-1].test

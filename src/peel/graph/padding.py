@@ -10,6 +10,7 @@ lie where training may take them, because a branch that starts at zero hides all
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ from .selection import Kept
 from .surgery import copy_weights, empty_as, rebuild, slim
 
 __all__ = ["Padded", "pad"]
+
+log = logging.getLogger("peel")
 
 
 class Padded:
@@ -134,8 +137,9 @@ def _try(network: nn.Module, graph: ChannelGraph) -> _Pass | None:
     with _own_chance(examples[0].device), torch.enable_grad():
         try:
             scores = _scores(network(*examples))
-        except RuntimeError:
+        except RuntimeError as error:
             # It insists on a precision or a size of its own.
+            log.info("zero channels could not be tried on the network: %s", " ".join(str(error).split())[:200])
             return None
         if scores is None:
             return None

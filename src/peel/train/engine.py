@@ -39,6 +39,8 @@ class Engine:
     """Whether networks are turned into fused kernels before training: on, off, or auto, when the steps that are left repay it."""
     remembers: bool = False
     """What a teacher says is kept for every view of every image, where views can be counted: asked once for all students."""
+    repeats: bool = True
+    """The same seed gives the same bits."""
     sync_bn: bool = False
     """Batch norms take their statistics over all processes instead of each over its part."""
     world: World = ALONE
@@ -111,6 +113,7 @@ def find_engine(
         common,
         bf16=torch.cuda.is_bf16_supported(including_emulation=False),
         graphs=True,
+        repeats=False,
         pads=True,
         remembers=True,
         compile="off" if sync_bn else compile,
