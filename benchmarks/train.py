@@ -7,6 +7,7 @@
 small    32 pixels: images/s of the real loop (data, augmentation and every stage's loss) over the ceiling of the same network, which trains
          on one batch that never leaves the GPU; and over a plain loop (DataLoader, torchvision transforms, float32)
 slim     images/s of slimmed networks over the full one, beside the ratio of their MACs
+others   the same for networks that the rule of train/fast_widths.py was not chosen by
 layers   the same for the convolutions of ResNet-18 alone: what a GPU makes of fewer channels, whatever the rest of a step does
 memory   GPU memory of the search stage and of training with a teacher, beside that of the original
 large    224 pixels from JPEG files: images/s of the real loop over the ceiling, and over what can be decoded
@@ -26,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -49,12 +51,12 @@ from peel.train.recipe import Recipe
 from peel.train.resident import Resident
 from peel.train.view import View
 
-PARTS = ["small", "slim", "layers", "memory", "large", "curves"]
+PARTS = ["small", "slim", "others", "layers", "memory", "large", "curves"]
 
 #: What training does to odd widths.
 PADDED = "padded as in training"
 
-UNITS = {"small": "images/s", "slim": "images/s", "layers": "images/s", "memory": "MiB", "large": "images/s", "curves": "gap of the means"}
+UNITS = dict.fromkeys(PARTS, "images/s") | {"memory": "MiB", "curves": "gap of the means"}
 
 
 def main() -> None:
@@ -178,22 +180,36 @@ class Bench:
         images = noise(self.options.images, 32).to(self.engine.device)
         batch = self.options.batch
         for name, size in (("cifar_resnet18", batch), ("cifar_resnet18", batch // 8), ("cifar_mobilenet_v2", batch)):
-            self.slimmed(f"{name}, batch {size}", name, 32, lambda model, size=size: self.loop(model, CrossEntropy(0.1), images, size))
+            rate_of = partial(self.loop, objective=CrossEntropy(0.1), split=images, batch=size)
+            self.slimmed("slim", f"{name}, batch {size}", name, 32, rate_of)
         size = self.options.large_batch // 2
         # On a batch that is always there: how fast images are decoded is another question.
-        self.slimmed(f"resnet50 at 224 pixels, batch {size}", "resnet50", 224, lambda model: self.ceiling(model, size, 224, steps=10))
+        rate_of = partial(self.ceiling, batch=size, size=224, steps=10)
+        self.slimmed("slim", f"resnet50 at 224 pixels, batch {size}", "resnet50", 224, rate_of)
         if self.options.compiled:
             compiling = replace(self.engine, compile="on")
-            what = f"cifar_resnet18, batch {batch}, compiled"
-            self.slimmed(
-                what, "cifar_resnet18", 32, lambda model: self.loop(model, CrossEntropy(0.1), images, batch, engine=compiling), [PADDED]
-            )
+            rate_of = partial(self.loop, objective=CrossEntropy(0.1), split=images, batch=batch, engine=compiling)
+            self.slimmed("slim", f"cifar_resnet18, batch {batch}, compiled", "cifar_resnet18", 32, rate_of, [PADDED])
 
-    def slimmed(self, what: str, name: str, pixels: int, rate_of: Callable[[nn.Module], float], forms: list[str] | None = None) -> None:
+    def others(self) -> None:
+        batch = self.options.large_batch
+        for name, size in (
+            ("repvgg_a1", batch),
+            ("dla34", batch),
+            ("wide_resnet50_2", batch // 2),
+            ("densenet121", batch // 2),
+            ("regnet_y_400mf", batch),
+        ):
+            rate_of = partial(self.ceiling, batch=size, size=224, steps=10)
+            self.slimmed("others", f"{name} at 224 pixels, batch {size}", name, 224, rate_of)
+
+    def slimmed(
+        self, part: str, what: str, name: str, pixels: int, rate_of: Callable[[nn.Module], float], forms: list[str] | None = None
+    ) -> None:
         model = zoo.create(name, num_classes=10)
         graph = peel.trace(model, torch.zeros(1, 3, pixels, pixels))
         full = rate_of(zoo.create(name, num_classes=10))
-        self.say("slim", f"{what}: full", full)
+        self.say(part, f"{what}: full", full)
         for budget in ("70%", "50%", "25%"):
             widths = peel.uniform(graph, budget)
             network = self.engine.prepare(peel.slim(model, widths, graph=graph))
@@ -207,7 +223,7 @@ class Bench:
                     measured[raised[form]] = rate_of(padded.model if padded is not None else peel.slim(model, widths, graph=graph))
                 times, ratio = measured[raised[form]] / full, graph.macs() / graph.macs(widths)
                 ratios = {"times_full": times, "macs_ratio": ratio, "of_proportion": times / ratio}
-                self.say("slim", f"{what}: {budget} of MACs, {form}", measured[raised[form]], **ratios)
+                self.say(part, f"{what}: {budget} of MACs, {form}", measured[raised[form]], **ratios)
 
     def layers(self) -> None:
         """Forward and backward of a 3x3 convolution with as many channels in as out."""
