@@ -12,6 +12,7 @@ layers   the same for the convolutions of ResNet-18 alone: what a GPU makes of f
 memory   GPU memory of the search stage and of training with a teacher, beside that of the original
 large    224 pixels from JPEG files: images/s of the real loop over the ceiling, and over what can be decoded
 curves   losses of the plain loop and of the fast one, with three seeds each: the same but for chance (needs --data)
+repeats  how far apart two trainings with the same seed end, by default and with --deterministic (needs --data)
 
 The ceiling is written here on its own: bfloat16, channels-last, fused SGD, the step replayed as a CUDA graph; with `compiled`, compiled by
 torch before that. Nothing here is timed before the kernels are warm.
@@ -41,27 +42,30 @@ from peel.graph.padding import pad
 from peel.steps.distillation import Distillation
 from peel.steps.importance import Penalised
 from peel.train.answers import Taught, remember_answers
-from peel.train.data import load_data
+from peel.train.data import Data, load_data
 from peel.train.engine import Engine, find_engine
 from peel.train.fast_widths import fast_widths
 from peel.train.folder import Folder, Paths, find_images
-from peel.train.loop import fit
+from peel.train.loop import evaluate, fit
 from peel.train.objective import CrossEntropy, Objective
 from peel.train.recipe import Recipe
 from peel.train.resident import Resident
 from peel.train.view import View
 
-PARTS = ["small", "slim", "others", "layers", "memory", "large", "curves"]
+PARTS = ["small", "slim", "others", "layers", "memory", "large", "curves", "repeats"]
 
 #: What training does to odd widths.
 PADDED = "padded as in training"
 
-UNITS = dict.fromkeys(PARTS, "images/s") | {"memory": "MiB", "curves": "gap of the means"}
+UNITS = dict.fromkeys(PARTS, "images/s") | {"memory": "MiB", "curves": "gap of the means", "repeats": "weights apart, %"}
+
+#: After the point, in the tables.
+DIGITS = {"curves": 3, "repeats": 2}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:-1])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:-2])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--batch", type=int, default=1024, help="for 32 pixels")
     parser.add_argument("--large-batch", type=int, default=256, help="for 224 pixels")
@@ -330,9 +334,7 @@ class Bench:
     # Learning
 
     def curves(self) -> None:
-        if self.options.data is None:
-            raise SystemExit("the curves need --data: a CIFAR-10 folder, or the word cifar10")
-        data = load_data(self.options.data)
+        data = self.cifar("curves")
         recipe = Recipe(epochs=2, batch_size=512, lr=0.2, augment="crop-flip", weight_decay=5e-4, label_smoothing=0.1)
         found: dict[str, list[list[float]]] = {"plain": [], "fast": []}
         for seed in range(3):
@@ -358,6 +360,32 @@ class Bench:
                 spread_fast=spread[1],
             )
 
+    def repeats(self) -> None:
+        """The same training twice with the same seed; `--deterministic` comes last, as it changes how torch computes from then on."""
+        data = self.cifar("repeats")
+        speeds: dict[str, float] = {}
+        for what in ("by default", "with --deterministic"):
+            engine = self.engine if what == "by default" else find_engine(self.options.device, deterministic=True)
+            for name in ("cifar_resnet18", "cifar_vgg16_bn", "cifar_mobilenet_v2"):
+                (first, score, speed), (second, other_score, _) = (self.trained(name, data, engine) for _ in range(2))
+                apart = float((first - second).norm() / first.norm())
+                top1 = f"top-1 {score:.2%} and {other_score:.2%}"
+                self.say("repeats", f"{name} {what}: {top1}", 100 * apart, of_default_speed=speed / speeds.setdefault(name, speed))
+
+    def trained(self, name: str, data: Data, engine: Engine) -> tuple[Tensor, float, float]:
+        """Four epochs with the seed 0: all weights, the accuracy, and images per second of the last epoch."""
+        recipe = Recipe(epochs=4, batch_size=512, lr=0.1, augment="crop-flip", weight_decay=5e-4, label_smoothing=0.1)
+        torch.manual_seed(0)
+        model = zoo.create(name, num_classes=10)
+        history = fit(model, CrossEntropy(0.1), data.train.to(engine.device), recipe, engine=engine, seed=0)
+        weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        return weights, evaluate(model, data.test.to(engine.device), engine).top1, history[-1].images_per_second
+
+    def cifar(self, part: str) -> Data:
+        if self.options.data is None:
+            raise SystemExit(f"the part {part} needs --data: a CIFAR-10 folder, or the word cifar10")
+        return load_data(self.options.data)
+
 
 def render(results: Path, target: Path) -> None:
     """One table per part; of what was measured twice, the last."""
@@ -373,7 +401,7 @@ def render(results: Path, target: Path) -> None:
         rows = [f"| | {UNITS[part]} | " + " | ".join(key.replace("_", " ") for key in ratios) + " |", "|---" * (len(ratios) + 2) + "|"]
         for what, line in lines.items():
             cells = [f"{line[key]:.2f}" if key in line else "" for key in ratios]
-            rows.append(f"| {what} | {line['rate']:,.{3 if part == 'curves' else 0}f} | " + " | ".join(cells) + " |")
+            rows.append(f"| {what} | {line['rate']:,.{DIGITS.get(part, 0)}f} | " + " | ".join(cells) + " |")
         before, opening, rest = page.partition(f"<!-- {part} -->\n")
         _, closing, after = rest.partition(f"<!-- /{part} -->")
         if not opening or not closing:

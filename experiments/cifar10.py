@@ -177,6 +177,8 @@ def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def write(options: argparse.Namespace, line: dict[str, Any]) -> None:
+    """Without the file of the weights, which stays on the machine that made it."""
+    line = {key: value for key, value in line.items() if key != "file"}
     options.results.parent.mkdir(parents=True, exist_ok=True)
     with options.results.open("a") as file:
         file.write(json.dumps(line) + "\n")

@@ -19,6 +19,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from peel.errors import DataError
 from peel.train import folder as folder_module
@@ -68,6 +69,23 @@ def test_a_process_that_is_killed_is_replaced_and_nothing_is_lost(split: Folder,
     for mine, theirs in zip(got, whole, strict=True):
         assert torch.equal(mine.images, theirs.images)
         assert torch.equal(mine.labels, theirs.labels)
+
+
+def test_ending_our_processes_does_not_disturb_whoever_uses_loaders_of_torch() -> None:
+    """Theirs makes the death of a process an error in the main thread, wherever that is."""
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        theirs = iter(DataLoader(torch.arange(4), num_workers=1))  # type: ignore[arg-type]
+        ours = Loader(float_of, 1, pin=False)
+        assert [batch.item() for batch in ours.batches([[1], [2]])] == [1.0, 2.0]
+        ours._end()
+        assert [batch.item() for batch in theirs] == [0, 1, 2, 3]
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def float_of(key: int) -> Tensor:
+    return torch.tensor(float(key))
 
 
 def test_a_process_that_dies_while_something_is_computed_does_not_disturb_it(split: Folder) -> None:

@@ -57,8 +57,8 @@ UNPADDED = (
 )
 
 VARIES = (
-    "On this GPU sums are added in an order of their own, so the same command with the same seed ends with somewhat other weights and "
-    "accuracies. With --deterministic it ends with the same bits."
+    "Nobody promises that a GPU adds in the same order twice, so the same command with the same seed may end with slightly other weights "
+    "and accuracies. With --deterministic it ends with the same bits, more slowly."
 )
 
 

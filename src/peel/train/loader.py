@@ -149,10 +149,11 @@ class Loader(Generic[Key]):
         """They hold nothing that is worth a farewell, and one that hangs would not hear it."""
         if self._owner != os.getpid():
             return  # a copy, in a process that was forked from the one that started them
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join(LOOK_SECONDS)
+        with _children_unheard():
+            for process in self._processes:
+                process.kill()
+            for process in self._processes:
+                process.join(LOOK_SECONDS)
         self._processes, self._loader = [], None
 
     def __del__(self) -> None:
@@ -170,11 +171,13 @@ def _end_all() -> None:
 
 @contextlib.contextmanager
 def _children_unheard() -> Iterator[None]:
-    """Torch makes the death of a process an exception wherever the main thread happens to be, in the middle of a step; not here."""
+    """Torch makes the death of a process an exception wherever the main thread happens to be, in the middle of a step; not by ours, and
+    not at the death of ours where someone else's loader has told it to.
+    """
     if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGCHLD)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield
     finally:
