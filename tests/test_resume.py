@@ -52,8 +52,11 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return straight(tmp_path_factory.mktemp("uninterrupted") / "run", BASE)
 
 
+#: Twelve steps in every stage.
+LONGER: dict[str, Any] = {"train": {"epochs": 4, "batch_size": 64}, "search": {"epochs": 4}}
+
 VARIANTS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
-    "a checkpoint after every step": ({}, "Small", STAGES),
+    "a checkpoint after every step, ten times in every stage": (LONGER, "Small", STAGES),
     "a checkpoint after every epoch, dropout": ({"checkpoint_seconds": 600.0}, "Dropping", STAGES),
     "two rounds, by gradient": ({"rounds": 2, "criterion": "gradient"}, "Dropping", ("original", "backbone", "backbone-2", "peel")),
     "in-place distillation, learned ranking": (
@@ -70,8 +73,8 @@ def test_killed_at_random_steps_of_every_stage_a_run_ends_bit_identical(variant:
     settings = {**BASE, **changes}
     chance = random.Random(variant)
     for stage in stages:
-        steps = 3 if stage == "backbone-2" else 6
-        for step in sorted(chance.sample(range(1, steps + 1), 2)):
+        steps, kills = (12, 10) if settings["train"]["epochs"] == 4 else (3, 2) if stage == "backbone-2" else (6, 2)
+        for step in sorted(chance.sample(range(1, steps + 1), kills)):
             code = exit_code(start(run_until, tmp_path / "killed", settings, (stage, step), None, model))
             assert code == KILLED, f"step {step} of {stage} was never reached: {code}"
     assert straight(tmp_path / "killed", settings, model) == straight(tmp_path / "straight", settings, model)
