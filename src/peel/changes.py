@@ -11,7 +11,7 @@ from typing import Any
 
 from .errors import RunError
 
-__all__ = ["check_changes", "what_is_fixed"]
+__all__ = ["check_changes", "in_lines", "what_is_fixed"]
 
 log = logging.getLogger("peel")
 
@@ -27,15 +27,31 @@ FROM = {"pads": " (zero channels, which a GPU is faster with: go on with the kin
 #: What the network computes, in the words of torch: it tells whether the code of the model changed, unless it is torch that did.
 OPERATORS = "original.operators"
 
+#: Settings with which `--force` goes on although they changed: how networks are trained and on which images, and the code of the model.
+#: Others would leave a run whose parts do not fit: a plan of one budget beside a uniform network of another, or a state that counts steps
+#: of another size.
+FORCED = ("train.", "search.", "input.", "data", "fingerprint", "images", "original.layers", OPERATORS, "sync_bn", "deterministic")
+FIXED = ("train.batch_size", "search.batch_size")
+
 #: Parts of the settings whose names are the program's own; others hold names of the user's, such as those of groups.
 SECTIONS = ("original", "input", "method", "train", "search")
 
 
 def check_changes(
-    folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], begun: Mapping[str, Any], environment: Mapping[str, Any]
-) -> None:
-    """An error where the run in the folder was begun with other settings than those of now; a word where its surroundings were others."""
-    _refuse_other_names(folder, before, now, begun.get("peel"), environment.get("peel"))
+    folder: Path,
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    begun: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    *,
+    force: bool = False,
+) -> dict[str, tuple[Any, Any]]:
+    """An error where the run in the folder was begun with other settings than those of now; a word where its surroundings were others.
+
+    With `force` it goes on with what may be forced: those settings, each with its old and new value, are returned.
+    """
+    if not force:
+        _refuse_other_names(folder, before, now, begun.get("peel"), environment.get("peel"))
     changed = _difference(before, now)
     for name in [name for name in SAID if name in changed]:
         old, new = changed.pop(name)
@@ -45,14 +61,21 @@ def check_changes(
     if OPERATORS in changed and begun.get("torch", environment.get("torch")) != environment.get("torch"):
         other = _other_operators(*changed.pop(OPERATORS))
         log.warning("%s goes on with a torch that runs other operators where the model's code is the same: %s.", folder, other)
+    if changed and not (force and all(_may_be_forced(name) for name in changed)):
+        raise RunError(f"{folder} was started with other settings:\n{_refusal(folder, changed, now, force)}")
     if changed:
-        raise RunError(f"{folder} was started with other settings:\n{_refusal(changed, now)}")
+        log.warning("%s goes on with other settings than it was started with, and its result will say so:\n%s", folder, in_lines(changed))
     # Another torch may round otherwise, and so may threads that share a sum. That is no reason to lose a run, but one to say so.
     for name in ("peel", "torch", *(["threads"] if now.get("device") == "cpu" else [])):
         if name in begun and begun[name] != environment.get(name):
             log.warning(
                 "%s was begun with %s %s and goes on with %s: the bits may differ.", folder, name, begun[name], environment.get(name)
             )
+    return changed
+
+
+def _may_be_forced(name: str) -> bool:
+    return name not in FIXED and any(name == item or (item.endswith(".") and name.startswith(item)) for item in FORCED)
 
 
 def _refuse_other_names(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], old: str | None, new: str | None) -> None:
@@ -65,7 +88,8 @@ def _refuse_other_names(folder: Path, before: Mapping[str, Any], now: Mapping[st
         raise RunError(
             f"{folder} was begun by another version of peel{versions}. Its settings are not those of this one:\n"
             + "\n".join(lines)
-            + "\nFinish it with the version that began it, or name another --output to start anew."
+            + "\nFinish it with the version that began it, or name another --output to start anew. With --force it goes on where that is "
+            "possible, and its result says so."
         )
 
 
@@ -100,13 +124,19 @@ def _in_one_only(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterato
             yield from (("here", prefix + name, value) for name, value in new.items() if name not in old and prefix + name not in FREE)
 
 
-def _refusal(changed: Mapping[str, tuple[Any, Any]], settings: Mapping[str, Any]) -> str:
-    """The settings that differ, and the way out."""
-    lines = [
+def in_lines(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    """The settings that differ, each with its old and new value."""
+    return "\n".join(
         f"  {name}: {_other_operators(*pair) if name == OPERATORS else '{!r} -> {!r}'.format(*pair)}{FROM.get(name, '')}"
         for name, pair in changed.items()
-    ]
+    )
+
+
+def _refusal(folder: Path, changed: Mapping[str, tuple[Any, Any]], settings: Mapping[str, Any], force: bool) -> str:
+    """The settings that differ, and the way out."""
+    lines = [in_lines(changed)]
     roots = {name.partition(".")[0] for name in changed}
+    stubborn = [name for name in changed if not _may_be_forced(name)]
     if "original" in roots and not roots & {"model", "data", "image_shape", "input"}:
         lines.append(
             f"What the network computes has changed: the code of {settings['model']}, or what it is built with, is not what it was. "
@@ -114,6 +144,13 @@ def _refusal(changed: Mapping[str, tuple[Any, Any]], settings: Mapping[str, Any]
         )
     else:
         lines.append("Give the same settings to go on with it, or another --output to start anew.")
+    if force:
+        lines.append(
+            f"--force does not change {', '.join(stubborn)}: what is done would not fit what is still to come. Another run can use what is "
+            f"done: --teacher {folder} its original, --plan {folder / 'plan.json'} its plan."
+        )
+    elif not stubborn:
+        lines.append("With --force it goes on all the same, and its result says so.")
     return "\n".join(lines)
 
 

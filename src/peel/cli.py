@@ -149,6 +149,7 @@ def run(
     sync_bn: bool = False,
     gpus: int | None = None,
     dry_run: bool = False,
+    force: bool = False,
     checkpoint_seconds: float = 600.0,
     json: bool = False,
     quiet: bool = False,
@@ -201,6 +202,8 @@ def run(
         Train with this many processes on this machine, one per GPU; for many machines, start `torchrun -m peel run ...`.
     dry_run
         Show the plan with neutral importance and the estimated time; train nothing.
+    force
+        Go on with the run in the folder although its recipe, its images or the code of the model changed; the result says so.
     checkpoint_seconds
         How often the state is kept within an epoch; it always is at the end of one.
     json
@@ -253,6 +256,7 @@ def run(
             compile=compile,
             sync_bn=sync_bn,
             dry_run=dry_run,
+            force=force,
             checkpoint_seconds=checkpoint_seconds,
             reporter=reporter,
             command=_command(),

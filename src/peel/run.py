@@ -63,6 +63,7 @@ def prune(
     compile: str = "auto",
     sync_bn: bool = False,
     dry_run: bool = False,
+    force: bool = False,
     checkpoint_seconds: float = 600.0,
     reporter: Reporter | None = None,
     command: str | None = None,
@@ -75,7 +76,8 @@ def prune(
     trained module, `"pretrained"`, or a path: what is kept there is used, and where nothing is yet, the original is trained and kept there.
     `plan` trains widths that come from elsewhere. `parts` splits each batch where memory is short; `compile` is `"auto"` (on a
     GPU, where a training is long enough to repay it), `"on"` or `"off"`; `sync_bn` lets batch norms see the batch of all processes. The
-    state is kept after every epoch, and every `checkpoint_seconds` within one. All other arguments are fields of `peel.settings.Method`.
+    state is kept after every epoch, and every `checkpoint_seconds` within one. `force` goes on with what is in `output` although the
+    recipe, the images or the code of the model changed, and the result says so. All other arguments are fields of `peel.settings.Method`.
 
     >>> result = peel.prune("cifar_resnet20", "digits", budget="50%", output="run")
     >>> result.rows[-1]["top1"], result.model
@@ -131,6 +133,7 @@ def prune(
     )
     run = Stages(problem, chosen, recipes[0], wanted, teacher, given_plan, (reporter if engine.world.is_first else None) or Silent())
     run.checkpoint_seconds = checkpoint_seconds
+    run.force = force
     own = ("model", "original", "data", "image_shape", "fingerprint", "seed", "device", "processes", "parts", "pads", "sync_bn", "train")
     run.teacher_settings = {name: resolved[name] for name in own}
     run.environment = _environment(engine)
@@ -159,7 +162,7 @@ def _method(budget: str | int | float, given: dict[str, Any]) -> Method:
 def _go_in(folder: str | Path, run: Stages, settings: dict[str, Any]) -> Result:
     """The run in its folder, where it leaves what stopped it and its page."""
     with Workspace(folder) as workspace:
-        workspace.settle(settings, run.environment)
+        workspace.settle(settings, run.environment, force=run.force)
         run.workspace = workspace
         workspace.remove("stopped.json")
         try:

@@ -86,6 +86,8 @@ class Stages:
         self.teacher_settings: dict[str, Any] = {}
         self.environment: dict[str, Any] = {}
         self.checkpoint_seconds = 600.0
+        #: Whether a folder is gone on with although settings changed.
+        self.force = False
         self.history: dict[str, list[Epoch]] = {}
         self.rows: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []
@@ -154,6 +156,8 @@ class Stages:
     def _end(self, plan: Plan | None, slimmed: nn.Module | None) -> Result:
         document = plan.document if plan is not None else None
         rows = [self.rows[name] for name in ("original", "uniform", "peel") if name in self.rows]
+        for changes in self.workspace.forced() if self.workspace is not None else ():
+            self.notes.append("The run went on with other settings on its way (--force): " + "; ".join(changes.split("\n  ")).strip())
         if self.history and not self.problem.engine.repeats:
             self.notes.append(VARIES)
         for note in self.notes:
@@ -208,7 +212,7 @@ class Stages:
         home = self.workspace
         with Workspace(self.named_teacher) as shared:
             settings = {"format": "peel-run", "version": 1, "command": "the teacher of another run", "given": {}}
-            shared.settle({**settings, "resolved": self.teacher_settings}, self.environment)
+            shared.settle({**settings, "resolved": self.teacher_settings}, self.environment, force=self.force)
             self.workspace = shared
             self.teacher_file = str(Path(self.named_teacher) / "stages" / "original.json")
             self.teacher_folder = Path(self.named_teacher)

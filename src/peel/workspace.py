@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from torch import nn
 
-from .changes import check_changes, what_is_fixed
+from .changes import check_changes, in_lines, what_is_fixed
 from .errors import DamagedError, RunError
 from .files import parse_object, room_named, write_bytes, write_json
 from .store import load, save
@@ -132,19 +132,32 @@ class Workspace:
 
     # Settings
 
-    def settle(self, settings: dict[str, Any], environment: dict[str, Any]) -> bool:
-        """Write the settings, or compare them with those that are there already. Returns whether the run is a resumed one."""
-        path = self.folder / "settings.json"
-        self._run = hashlib.sha256(json.dumps(what_is_fixed(settings["resolved"]), sort_keys=True).encode()).hexdigest()
-        if not path.exists():
+    def settle(self, settings: dict[str, Any], environment: dict[str, Any], *, force: bool = False) -> bool:
+        """Write the settings, or compare them with those that are there already. Returns whether the run is a resumed one.
+
+        With `force`, a run goes on with other settings where that is possible; they take the place of the old, which stay on record.
+        """
+        if not (self.folder / "settings.json").exists():
             self._refuse_foreign(EARLY)
+            self._run = _hash_of(settings["resolved"])
             self.write_json("environment.json", environment)
-            self.write_json("settings.json", settings)
+            self.write_json("settings.json", {**settings, "run": self._run})
             return False
         before = self.read_json("settings.json")
         begun = self.read_json("environment.json") if self.has("environment.json") else {}
-        check_changes(self.folder, before["resolved"], settings["resolved"], begun, environment)
+        # What was kept before a change belongs to the run after it too.
+        self._run = before.get("run") or _hash_of(before["resolved"])
+        changed = check_changes(self.folder, before["resolved"], settings["resolved"], begun, environment, force=force)
+        if changed:
+            forced = [*before.get("forced", []), {name: list(pair) for name, pair in changed.items()}]
+            self.write_json("settings.json", {**settings, "run": self._run, "forced": forced})
         return True
+
+    def forced(self) -> list[str]:
+        """What was changed on the way, in words: a text for each time."""
+        if not self.has("settings.json"):
+            return []
+        return [in_lines({name: tuple(pair) for name, pair in each.items()}) for each in self.read_json("settings.json").get("forced", [])]
 
     # Files
 
@@ -241,6 +254,11 @@ def _check_held(found: Mapping[str, Any], held: Mapping[str, type]) -> None:
 def _is_history(epochs: list[Any]) -> bool:
     names = {field.name for field in fields(Epoch)}
     return bool(epochs) and all(isinstance(epoch, dict) and names - {"extra"} <= epoch.keys() <= names for epoch in epochs)
+
+
+def _hash_of(settings: Mapping[str, Any]) -> str:
+    """What tells a run from others."""
+    return hashlib.sha256(json.dumps(what_is_fixed(settings), sort_keys=True).encode()).hexdigest()
 
 
 def _line(stage: str, epoch: Epoch) -> str:
