@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import signal
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
-from killing import command, exit_code, run_until, start
-from peel.errors import RunError
+from killing import Suicidal, command, exit_code, run_until, start
+from peel.errors import DamagedError, RunError
 from peel.reporter import Silent
 from peel.result import Result
 from small import Small, few_digits, small_run
@@ -67,7 +69,10 @@ def test_a_forced_run_goes_on_where_it_was_and_says_what_changed(killed: Path) -
     assert said[0] in (killed / "report.html").read_text().replace("&gt;", ">")
     found = settings_of(killed)
     assert found["resolved"]["train"]["lr"] == 0.05
-    assert found["forced"] == [{"search.lr": [0.1, 0.05], "train.lr": [0.1, 0.05]}]
+    rates = {"train.lr": [0.1, 0.05], "search.lr": [0.1, 0.05]}
+    assert found["forced"] == [{"changes": rates, "done": ["original", "backbone"], "begun": ["uniform"]}]
+    assert "when original and backbone was done and uniform had begun" in said[0]
+    assert "may not have been trained alike" in (killed / "report.html").read_text()
 
 
 def test_what_was_forced_once_needs_no_force_again_and_is_not_forgotten(killed: Path, tmp_path: Path) -> None:
@@ -89,6 +94,8 @@ def test_what_was_forced_once_needs_no_force_again_and_is_not_forgotten(killed: 
         ({"budget": "40%"}, "method.budget"),
         ({"seed": 1}, "seed"),
         ({"train": {"epochs": 2, "batch_size": 32}}, "train.batch_size"),
+        ({"train": {"epochs": 3, "batch_size": 64}}, "train.epochs"),
+        ({"data": replace(few_digits(), classes=tuple(reversed(few_digits().classes)))}, "input.classes"),
         ({"keep": 0.5, "train": {**BASE["train"], "lr": 0.3}}, "method.keep"),
     ],
 )
@@ -96,14 +103,27 @@ def test_what_would_not_fit_is_refused_with_force_too(changes: dict[str, Any], n
     before = settings_of(killed)
     with pytest.raises(RunError) as caught:
         go_on(killed, **changes, force=True)
-    said = str(caught.value)
-    assert f"--force does not change {name}" in said
-    assert f"--teacher {killed}" in said
-    assert f"--plan {killed / 'plan.json'}" in said
+    assert f"--force does not change {name}" in str(caught.value)
     assert settings_of(killed) == before
     with pytest.raises(RunError) as caught:
         go_on(killed, **changes)
     assert "--force" not in str(caught.value)
+
+
+def test_a_refusal_names_what_another_run_can_use_and_nothing_else(killed: Path, tmp_path: Path) -> None:
+    teacher, plan = f"--teacher {killed}", f"--plan {killed / 'plan.json'}"
+    with pytest.raises(RunError) as caught:
+        go_on(killed, keep=0.5, force=True)
+    assert teacher in str(caught.value)
+    assert plan in str(caught.value)
+    with pytest.raises(RunError) as caught:
+        go_on(killed, budget="40%", force=True)
+    assert teacher in str(caught.value)
+    assert plan not in str(caught.value), "it costs too much"
+    assert exit_code(start(run_until, tmp_path / "early", BASE, ("original", 4))) == -signal.SIGKILL
+    with pytest.raises(RunError) as caught:
+        go_on(tmp_path / "early", keep=0.5, force=True)
+    assert "Another run can use" not in str(caught.value)
 
 
 def test_the_advice_of_a_refusal_works(killed: Path, tmp_path: Path) -> None:
@@ -132,11 +152,91 @@ def test_other_images_and_another_forward_pass_can_be_forced(killed: Path) -> No
     assert any("images: [200, 90] -> [199, 90]" in note and "tanh 0 -> 1" in note for note in result.notes)
 
 
-@pytest.mark.parametrize(("epochs", "steps"), [(4, {"uniform": 9, "peel": 12}), (1, {"peel": 3})])
-def test_more_or_fewer_epochs_can_be_forced(epochs: int, steps: dict[str, int], killed: Path) -> None:
-    result, found = go_on(killed, train={"epochs": epochs, "batch_size": 64}, force=True)
-    assert found == steps
-    assert [row["name"] for row in result.rows] == ["original", "uniform", "peel"]
+def test_an_epoch_that_lost_many_images_begins_anew(tmp_path: Path) -> None:
+    """Of ten steps nine were done; of three, none can be said to be."""
+    assert exit_code(start(lose, tmp_path / "run", 640, ("uniform", 9))) == -signal.SIGKILL
+    result, steps = go_on(tmp_path / "run", data=few_digits(200), force=True)
+    assert steps["uniform"] == 6
+    for epoch in result.history["uniform"]:
+        assert 1.5 < epoch.train["loss"] < 4
+        assert epoch.train["top1"] <= 1
+    passes = {row["name"]: row["image_passes"] for row in result.rows}
+    assert passes == {"original": 2 * 640, "uniform": 2 * 192, "peel": 2 * 192}, "as many as there were"
+
+
+def lose(folder: Path, images: int, step: tuple[str, int]) -> None:
+    """A run on so many images that is killed at a step of a stage."""
+    torch.set_num_threads(1)
+    small_run(data=few_digits(images), output=folder, reporter=Suicidal(*step), **BASE)
+
+
+@pytest.mark.parametrize("decay_norms", [True, False])
+def test_what_decays_can_be_forced_within_a_stage(decay_norms: bool, tmp_path: Path) -> None:
+    """Parameters lie in another order in the optimiser then; each keeps its own momentum."""
+    before = {**BASE, "train": {**BASE["train"], "decay_norms": not decay_norms}}
+    assert exit_code(start(run_until, tmp_path / "run", before, ("original", 4))) == -signal.SIGKILL
+    _, steps = go_on(tmp_path / "run", train={**BASE["train"], "decay_norms": decay_norms}, force=True)
+    assert steps["original"] == 3
+
+
+def test_a_finished_run_keeps_saying_what_its_network_was_trained_on(tmp_path: Path) -> None:
+    go_on(tmp_path / "run")
+    before = json.loads((tmp_path / "run" / "slim.json").read_text())["input"]
+    lighter = few_digits()
+    lighter = replace(lighter, train=replace(lighter.train, mean=(0.0, 0.0, 0.0)))
+    result, steps = go_on(tmp_path / "run", data=lighter, force=True)
+    assert not steps
+    assert json.loads((tmp_path / "run" / "slim.json").read_text())["input"] == before
+    assert any("input.mean" in note and "peel was done" in note for note in result.notes)
+
+
+def test_what_was_forced_on_a_teacher_is_said_by_every_run_that_uses_it(tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher"
+    shared = {"train": {**BASE["train"], "lr": 0.05}, "teacher": teacher}
+    assert exit_code(start(run_until, tmp_path / "first", {**BASE, "teacher": teacher}, ("original", 4))) == -signal.SIGKILL
+    with pytest.raises(RunError, match=r"train\.lr: 0\.1 -> 0\.05"):
+        go_on(tmp_path / "second", **shared)
+    for name, force in (("second", True), ("third", False)):
+        result, _ = go_on(tmp_path / name, **shared, force=force)
+        assert any(note.startswith("Of the teacher: ") and "train.lr: 0.1 -> 0.05" in note for note in result.notes)
+
+
+def test_the_page_of_a_forced_run_that_is_stopped_again_says_so(killed: Path) -> None:
+    class Breaking(Silent):
+        def step(self, done: int, total: int, images: int) -> None:
+            raise RunError("no more")
+
+    with pytest.raises(RunError, match="no more"):
+        small_run(output=killed, reporter=Breaking(), **{**BASE, "train": {**BASE["train"], "lr": 0.05}}, force=True)
+    assert "went on with other settings (--force)" in (killed / "report.html").read_text()
+
+
+def test_force_on_an_empty_folder_says_that_there_is_nothing_to_go_on_with(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    small_run(output=tmp_path / "new", force=True)
+    assert "holds no run that --force could go on with" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "forced", ["abc", 5, None, {"a": 1}, [5], [{"train.lr": [1, 2]}], [{"changes": {"train.lr": [1]}, "done": [], "begun": []}]]
+)
+def test_a_record_of_changes_that_is_none_is_damage(forced: object, killed: Path) -> None:
+    (killed / "settings.json").write_text(json.dumps({**settings_of(killed), "forced": forced}))
+    with pytest.raises(DamagedError, match=r"settings\.json is damaged: its 'forced'"):
+        go_on(killed)
+
+
+@pytest.mark.parametrize("operators", [None, 5])
+def test_a_folder_that_does_not_know_its_operators_is_another_version(operators: object, killed: Path) -> None:
+    settings = settings_of(killed)
+    if operators is None:
+        del settings["resolved"]["original"]["operators"]
+    else:
+        settings["resolved"]["original"]["operators"] = operators
+    (killed / "settings.json").write_text(json.dumps(settings))
+    with pytest.raises(RunError):
+        go_on(killed)
+    result, _ = go_on(killed, force=True)
+    assert any(f"original.operators: {operators!r} -> 'conv" in note for note in result.notes)
 
 
 def test_a_folder_of_another_version_can_be_forced(killed: Path) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .errors import RunError
 
-__all__ = ["check_changes", "in_lines", "what_is_fixed"]
+__all__ = ["check_changes", "forced_notes", "what_is_fixed"]
 
 log = logging.getLogger("peel")
 
@@ -27,11 +27,11 @@ FROM = {"pads": " (zero channels, which a GPU is faster with: go on with the kin
 #: What the network computes, in the words of torch: it tells whether the code of the model changed, unless it is torch that did.
 OPERATORS = "original.operators"
 
-#: Settings with which `--force` goes on although they changed: how networks are trained and on which images, and the code of the model.
-#: Others would leave a run whose parts do not fit: a plan of one budget beside a uniform network of another, or a state that counts steps
-#: of another size.
+#: Settings with which `--force` goes on although they changed: the rates and the like of the recipes, the images, the code of the model.
+#: Others would leave a run whose parts do not fit: a plan of one budget beside a uniform network of another, trainings of different
+#: lengths, labels that mean one class before and another after, or weights that have no place.
 FORCED = ("train.", "search.", "input.", "data", "fingerprint", "images", "original.layers", OPERATORS, "sync_bn", "deterministic")
-FIXED = ("train.batch_size", "search.batch_size")
+FIXED = (*(f"{recipe}.{name}" for recipe in ("train", "search") for name in ("epochs", "batch_size")), "input.classes", "input.shape")
 
 #: Parts of the settings whose names are the program's own; others hold names of the user's, such as those of groups.
 SECTIONS = ("original", "input", "method", "train", "search")
@@ -58,7 +58,8 @@ def check_changes(
         log.warning(
             "%s goes on with %s %s instead of %s: the bits will differ from those of a run without the change.", folder, name, new, old
         )
-    if OPERATORS in changed and begun.get("torch", environment.get("torch")) != environment.get("torch"):
+    is_other_torch = begun.get("torch", environment.get("torch")) != environment.get("torch")
+    if OPERATORS in changed and is_other_torch and all(isinstance(operators, str) for operators in changed[OPERATORS]):
         other = _other_operators(*changed.pop(OPERATORS))
         log.warning("%s goes on with a torch that runs other operators where the model's code is the same: %s.", folder, other)
     if changed and not (force and all(_may_be_forced(name) for name in changed)):
@@ -124,12 +125,25 @@ def _in_one_only(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterato
             yield from (("here", prefix + name, value) for name, value in new.items() if name not in old and prefix + name not in FREE)
 
 
-def in_lines(changed: Mapping[str, tuple[Any, Any]]) -> str:
+def in_lines(changed: Mapping[str, Sequence[Any]]) -> str:
     """The settings that differ, each with its old and new value."""
-    return "\n".join(
-        f"  {name}: {_other_operators(*pair) if name == OPERATORS else '{!r} -> {!r}'.format(*pair)}{FROM.get(name, '')}"
-        for name, pair in changed.items()
-    )
+    return "\n".join(f"  {_in_words(name, *pair)}{FROM.get(name, '')}" for name, pair in changed.items())
+
+
+def _in_words(name: str, old: Any, new: Any) -> str:
+    is_known = name == OPERATORS and isinstance(old, str) and isinstance(new, str)
+    return f"{name}: {_other_operators(old, new) if is_known else f'{old!r} -> {new!r}'}"
+
+
+def forced_notes(settings: Mapping[str, Any]) -> list[str]:
+    """What was changed on the way of a run, and when: from its settings.json, a sentence for each time."""
+    notes = []
+    for change in settings.get("forced", []):
+        done, begun = " and ".join(change["done"]) or "nothing", " and ".join(change["begun"])
+        changes = "; ".join(_in_words(name, *pair) for name, pair in change["changes"].items())
+        when = f"when {done} was done{f' and {begun} had begun' if begun else ''}"
+        notes.append(f"The run went on with other settings (--force) {when}: {changes}.")
+    return notes
 
 
 def _refusal(folder: Path, changed: Mapping[str, tuple[Any, Any]], settings: Mapping[str, Any], force: bool) -> str:
@@ -145,13 +159,21 @@ def _refusal(folder: Path, changed: Mapping[str, tuple[Any, Any]], settings: Map
     else:
         lines.append("Give the same settings to go on with it, or another --output to start anew.")
     if force:
-        lines.append(
-            f"--force does not change {', '.join(stubborn)}: what is done would not fit what is still to come. Another run can use what is "
-            f"done: --teacher {folder} its original, --plan {folder / 'plan.json'} its plan."
-        )
+        lines.append(f"--force does not change {', '.join(stubborn)}: what is done would not fit what is still to come.")
+        lines.extend(_what_can_be_used(folder, roots | {name for name in changed if name.startswith("method.")}))
     elif not stubborn:
         lines.append("With --force it goes on all the same, and its result says so.")
     return "\n".join(lines)
+
+
+def _what_can_be_used(folder: Path, changed: set[str]) -> list[str]:
+    """What a run with other settings can take from this one."""
+    found = []
+    if (folder / "stages" / "original.record.json").exists() and not changed & {"model", "original", "image_shape", "input"}:
+        found.append(f"--teacher {folder} its original")
+    if (folder / "plan.json").exists() and not changed & {"model", "original", "method.budget", "method.resource"}:
+        found.append(f"--plan {folder / 'plan.json'} its plan")
+    return [f"Another run can use what this one has done: {', '.join(found)}."] if found else []
 
 
 def _other_operators(old: str, new: str) -> str:

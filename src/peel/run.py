@@ -98,7 +98,7 @@ def prune(
     engine = find_engine(device, workers=workers, deterministic=deterministic, parts=parts, compile=compile, sync_bn=sync_bn)
     resolved: dict[str, Any] = {
         "model": model if isinstance(model, str) else f"{type(model).__module__}:{type(model).__qualname__}",
-        "original": {"macs": graph.macs(), "params": graph.params(), "layers": _layers(network), "operators": " ".join(graph.operators)},
+        "original": {"macs": graph.macs(), "params": graph.params(), **_code_of(network), "operators": " ".join(graph.operators)},
         "data": loaded.name,
         "image_shape": list(loaded.shape),
         "images": [loaded.train.size, loaded.test.size],
@@ -302,11 +302,11 @@ def _fingerprint(data: Data) -> str:
     return digest.hexdigest()[:16]
 
 
-def _layers(network: nn.Module) -> str:
-    """Tells whether the model's code still builds the same layers."""
-    kinds = [(name, type(module).__qualname__) for name, module in network.named_modules()]
-    shapes = [(name, tuple(tensor.shape)) for name, tensor in network.state_dict().items()]
-    return hashlib.sha256(repr((kinds, shapes)).encode()).hexdigest()[:16]
+def _code_of(network: nn.Module) -> dict[str, str]:
+    """Tells whether the model's code still builds the same layers, and whether they have the same weights."""
+    layers = [(name, type(module).__qualname__) for name, module in network.named_modules()]
+    tensors = [(name, tuple(tensor.shape)) for name, tensor in network.state_dict().items()]
+    return {name: hashlib.sha256(repr(found).encode()).hexdigest()[:16] for name, found in (("layers", layers), ("tensors", tensors))}
 
 
 def _given(

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import BudgetError, ConfigError, DataError, PeelError
+from .changes import forced_notes
+from .errors import BudgetError, ConfigError, DamagedError, DataError, PeelError
 from .estimate import seconds_per_mac, work_of
 from .graph import slim
 from .graph.padding import Padded, pad
@@ -34,7 +35,7 @@ from .train.objective import CrossEntropy, Objective
 from .train.recipe import Recipe
 from .train.training import part_size
 from .widths import Widths
-from .workspace import Workspace
+from .workspace import Workspace, read_object
 
 __all__ = ["STEPS", "Stages"]
 
@@ -90,6 +91,8 @@ class Stages:
         self.force = False
         self.history: dict[str, list[Epoch]] = {}
         self.rows: dict[str, dict[str, Any]] = {}
+        #: What is kept of each stage that is done.
+        self.records: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []
         #: What the teacher said so far, where it is remembered.
         self.answers: Answers | None = None
@@ -156,15 +159,15 @@ class Stages:
     def _end(self, plan: Plan | None, slimmed: nn.Module | None) -> Result:
         document = plan.document if plan is not None else None
         rows = [self.rows[name] for name in ("original", "uniform", "peel") if name in self.rows]
-        for changes in self.workspace.forced() if self.workspace is not None else ():
-            self.notes.append("The run went on with other settings on its way (--force): " + "; ".join(changes.split("\n  ")).strip())
-        if self.history and not self.problem.engine.repeats:
-            self.notes.append(VARIES)
+        self.notes += dict.fromkeys(note for record in self.records.values() for note in record.get("notes", ()))
+        self.notes += self._forced_notes()
         for note in self.notes:
             self.reporter.note(note)
         if self.workspace is not None:
             if slimmed is not None:
-                slimmed.peel_record = {**slimmed.peel_record, "input": self.problem.data.described()}  # type: ignore[assignment, dict-item]
+                # That of its training, which may not be that of now.
+                fed = self.records["peel"].get("input", self.problem.data.described())
+                slimmed.peel_record = {**slimmed.peel_record, "input": fed}  # type: ignore[assignment, dict-item]
                 save(slimmed, self.workspace.folder / "slim")
             result = {
                 "format": "peel-result",
@@ -189,8 +192,23 @@ class Stages:
 
         try:
             self.workspace.write_text("report.html", render(RunRecord.read(self.workspace.folder)))
-        except (PeelError, ImportError, KeyError, TypeError, ValueError) as error:
+        except Exception as error:
             log.warning("report.html could not be drawn: %s: %s", type(error).__name__, error)
+
+    def _forced_notes(self) -> list[str]:
+        """What was changed on the way of this run, and of that of its teacher."""
+        own = forced_notes(self.workspace.read_json("settings.json")) if self.workspace is not None else []
+        elsewhere = self.teacher_folder / "settings.json" if self.teacher_folder is not None else None
+        if elsewhere is None or not elsewhere.is_file():
+            return own
+        return [*own, *(f"Of the teacher: {note}" for note in forced_notes(read_object(elsewhere, "--teacher")))]
+
+    def _checked(self, widths: dict[str, Any]) -> Widths:
+        """The widths of a plan that an earlier start has kept."""
+        try:
+            return self.problem.graph.check(widths)
+        except PeelError as error:
+            raise DamagedError(f"plan.json is damaged: {error} Restore it from a copy, or start anew with another --output.") from error
 
     def _compare_with_uniform(self, plan: Plan) -> None:
         uniform = self.problem.uniform()
@@ -233,7 +251,7 @@ class Stages:
         self.reporter.stage("original", "evaluating the teacher")
         self.problem.engine.prepare(teacher.model)
         scored = evaluate(teacher.model, self.problem.data.test, self.problem.engine)
-        record = teacher.record or {"history": [], "image_passes": 0}
+        record = self.records["original"] = teacher.record or {"history": [], "image_passes": 0}
         self.history["original"] = [Epoch(**epoch) for epoch in record["history"]]
         seconds = sum(epoch.seconds for epoch in self.history["original"])
         self._add_row("original", self.problem.graph.widths, scored, seconds, record["image_passes"])
@@ -253,7 +271,7 @@ class Stages:
         if self.world.share(is_there):
             document = self.world.share(self.workspace.read_json("plan.json") if self.workspace is not None else None)
             self._recall_search()
-            return Plan(self.problem.graph.check(document["widths"]), document)
+            return Plan(self._checked(document["widths"]), document)
         if "backbone" not in self.steps:
             return None
         plan = make_plan(self.problem, self.method, self._train_backbone)
@@ -293,12 +311,12 @@ class Stages:
         each_epoch: Callable[[nn.Module], dict[str, Any]] | None,
     ) -> nn.Module:
         trained = self._train(stage, "the over-pruned backbone", network, objective, recipe, images, each_epoch)
-        self._add_search(stage, recipe, images)
+        self._add_search(stage)
         return trained
 
-    def _add_search(self, stage: str, recipe: Recipe, images: Split) -> None:
+    def _add_search(self, stage: str) -> None:
         self.search["seconds"] += sum(epoch.seconds for epoch in self.history[stage])
-        self.search["image_passes"] += recipe.epochs * (images.size // recipe.batch_size) * recipe.batch_size
+        self.search["image_passes"] += self.records[stage]["image_passes"]
 
     def _recall_search(self) -> None:
         """The history and cost of a search that an earlier start of this run finished."""
@@ -308,9 +326,9 @@ class Stages:
             stage = stage_of_round(number)
             record = self.workspace.finished(stage)
             if record is not None:
+                self.records[stage] = record
                 self.history[stage] = [Epoch(**epoch) for epoch in record["history"]]
-                self.search["seconds"] += sum(epoch.seconds for epoch in self.history[stage])
-                self.search["image_passes"] += record["image_passes"]
+                self._add_search(stage)
 
     def _final(self, name: str, widths: Widths, teacher: nn.Module | None) -> nn.Module:
         """Step 5: a network of these widths, trained from scratch with the recipe that all share."""
@@ -339,7 +357,8 @@ class Stages:
         problem = self.problem
         images, augment, classes = problem.data.train, self.recipe.augment, len(problem.data.classes)
         if self.answers is None and problem.engine.remembers:
-            self.answers = remember_answers(teacher, images, augment, classes, problem.engine, self.teacher_folder)
+            code = " ".join(problem.graph.operators)
+            self.answers = remember_answers(teacher, images, augment, classes, problem.engine, self.teacher_folder, code)
         return images if self.answers is None else Taught(images, self.answers)
 
     def _train(
@@ -356,13 +375,15 @@ class Stages:
         space, engine = self.workspace, self.problem.engine
         record = self.world.share(space.finished(stage) if space is not None else None)
         if record is not None:
+            self.records[stage] = record
             self.history[stage] = [Epoch(**epoch) for epoch in record["history"]]
             self.reporter.stage(stage, f"{what}: finished before")
             if space is not None:
                 space.checkpoints(stage).clear()  # a kill may have come before this
             return engine.prepare(self._kept(stage)).eval()
         self.reporter.stage(stage, f"training {what}")
-        padded = self._padded(network)
+        notes = [] if engine.repeats else [VARIES]
+        padded = self._padded(network, notes)
         self.history[stage] = fit(
             network if padded is None else padded.model,
             objective,
@@ -379,9 +400,15 @@ class Stages:
         )
         network = network.student() if isinstance(network, Pair) else network if padded is None else padded.unpadded()
         engine.prepare(network).eval()
+        self.records[stage] = {
+            "history": [asdict(epoch) for epoch in self.history[stage]],
+            # As many as there were: images may have been lost on the way.
+            "image_passes": sum(round(epoch.images_per_second * epoch.seconds) for epoch in self.history[stage]),
+            "input": self.problem.data.described(),
+            "notes": notes,
+        }
         if space is not None:
-            passes = recipe.epochs * (images.size // recipe.batch_size) * recipe.batch_size
-            space.finish(stage, {"history": [asdict(epoch) for epoch in self.history[stage]], "image_passes": passes}, network)
+            space.finish(stage, self.records[stage], network)
         return network
 
     def _kept(self, stage: str) -> nn.Module:
@@ -397,8 +424,8 @@ class Stages:
             network.load_state_dict(weights)
         return network
 
-    def _padded(self, network: nn.Module) -> Padded | None:
-        """The network with zero channels where the engine is faster with more."""
+    def _padded(self, network: nn.Module, notes: list[str]) -> Padded | None:
+        """The network with zero channels where the engine is faster with more; a note where that cannot be."""
         if not self.problem.engine.pads or isinstance(network, Pair):
             return None
         record: dict[str, Any] = network.peel_record  # type: ignore[assignment]
@@ -406,16 +433,15 @@ class Stages:
         graph = self.problem.graph.at(widths)
         raised = fast_widths(network, graph)
         padded = pad(self.problem.engine.prepare(network), graph, raised)
-        if padded is None and raised != graph.widths and UNPADDED not in self.notes:
-            self.notes.append(UNPADDED)
+        if padded is None and raised != graph.widths:
+            notes.append(UNPADDED)
         return padded
 
     def _row(self, name: str, network: nn.Module, widths: Widths) -> nn.Module:
         last = self.history[name][-1].test
         assert last is not None
         seconds = sum(epoch.seconds for epoch in self.history[name])
-        size = self.problem.data.train.size // self.recipe.batch_size * self.recipe.batch_size
-        self._add_row(name, widths, Scores(**last), seconds, self.recipe.epochs * size)
+        self._add_row(name, widths, Scores(**last), seconds, self.records[name]["image_passes"])
         return network
 
     def _add_row(self, name: str, widths: Widths, scores: Scores, seconds: float, passes: int) -> None:

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from torch import nn
 
-from .changes import check_changes, in_lines, what_is_fixed
+from .changes import check_changes, what_is_fixed
 from .errors import DamagedError, RunError
 from .files import parse_object, room_named, write_bytes, write_json
 from .store import load, save
@@ -42,7 +42,7 @@ EARLY = (".lock", ".probe", "environment.json")
 #: What the files that a run reads back must hold: the end of a file's name -> key -> of which kind.
 HELD: dict[str, dict[str, type]] = {
     "settings.json": {"resolved": dict},
-    "plan.json": {"widths": dict},
+    "plan.json": {"widths": dict, "rounds": list},
     ".record.json": {"history": list, "image_passes": int},
 }
 
@@ -139,6 +139,8 @@ class Workspace:
         """
         if not (self.folder / "settings.json").exists():
             self._refuse_foreign(EARLY)
+            if force:
+                log.warning("%s holds no run that --force could go on with: one begins there.", self.folder)
             self._run = _hash_of(settings["resolved"])
             self.write_json("environment.json", environment)
             self.write_json("settings.json", {**settings, "run": self._run})
@@ -149,15 +151,19 @@ class Workspace:
         self._run = before.get("run") or _hash_of(before["resolved"])
         changed = check_changes(self.folder, before["resolved"], settings["resolved"], begun, environment, force=force)
         if changed:
-            forced = [*before.get("forced", []), {name: list(pair) for name, pair in changed.items()}]
-            self.write_json("settings.json", {**settings, "run": self._run, "forced": forced})
+            change = {"changes": {name: list(pair) for name, pair in changed.items()}, "done": self.stages(), "begun": self._begun()}
+            self.write_json("settings.json", {**settings, "run": self._run, "forced": [*before.get("forced", []), change]})
         return True
 
-    def forced(self) -> list[str]:
-        """What was changed on the way, in words: a text for each time."""
-        if not self.has("settings.json"):
-            return []
-        return [in_lines({name: tuple(pair) for name, pair in each.items()}) for each in self.read_json("settings.json").get("forced", [])]
+    def stages(self) -> list[str]:
+        """Those that have finished, in the order in which they did."""
+        records = sorted(self.folder.glob("stages/*.record.json"), key=lambda path: path.stat().st_mtime_ns)
+        return [path.name.removesuffix(".record.json") for path in records]
+
+    def _begun(self) -> list[str]:
+        """Stages that have a state, but have not finished."""
+        names = {path.name.rsplit("-", 3)[0] for path in self.folder.glob("checkpoints/*.pt")}
+        return sorted(names - {*self.stages()})
 
     # Files
 
@@ -247,8 +253,26 @@ def _check_held(found: Mapping[str, Any], held: Mapping[str, type]) -> None:
             raise ValueError(f"it has no {key!r}")
         if not isinstance(found[key], kind):
             raise ValueError(f"its {key!r} is of the kind {type(found[key]).__name__}, not {kind.__name__}")
+    if "resolved" in held and not _is_forced(found.get("forced", [])):
+        raise ValueError("its 'forced' is not what peel writes there")
+    if "rounds" in held and not all(isinstance(each, dict) and isinstance(each.get("distinct", True), bool) for each in found["rounds"]):
+        raise ValueError("its 'rounds' are not those of a plan")
     if "history" in held and not _is_history(found["history"]):
         raise ValueError("its 'history' is not that of a training")
+
+
+def _is_forced(changes: Any) -> bool:
+    """Whether it is what `settle` writes."""
+
+    def is_change(change: Any) -> bool:
+        if not isinstance(change, dict) or not {"changes", "done", "begun"} <= change.keys() or not isinstance(change["changes"], dict):
+            return False
+        names = [change["done"], change["begun"]]
+        if not all(isinstance(each, list) and all(isinstance(name, str) for name in each) for each in names):
+            return False
+        return all(isinstance(pair, list) and len(pair) == 2 and pair[0] != pair[1] for pair in change["changes"].values())
+
+    return isinstance(changes, list) and all(is_change(change) for change in changes)
 
 
 def _is_history(epochs: list[Any]) -> bool:

@@ -10,6 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from ..budget import format_count
+from ..changes import forced_notes
 from ..errors import PeelError
 from ..record import RunRecord
 from .charts import curves_chart, groups_chart, importance_chart, label, widths_chart
@@ -47,7 +48,7 @@ def render(record: RunRecord) -> str:
         title=_title(record),
         facts=_facts(record),
         missing=_missing(record, stages),
-        notes=(record.result or {}).get("notes", []),
+        notes=(record.result or {}).get("notes") or forced_notes(record.settings),
         tiles=_tiles(rows),
         outcome=_outcome_table(rows),
         comparison=_comparison(record, rows),
@@ -166,9 +167,11 @@ def _comparison(record: RunRecord, rows: Mapping[str, Mapping[str, Any]]) -> str
     if not gains:
         return "PEEL and the uniform network can be compared once both are trained."
     seed = (record.result or {}).get("seed")
+    is_changed = bool(record.settings.get("forced"))
+    changed = " The settings changed on the way (see the notes), so they may not have been trained alike." if is_changed else ""
     return (
         f"PEEL minus uniform: {', '.join(gains)}. Both are single trainings with seed {seed}: a difference from one seed is no evidence by "
-        "itself, in either direction. Repeat the run with other seeds before you conclude anything from it."
+        "itself, in either direction. Repeat the run with other seeds before you conclude anything from it." + changed
     )
 
 

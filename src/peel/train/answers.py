@@ -83,9 +83,9 @@ class Answers:
             log.warning("the answers of the teacher could not be kept in %s: %s", self.path.parent, error.strerror)
 
     @staticmethod
-    def name_of(teacher: nn.Module, split: Resident, augment: str, engine: Engine) -> str:
-        """A file name that tells teachers, images and views apart."""
-        digest = hashlib.sha256(f"{augment} {split.shape} {split.mean} {split.std} {engine.bf16}".encode())
+    def name_of(teacher: nn.Module, split: Resident, augment: str, engine: Engine, code: str = "") -> str:
+        """A file name that tells teachers, images and views apart. `code` is what the teacher computes with its weights."""
+        digest = hashlib.sha256(f"{augment} {split.shape} {split.mean} {split.std} {engine.bf16} {code}".encode())
         for tensor in [*teacher.state_dict().values(), split.pixels, split.labels]:
             digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         return f"answers-{digest.hexdigest()[:16]}.safetensors"
@@ -137,11 +137,11 @@ class Taught:
 
 
 def remember_answers(
-    teacher: nn.Module, split: Split, augment: str, classes: int, engine: Engine, folder: Path | None = None
+    teacher: nn.Module, split: Split, augment: str, classes: int, engine: Engine, folder: Path | None = None, code: str = ""
 ) -> Answers | None:
     """A table for this teacher and these images; None where views cannot be counted, or it would be too large.
 
-    With a folder, it is kept there for other runs.
+    With a folder, it is kept there for other runs whose teacher has the same weights and `code`.
     """
     views = count_windows(augment, split.shape[1])
     width = 2 if engine.bf16 else 4
@@ -150,5 +150,5 @@ def remember_answers(
     answers = Answers(teacher, split.size, views, classes, engine)
     # Images on disk are known by their names only: what is said about them is not kept.
     if folder is not None and isinstance(split, Resident):
-        answers.keep_in(folder / Answers.name_of(teacher, split, augment, engine))
+        answers.keep_in(folder / Answers.name_of(teacher, split, augment, engine, code))
     return answers

@@ -6,11 +6,9 @@ They hold no state: what they make depends on the key they are given, so one tha
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
 import signal
-import threading
 import time
 import weakref
 from collections import deque
@@ -21,6 +19,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from ..errors import DataError
 
@@ -135,8 +134,8 @@ class Loader(Generic[Key]):
                 generator=torch.Generator(),
                 **several,
             )
-        with _children_unheard():
-            running = iter(self._loader)
+        running = iter(self._loader)
+        _leave_to_us(running)
         if not self._processes:
             self._processes, self._owner = list(getattr(running, "_workers", ())), os.getpid()
             _alive.add(self)
@@ -149,11 +148,10 @@ class Loader(Generic[Key]):
         """They hold nothing that is worth a farewell, and one that hangs would not hear it."""
         if self._owner != os.getpid():
             return  # a copy, in a process that was forked from the one that started them
-        with _children_unheard():
-            for process in self._processes:
-                process.kill()
-            for process in self._processes:
-                process.join(LOOK_SECONDS)
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join(LOOK_SECONDS)
         self._processes, self._loader = [], None
 
     def __del__(self) -> None:
@@ -169,19 +167,13 @@ def _end_all() -> None:
         loader._end()
 
 
-@contextlib.contextmanager
-def _children_unheard() -> Iterator[None]:
-    """Torch makes the death of a process an exception wherever the main thread happens to be, in the middle of a step; not by ours, and
-    not at the death of ours where someone else's loader has told it to.
+def _leave_to_us(running: Any) -> None:
+    """Torch makes the death of a process of a loader an exception wherever the main thread happens to be, in the middle of a step. Of ours
+    it is not to know: whether they live is looked at where a batch is waited for.
     """
-    if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, before if before is not None else signal.SIG_DFL)
+    if getattr(running, "_worker_pids_set", False):
+        signal_handling._remove_worker_pids(id(running))  # type: ignore[attr-defined]
+        running._worker_pids_set = False
 
 
 def _deaf(worker: int) -> None:

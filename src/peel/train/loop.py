@@ -75,7 +75,7 @@ def fit(
     slower = 1.0
     with listened_to():
         while True:
-            training = Training(model, objective, recipe, engine, checkpoints)
+            training = Training(model, objective, recipe, engine, checkpoints, steps)
             torch.manual_seed(derive("model", seed, engine.world.rank))
             start = training.start(slower)
             if watcher is not None:

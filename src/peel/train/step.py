@@ -71,7 +71,7 @@ class Step:
     """The optimiser, the running sums and, on a GPU, the recorded step."""
 
     def __init__(self, model: nn.Module, objective: Objective, recipe: Recipe, engine: Engine) -> None:
-        self.engine = engine
+        self.model, self.engine = model, engine
         self.loss: nn.Module = _Loss(model, objective)
         self.before = _Before(model)
         self.replays = engine.graphs and engine.world.size == 1
@@ -266,17 +266,18 @@ class Step:
                 self.sums[name] = torch.zeros((), dtype=torch.float64, device=value.device)
             self.sums[name].add_(value.detach() * share)
 
-    def momenta(self) -> list[Tensor | None]:
-        return [self.optimiser.state[parameter].get("momentum_buffer") for parameter in self._parameters()]
+    def momenta(self) -> dict[str, Tensor | None]:
+        return {name: self.optimiser.state[parameter].get("momentum_buffer") for name, parameter in self._trained()}
 
-    def set_momenta(self, momenta: list[Tensor | None]) -> None:
-        for parameter, momentum in zip(self._parameters(), momenta, strict=True):
+    def set_momenta(self, momenta: dict[str, Tensor | None]) -> None:
+        for name, parameter in self._trained():
+            momentum = momenta.get(name)
             if momentum is not None:
                 # In the memory order of the parameter, as the optimiser itself makes it.
                 self.optimiser.state[parameter]["momentum_buffer"] = torch.empty_like(parameter).copy_(momentum)
 
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.optimiser.param_groups for parameter in group["params"]]
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
 
 
 def _optimiser(model: nn.Module, recipe: Recipe, engine: Engine, replays: bool) -> torch.optim.SGD:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from dataclasses import asdict, dataclass, field
@@ -20,6 +21,8 @@ from .step import Step
 from .stop import stop_requested
 
 __all__ = ["Start", "Training", "part_size"]
+
+log = logging.getLogger("peel")
 
 #: Several processes ask each other about so often whether one was told to stop or a checkpoint is due: not at every step, which would make
 #: each wait for the slowest, and not later than this many seconds or steps.
@@ -53,8 +56,10 @@ def part_size(recipe: Recipe, engine: Engine) -> int:
 class Training:
     """The state of a training, and keeping it."""
 
-    def __init__(self, model: nn.Module, objective: Objective, recipe: Recipe, engine: Engine, checkpoints: Checkpoints | None) -> None:
-        self.model, self.recipe, self.engine, self.checkpoints = model, recipe, engine, checkpoints
+    def __init__(
+        self, model: nn.Module, objective: Objective, recipe: Recipe, engine: Engine, checkpoints: Checkpoints | None, steps: int
+    ) -> None:
+        self.model, self.recipe, self.engine, self.checkpoints, self.steps = model, recipe, engine, checkpoints, steps
         self.world = engine.world
         self.part_size = part_size(recipe, engine)
         self.running = Step(model, objective, recipe, engine)
@@ -118,6 +123,7 @@ class Training:
             state = {
                 "epoch": epoch,
                 "step": step,
+                "steps": self.steps,
                 "seconds": seconds,
                 "slower": slower,
                 "history": [asdict(record) for record in history],
@@ -156,12 +162,17 @@ class Training:
         assert self.checkpoints is not None
         try:
             self.model.load_state_dict(state["model"])
+            if "steps" not in state or not isinstance(state["optimiser"], dict):
+                raise RuntimeError("of another version")
         except RuntimeError as error:
             raise DamagedError(
                 f"the newest checkpoint in {self.checkpoints.folder} has tensors of other shapes than the network that is trained here: "
-                "another version of peel may have written it. Go on with that version, or start anew with another --output."
+                "another version of peel or of the model's code may have written it. Go on with that, or start anew with another --output."
             ) from error
         self.running.set_momenta(state["optimiser"])
+        if state["steps"] != self.steps and state["step"]:
+            log.warning("an epoch has %d steps now, not %d: the one that was running begins anew.", self.steps, state["steps"])
+            state.update(step=0, seconds=0.0, sums={})
         for name, value in state["sums"].items():
             # They were added up over all processes.
             self.running.sums[name] = (value if self.world.is_first else torch.zeros_like(value)).to(self.engine.device)
