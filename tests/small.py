@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from peel.reporter import Silent
 from peel.result import Result
 from peel.run import prune
 from peel.train.data import Data, load_data
@@ -50,6 +51,10 @@ class Small(nn.Module):
         return self.fc(self.dropout(x.mean((2, 3))))
 
 
+#: A plan for it, as from elsewhere: all of them odd.
+WIDTHS = {"conv1": 5, "conv2": 3, "conv3": 11, "conv4": 7}
+
+
 class Dropping(Small):
     def __init__(self) -> None:
         super().__init__(dropout=0.5)
@@ -74,6 +79,22 @@ def few_digits(train: int = 200, test: int = 90) -> Data:
 def small_run(model: nn.Module | None = None, data: Data | None = None, **settings: Any) -> Result:
     """A whole run on a small network and few digits."""
     return prune(model if model is not None else Small(), data if data is not None else few_digits(), **{**SHORT, **settings})
+
+
+class Counting(Silent):
+    """Counts the steps of training in each stage."""
+
+    def __init__(self) -> None:
+        self.steps: dict[str, int] = {}
+        self.said: list[str] = []
+        self.name = ""
+
+    def stage(self, name: str, what: str) -> None:
+        self.name = name
+        self.said.append(what)
+
+    def step(self, done: int, total: int, images: int) -> None:
+        self.steps[self.name] = self.steps.get(self.name, 0) + 1
 
 
 def same_weights(first: nn.Module, second: nn.Module) -> bool:

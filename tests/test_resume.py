@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -14,11 +13,9 @@ from typing import Any
 
 import pytest
 
-from killing import exit_code, run_until, start, wait_for
+from killing import KILLED, exit_code, run_until, start, wait_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-KILLED = -signal.SIGKILL
 
 #: Two epochs of three steps in every stage.
 BASE: dict[str, Any] = {"train": {"epochs": 2, "batch_size": 64}, "search": {"epochs": 2}, "checkpoint_seconds": 0.0}

@@ -1,4 +1,4 @@
-"""Where a run may find itself: paths of every kind, no home, no network, no terminal, a clock that jumps. It works the same everywhere."""
+"""Where a run may find itself: any path, no home, no network, no terminal, a package less, a clock that jumps. It works everywhere."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from commands import line
 from killing import command, exit_code, run_until, start
 from small import small_run
 
@@ -98,6 +99,32 @@ def test_without_a_home_and_without_a_network(home: str | None, tmp_path: Path) 
     assert len(list(tmp_path.glob("runs/*/report.html"))) == 1
 
 
+@pytest.mark.parametrize(
+    ("absent", "arguments", "code", "hint"),
+    [
+        ("timm", line("run"), 0, ""),
+        ("timm", ["inspect", "resnet26d"], 2, "pip install timm"),
+        ("matplotlib", line("run"), 0, "pip install matplotlib"),
+        ("jinja2", line("run"), 0, "pip install jinja2"),
+    ],
+)
+def test_without_a_package_the_rest_works_and_one_line_says_what_to_install(
+    absent: str, arguments: list[str], code: int, hint: str, tmp_path: Path
+) -> None:
+    (tmp_path / f"{absent}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{absent}'\", name={absent!r})")
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(tmp_path), *map(os.path.abspath, sys.path)])}
+    done = subprocess.run(
+        [sys.executable, "-m", "peel", *arguments], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("pip install") == bool(hint)
+    assert hint in done.stderr
+    if code == 0:
+        assert (tmp_path / "run" / "result.json").exists()
+        assert (tmp_path / "run" / "report.html").exists() is (not hint)
+
+
 # Terminals
 
 
@@ -164,9 +191,9 @@ def test_a_clock_that_jumps_back_changes_nothing(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(time, "time", jumping)
     small_run(output=tmp_path / "jumped")
-    for line in (tmp_path / "jumped" / "metrics.jsonl").read_text().splitlines():
-        assert json.loads(line)["seconds"] >= 0
-        assert json.loads(line)["images_per_second"] > 0
+    for epoch in (tmp_path / "jumped" / "metrics.jsonl").read_text().splitlines():
+        assert json.loads(epoch)["seconds"] >= 0
+        assert json.loads(epoch)["images_per_second"] > 0
     assert (tmp_path / "jumped" / "slim.safetensors").read_bytes() == (tmp_path / "straight" / "slim.safetensors").read_bytes()
 
 

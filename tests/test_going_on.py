@@ -1,0 +1,105 @@
+"""The same call on the folder of a run: nothing is computed twice, and a damaged file is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from folders import content
+from peel.errors import DamagedError, RunError, StoreError
+from peel.result import Result
+from peel.workspace import Workspace
+from small import Counting, same_weights, small_run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_the_same_call_again_trains_nothing_and_gives_the_same_result(finished: tuple[Path, Result], own: Path) -> None:
+    before, reporter = content(own), Counting()
+    again = small_run(output=own, seed=3, reporter=reporter)
+    assert reporter.steps == {}
+    assert list(again.rows) == list(finished[1].rows)
+    assert again.history == finished[1].history
+    assert again.model is not None
+    assert finished[1].model is not None
+    assert same_weights(again.model, finished[1].model)
+    after = content(own)
+    assert set(after) == set(before)
+    for name in before:
+        if name.startswith("stages/") or name in ("settings.json", "plan.json", "metrics.jsonl"):
+            assert after[name] == before[name], f"{name} was written again"
+        elif name not in (".lock", "report.html"):
+            assert after[name][1] == before[name][1], f"{name} changed"
+
+
+def test_what_does_not_change_the_result_may_change(own: Path) -> None:
+    reporter = Counting()
+    small_run(output=own, seed=3, device="cpu", workers=1, checkpoint_seconds=5.0, reporter=reporter)
+    assert reporter.steps == {}
+
+
+def test_stages_that_finished_are_kept_when_a_later_one_is_lost(own: Path) -> None:
+    before = content(own)
+    for name in ("stages/peel.record.json", "result.json", "slim.json"):
+        (own / name).unlink()
+    reporter = Counting()
+    small_run(output=own, seed=3, reporter=reporter)
+    assert reporter.steps == {"peel": 6}
+    after = content(own)
+    assert all(after[name][1] == before[name][1] for name in ("stages/peel.safetensors", "slim.json", "slim.safetensors"))
+    assert all(after[name] == before[name] for name in before if name.startswith(("stages/original", "stages/backbone", "stages/uniform")))
+
+
+def test_checkpoints_that_a_kill_left_beside_a_finished_stage_are_taken_away(own: Path) -> None:
+    Workspace(own).checkpoints("uniform").save({"epoch": 2}, 2, 0)
+    small_run(output=own, seed=3)
+    assert not list((own / "checkpoints").iterdir())
+
+
+# Damaged files
+
+
+def test_a_damaged_stage_is_said_to_be_damaged(own: Path) -> None:
+    (own / "result.json").unlink()
+    weights = own / "stages" / "uniform.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(StoreError, match=r"uniform.safetensors is damaged"):
+        small_run(output=own, seed=3)
+    (own / "stages" / "original.record.json").write_text("{")
+    with pytest.raises(RunError, match=r"original.record.json is damaged"):
+        small_run(output=own, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("stages/original.record.json", "{}", "it has no 'history'"),
+        ("plan.json", "{}", "it has no 'widths'"),
+        ("settings.json", "[]", "expected an object, found list"),
+    ],
+)
+def test_a_file_with_something_else_in_it_is_said_to_be_damaged(name: str, content: str, reason: str, own: Path) -> None:
+    (own / name).write_text(content)
+    with pytest.raises(DamagedError, match=rf"{name} is damaged: {reason}\. Restore it from a copy, or .* another --output"):
+        small_run(output=own, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("peel.record.json", '{"history": []}', "it has no 'image_passes'"),
+        ("peel.record.json", '{"history": {}, "image_passes": 1}', "its 'history' is of the kind dict, not list"),
+        ("peel.record.json", '{"history": [], "image_passes": 1}', "its 'history' is not that of a training"),
+        ("peel.record.json", '{"history": [{"epoch": 1}], "image_passes": 1}', "its 'history' is not that of a training"),
+        ("settings.json", '{"resolved": 1}', "its 'resolved' is of the kind int, not dict"),
+        ("settings.json", "[" * 100_000, "it is nested too deeply"),
+        ("environment.json", "3", "expected an object, found int"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(name: str, content: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DamagedError, match=rf"{name} is damaged: {reason}\."):
+        Workspace(tmp_path).read_json(name)

@@ -1,0 +1,90 @@
+"""Several processes that are killed or told to stop, through the command line (F8): they keep their state, and none is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import peel
+from commands import line
+from folders import kept, weights
+from killing import wait_for
+from small import Small
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.slow
+def test_a_process_killed_once_is_started_again_by_torchrun_and_the_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    def torchrun(output: str, **environment: str) -> str:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["tests", *sys.path]), **environment}
+        done = subprocess.run(
+            [sys.executable, *launcher, "-m", "peel", *line(tmp_path / output)],
+            env=variables, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    began = time.monotonic()
+    said = torchrun("killed", PEEL_FAULT="15:kill:1")
+    assert time.monotonic() - began < 60
+    assert "exitcode: -9) local_rank: 1" in said, "who died first is said"
+    assert "going on after epoch 1 of 2" in said
+    torchrun("whole")
+    assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "pause"), [(signal.SIGTERM, 0.1), (signal.SIGINT, 0.1), (signal.SIGUSR1, 0.1), (signal.SIGTERM, 4.0), (signal.SIGKILL, 0.1)]
+)
+def test_several_processes_that_are_told_to_stop_keep_their_state(number: signal.Signals, pause: float, tmp_path: Path) -> None:
+    """Soon, however long their steps are; and when the one that started them is killed, nobody is left behind."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["tests", *sys.path])}
+    folder = tmp_path / "stopped"
+
+    def started(output: Path) -> list[str]:
+        return [sys.executable, "-m", "peel", *line(output, "--gpus", "2", model="small:Slow")]
+
+    process = subprocess.Popen(
+        started(folder), env={**variables, "PAUSE": str(pause)}, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    wait_for(folder / ("settings.json" if pause > 1 else "metrics.jsonl"))
+    time.sleep(0.5)
+    began = time.monotonic()
+    # A scheduler tells the command alone; a terminal tells everyone.
+    os.killpg(process.pid, number) if number == signal.SIGINT else os.kill(process.pid, number)
+    _, said = process.communicate(timeout=60)
+    assert time.monotonic() - began < 20
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    assert said.count("Go on with the same command") == 1
+    assert "--gpus 2" in said.partition("Go on with the same command")[2], "the command as it was given"
+    assert len(kept(folder)) >= 1
+    for output in (folder, tmp_path / "whole"):
+        subprocess.run(started(output), env=variables, check=True, capture_output=True, timeout=120)
+    stopped, straight = (peel.load(place / "stages" / "original", model=Small()) for place in (folder, tmp_path / "whole"))
+    for name, value in stopped.state_dict().items():
+        assert torch.equal(value, straight.state_dict()[name]), name
+
+
+@pytest.mark.slow
+def test_ctrl_c_twice_stops_several_processes_at_once(tmp_path: Path) -> None:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["tests", *sys.path]), "PAUSE": "20"}
+    command = [sys.executable, "-m", "peel", *line(tmp_path / "run", "--gpus", "2", model="small:Slow")]
+    process = subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    wait_for(tmp_path / "run" / "settings.json")
+    time.sleep(2)
+    for _ in range(2):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.5)
+    _, said = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert said.count("interrupted") == 1

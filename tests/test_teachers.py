@@ -1,0 +1,170 @@
+"""Plans and teachers from elsewhere: taken as they are, or refused before anything is written."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import peel
+from folders import content, read
+from peel.errors import DamagedError, DataError, RunError, StoreError
+from peel.result import Result
+from peel.train.loop import evaluate
+from small import CPU, WIDTHS, Counting, Small, few_digits, same_weights, small_run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# Plans
+
+
+@pytest.mark.parametrize("form", ["mapping", "widths", "bare file", "plan file"])
+def test_a_plan_from_elsewhere_is_trained_as_it_is(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"widths": WIDTHS, "budget": 1} if form == "plan file" else WIDTHS))
+    plan: Any = WIDTHS if form == "mapping" else peel.Widths(WIDTHS) if form == "widths" else str(path)
+    result = small_run(plan=plan, steps=["peel"], distill="none")
+    assert isinstance(result.model, nn.Module)
+    assert [result.model.get_submodule(name).out_channels for name in WIDTHS] == list(WIDTHS.values())
+    assert list(result.history) == ["peel"]
+
+
+def test_a_run_with_a_plan_from_elsewhere_keeps_it_and_trains_nothing_again(tmp_path: Path) -> None:
+    result = small_run(plan=WIDTHS, output=tmp_path / "run")
+    assert [row["name"] for row in result.rows] == ["original", "uniform", "peel"]
+    assert "backbone" not in result.history
+    assert read(tmp_path / "run" / "plan.json")["widths"] == WIDTHS
+    reporter = Counting()
+    small_run(plan=WIDTHS, output=tmp_path / "run", reporter=reporter)
+    assert reporter.steps == {}
+
+
+def test_widths_that_a_plan_does_not_name_stay(tmp_path: Path) -> None:
+    plan = small_run(plan={"conv3": 5}, dry_run=True, budget="100%").plan
+    assert plan is not None
+    assert plan["widths"] == {"conv1": 8, "conv2": 8, "conv3": 5, "conv4": 16}
+
+
+def test_the_plan_of_one_run_is_trained_by_another(finished: tuple[Path, Result]) -> None:
+    result = small_run(plan=finished[0] / "plan.json", seed=3)
+    assert result.model is not None
+    assert finished[1].model is not None
+    assert same_weights(result.model, finished[1].model), "the same widths, seed and recipe"
+
+
+# Teachers
+
+
+def test_a_teacher_at_a_path_is_trained_once_and_used_by_every_run_that_names_it(tmp_path: Path) -> None:
+    first, second = Counting(), Counting()
+    one = small_run(teacher=tmp_path / "teacher", output=tmp_path / "one", reporter=first)
+    kept = content(tmp_path / "teacher")
+    assert first.steps["original"] == 6
+    assert {"stages/original.json", "stages/original.safetensors", "stages/original.record.json"} <= set(kept)
+    two = small_run(teacher=str(tmp_path / "teacher"), output=tmp_path / "two", seed=9, budget="40%", reporter=second)
+    assert "original" not in second.steps
+    assert content(tmp_path / "teacher") == kept
+    assert two.rows[0]["top1"] == one.rows[0]["top1"]
+    straight = small_run()
+    assert one.model is not None
+    assert straight.model is not None
+    assert same_weights(one.model, straight.model), "where the teacher is kept does not matter"
+
+
+def test_the_folder_of_a_run_is_a_teacher(finished: tuple[Path, Result]) -> None:
+    reporter = Counting()
+    result = small_run(teacher=finished[0], steps=["original"], reporter=reporter)
+    assert reporter.steps == {}
+    assert result.rows[0]["top1"] == finished[1].rows[0]["top1"]
+
+
+@pytest.mark.parametrize("form", ["plain", "state_dict", "model", "module prefix", "compiled prefix", "peel", "module"])
+def test_a_trained_teacher_is_taken_from_a_checkpoint_or_a_module(form: str, tmp_path: Path, finished: tuple[Path, Result]) -> None:
+    trained = peel.load(finished[0] / "stages" / "original", model=Small())
+    weights = trained.state_dict()
+    path = tmp_path / "teacher.pt"
+    teacher: Any = path
+    if form == "peel":
+        teacher = peel.save(trained, tmp_path / "teacher")
+    elif form == "module":
+        teacher = trained
+    elif form.endswith("prefix"):
+        prefix = "module." if form == "module prefix" else "_orig_mod."
+        torch.save({f"{prefix}{name}": tensor for name, tensor in weights.items()}, path)
+    else:
+        torch.save(weights if form == "plain" else {form: weights, "epoch": 3}, path)
+    reporter = Counting()
+    result = small_run(teacher=teacher, steps=["original"], reporter=reporter)
+    assert reporter.steps == {}
+    expected = evaluate(trained, few_digits().test, CPU)
+    assert (result.rows[0]["top1"], result.rows[0]["loss"]) == (expected.top1, expected.loss)
+
+
+# Teachers that cannot be used
+
+
+class Canary:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.write_text, (self.path, "code ran")
+
+
+def write_teacher(kind: str, path: Path) -> None:
+    weights: Any = Small(num_classes=7 if kind == "other classes" else 10).state_dict()
+    if kind == "code":
+        weights = {**weights, "fc.bias": Canary(path.with_name("canary"))}
+    elif kind == "pickle":
+        path.write_bytes(pickle.dumps(Canary(path.with_name("canary")), protocol=2))
+        return
+    elif kind == "other network":
+        weights = nn.Conv2d(3, 8, 3).state_dict()
+    elif kind == "numbers":
+        weights = {"epoch": 3}
+    elif kind == "text":
+        path.write_text("not a checkpoint")
+        return
+    elif kind == "missing":
+        return
+    torch.save(weights, path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("other classes", r"teacher.pt does not fit the model: fc.weight has shape \(7, 16\) there and \(10, 16\) here.*classes"),
+        ("code", "teacher.pt cannot be read as weights without running code"),
+        ("pickle", "teacher.pt cannot be read as weights without running code"),
+        ("other network", "teacher.pt does not fit the model"),
+        ("numbers", "teacher.pt holds no state_dict"),
+        ("text", "teacher.pt cannot be read"),
+        ("missing", "there is no teacher at .*teacher.pt"),
+    ],
+)
+def test_a_teacher_that_cannot_be_used_is_refused_before_anything_is_written(kind: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "teacher.pt"
+    write_teacher(kind, path)
+    with pytest.raises((StoreError, RunError), match=message):
+        small_run(teacher=path, output=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "canary").exists()
+
+
+def test_a_teacher_module_with_other_classes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the teacher knows 7 classes, the data has 10"):
+        small_run(teacher=Small(num_classes=7), output=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("content", ["{}", "{"])
+def test_a_damaged_record_of_a_teacher_is_named(content: str, own: Path, tmp_path: Path) -> None:
+    (own / "stages" / "original.record.json").write_text(content)
+    with pytest.raises(DamagedError, match=r"original.record.json is damaged: .* another --teacher"):
+        small_run(teacher=own, output=tmp_path / "other")
