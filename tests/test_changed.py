@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+import peel
 from commands import run
 from folders import content, kept, read, weights
 from killing import KILLED
@@ -228,12 +229,13 @@ def test_a_folder_of_another_version_of_peel_with_other_settings_is_said_to_be_o
     assert "None" not in said
 
 
-def test_going_on_with_another_torch_is_said(killed: Path, whole: bytes) -> None:
+def test_going_on_with_another_torch_or_peel_is_said(killed: Path, whole: bytes) -> None:
     path = killed / "environment.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "torch": "2.0.1"}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "torch": "2.0.1", "peel": "0.0.7"}))
     code, said = run(killed)
     assert code == 0
     assert f"was begun with torch 2.0.1 and goes on with {torch.__version__}" in said
+    assert f"was begun with peel 0.0.7 and goes on with {peel.__version__}" in said
     assert weights(killed) == whole
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,25 +16,12 @@ from killing import Suicidal, command, exit_code, run_until, start
 from peel.errors import DamagedError, RunError
 from peel.reporter import Silent
 from peel.result import Result
-from small import Small, few_digits, small_run
+from small import Counting, Small, few_digits, small_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 #: Two epochs of three steps in every stage, with a checkpoint after each step.
 BASE: dict[str, Any] = {"train": {"epochs": 2, "batch_size": 64}, "search": {"epochs": 2}, "checkpoint_seconds": 0.0}
-
-
-class Steps(Silent):
-    """Counts the steps of each stage that is trained."""
-
-    def __init__(self) -> None:
-        self.name, self.found = "", Counter[str]()
-
-    def stage(self, name: str, what: str) -> None:
-        self.name = name
-
-    def step(self, done: int, total: int, images: int) -> None:
-        self.found[self.name] += 1
 
 
 @pytest.fixture
@@ -45,9 +31,9 @@ def killed(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def go_on(folder: Path, model: Small | None = None, **changes: Any) -> tuple[Result, Counter[str]]:
-    reporter = Steps()
-    return small_run(model, output=folder, reporter=reporter, **{**BASE, **changes}), reporter.found
+def go_on(folder: Path, model: Small | None = None, **changes: Any) -> tuple[Result, dict[str, int]]:
+    reporter = Counting()
+    return small_run(model, output=folder, reporter=reporter, **{**BASE, **changes}), reporter.steps
 
 
 def settings_of(folder: Path) -> dict[str, Any]:

@@ -78,6 +78,9 @@ def test_a_damaged_stage_is_said_to_be_damaged(own: Path) -> None:
     [
         ("stages/original.record.json", "{}", "it has no 'history'"),
         ("plan.json", "{}", "it has no 'widths'"),
+        ("plan.json", '{"widths": {}, "rounds": 5}', "its 'rounds' is of the kind int, not list"),
+        ("plan.json", '{"widths": {}, "rounds": [5]}', "its 'rounds' are not those of a plan"),
+        ("plan.json", '{"widths": {"other": 3}, "rounds": []}', ".*other.*"),
         ("settings.json", "[]", "expected an object, found list"),
     ],
 )

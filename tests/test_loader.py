@@ -84,21 +84,60 @@ def test_ending_our_processes_does_not_disturb_whoever_uses_loaders_of_torch() -
         signal.signal(signal.SIGCHLD, before)
 
 
+def test_a_process_that_dies_while_something_is_computed_does_not_disturb_it(split: Folder) -> None:
+    """Torch would raise an error in the middle of it, with the weights half updated; at the latest where a loader of torch's is in use."""
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        theirs = iter(DataLoader(torch.arange(4), num_workers=1))  # type: ignore[arg-type]
+        others, got = children(), 0
+        for number, batch in enumerate(split.batches(torch.arange(48), 4, View("imagenet", 3), CPU, 2)):
+            got += len(batch.labels)
+            if number == 1:
+                os.kill(min(children() - others), signal.SIGKILL)
+                until = time.monotonic() + 1
+                while time.monotonic() < until:
+                    torch.randn(100, 100).square().sum().item()
+        assert got == 48
+        assert [batch.item() for batch in theirs] == [0, 1, 2, 3]
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_whoever_listens_to_their_own_processes_hears_of_them() -> None:
+    heard = []
+    before = signal.signal(signal.SIGCHLD, lambda *_: heard.append(True))
+    try:
+        ours = Loader(float_of, 1, pin=False)
+        assert [batch.item() for batch in ours.batches([[1], [2]])] == [1.0, 2.0]
+        heard.clear()
+        subprocess.run(["true"], check=True)
+        assert heard
+    finally:
+        ours._end()
+        signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.parametrize("between", [False, True], ids=["at work", "between two epochs"])
+def test_a_process_that_hangs_is_replaced_and_nothing_is_lost(
+    between: bool, split: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PEEL_PATIENCE", "2")
+    view = View("imagenet", 3)
+    whole = torch.cat([batch.images for batch in split.batches(torch.arange(48), 4, view, CPU, 0)])
+    if between:
+        assert len(list(split.batches(torch.arange(48), 4, view, CPU, 2))) == 12
+        os.kill(min(children()), signal.SIGSTOP)
+    got = []
+    for number, batch in enumerate(split.batches(torch.arange(48), 4, view, CPU, 2)):
+        got.append(batch.images)
+        if number == 1 and not between:
+            os.kill(min(children()), signal.SIGSTOP)
+    assert torch.equal(torch.cat(got), whole)
+    assert "it is replaced" in caplog.text
+
+
 def float_of(key: int) -> Tensor:
     return torch.tensor(float(key))
-
-
-def test_a_process_that_dies_while_something_is_computed_does_not_disturb_it(split: Folder) -> None:
-    """Torch would raise an error in the middle of it, with the weights half updated."""
-    got = 0
-    for number, batch in enumerate(split.batches(torch.arange(48), 4, View("imagenet", 3), CPU, 2)):
-        got += len(batch.labels)
-        if number == 1:
-            os.kill(min(children()), signal.SIGKILL)
-            until = time.monotonic() + 1
-            while time.monotonic() < until:
-                torch.randn(100, 100).square().sum().item()
-    assert got == 48
 
 
 def test_signals_to_the_whole_group_do_not_end_the_processes(split: Folder) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -150,11 +151,12 @@ def padding_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "find_engine", lambda *arguments, **named: replace(engines(*arguments, **named), pads=True))
 
 
-def test_a_run_that_is_not_padded_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_not_padded_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = Small()
     model.norm2 = nn.GroupNorm(1, 8)  # type: ignore[assignment]
     padding_engine(monkeypatch)
-    assert small_run(model, device="cpu").notes.count(stages.UNPADDED) == 1
+    for _ in range(2):
+        assert small_run(model, device="cpu", output=tmp_path / "run").notes.count(stages.UNPADDED) == 1, "also when it is finished"
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -76,6 +76,40 @@ def test_several_processes_that_are_told_to_stop_keep_their_state(number: signal
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "pause", "code"),
+    [(signal.SIGTERM, 0.1, 1), (signal.SIGTERM, 4.0, 1), (signal.SIGINT, 0.1, 1), (signal.SIGUSR1, 0.1, -signal.SIGUSR1)],
+)
+def test_processes_of_torchrun_that_are_told_to_stop_keep_their_state(
+    number: signal.Signals, pause: float, code: int, tmp_path: Path
+) -> None:
+    """With the exit codes of torchrun, which does not know of SIGUSR1 and dies of it; its processes notice."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["tests", *sys.path])}
+    folder = tmp_path / "stopped"
+
+    def started(output: Path) -> list[str]:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        return [sys.executable, *launcher, "-m", "peel", *line(output, model="small:Slow")]
+
+    process = subprocess.Popen(
+        started(folder), env={**variables, "PAUSE": str(pause)}, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    wait_for(folder / ("settings.json" if pause > 1 else "metrics.jsonl"))
+    time.sleep(0.5)
+    os.killpg(process.pid, number) if number == signal.SIGINT else os.kill(process.pid, number)
+    # What the processes say ends when the last of them does.
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert said.count("Go on with the same command") == 1
+    assert len(kept(folder)) >= 1
+    for output in (folder, tmp_path / "whole"):
+        subprocess.run(started(output), env=variables, check=True, capture_output=True, timeout=120)
+    stopped, straight = (peel.load(place / "stages" / "original", model=Small()) for place in (folder, tmp_path / "whole"))
+    for name, value in stopped.state_dict().items():
+        assert torch.equal(value, straight.state_dict()[name]), name
+
+
+@pytest.mark.slow
 def test_ctrl_c_twice_stops_several_processes_at_once(tmp_path: Path) -> None:
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["tests", *sys.path]), "PAUSE": "20"}
     command = [sys.executable, "-m", "peel", *line(tmp_path / "run", "--gpus", "2", model="small:Slow")]

@@ -147,7 +147,7 @@ class Stages:
         original = self._original() if "original" in self.steps else self.taken.model if self.taken is not None else None
         plan = self._plan()
         if plan is not None:
-            self.notes += [item["note"] for item in plan.document.get("rounds", []) if "note" in item and not item["distinct"]]
+            self.notes += [item["note"] for item in plan.document.get("rounds", []) if "note" in item and not item.get("distinct", True)]
             self._compare_with_uniform(plan)
         slimmed = None
         if plan is not None and "uniform" in self.steps:
