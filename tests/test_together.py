@@ -133,7 +133,7 @@ def test_when_one_is_told_to_stop_during_an_evaluation_all_of_them_stop(tmp_path
 
 def _asked(world: World, pause: float, told_at: int, steps: int) -> list[int]:
     """The steps at which this process learns that one was told to stop, when nobody stops."""
-    training = Training(fresh(), CrossEntropy(0.0), replace(PLAIN, batch_size=2 * world.size), engine_of(world), None)
+    training = Training(fresh(), CrossEntropy(0.0), replace(PLAIN, batch_size=2 * world.size), engine_of(world), None, 1)
     learned = []
     with listening(), listened_to():
         for step in range(100, 100 + steps):
