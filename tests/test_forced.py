@@ -57,7 +57,7 @@ def test_a_forced_run_goes_on_where_it_was_and_says_what_changed(killed: Path) -
     assert found["resolved"]["train"]["lr"] == 0.05
     rates = {"train.lr": [0.1, 0.05], "search.lr": [0.1, 0.05]}
     assert found["forced"] == [{"changes": rates, "done": ["original", "backbone"], "begun": ["uniform"]}]
-    assert "when original and backbone was done and uniform had begun" in said[0]
+    assert "stages finished before: original, backbone; under way: uniform" in said[0]
     assert "may not have been trained alike" in (killed / "report.html").read_text()
 
 
@@ -173,7 +173,7 @@ def test_a_finished_run_keeps_saying_what_its_network_was_trained_on(tmp_path: P
     result, steps = go_on(tmp_path / "run", data=lighter, force=True)
     assert not steps
     assert json.loads((tmp_path / "run" / "slim.json").read_text())["input"] == before
-    assert any("input.mean" in note and "peel was done" in note for note in result.notes)
+    assert any("input.mean" in note and "uniform, peel; under way: none" in note for note in result.notes)
 
 
 def test_what_was_forced_on_a_teacher_is_said_by_every_run_that_uses_it(tmp_path: Path) -> None:
@@ -185,6 +185,9 @@ def test_what_was_forced_on_a_teacher_is_said_by_every_run_that_uses_it(tmp_path
     for name, force in (("second", True), ("third", False)):
         result, _ = go_on(tmp_path / name, **shared, force=force)
         assert any(note.startswith("Of the teacher: ") and "train.lr: 0.1 -> 0.05" in note for note in result.notes)
+    (teacher / "settings.json").write_text("{")
+    result, _ = go_on(tmp_path / "fourth", **shared)
+    assert any("settings.json is damaged" in note for note in result.notes), "not lost for that"
 
 
 def test_the_page_of_a_forced_run_that_is_stopped_again_says_so(killed: Path) -> None:
@@ -194,7 +197,7 @@ def test_the_page_of_a_forced_run_that_is_stopped_again_says_so(killed: Path) ->
 
     with pytest.raises(RunError, match="no more"):
         small_run(output=killed, reporter=Breaking(), **{**BASE, "train": {**BASE["train"], "lr": 0.05}}, force=True)
-    assert "went on with other settings (--force)" in (killed / "report.html").read_text()
+    assert "went on with other settings (--force;" in (killed / "report.html").read_text()
 
 
 def test_force_on_an_empty_folder_says_that_there_is_nothing_to_go_on_with(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

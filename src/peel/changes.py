@@ -139,10 +139,9 @@ def forced_notes(settings: Mapping[str, Any]) -> list[str]:
     """What was changed on the way of a run, and when: from its settings.json, a sentence for each time."""
     notes = []
     for change in settings.get("forced", []):
-        done, begun = " and ".join(change["done"]) or "nothing", " and ".join(change["begun"])
         changes = "; ".join(_in_words(name, *pair) for name, pair in change["changes"].items())
-        when = f"when {done} was done{f' and {begun} had begun' if begun else ''}"
-        notes.append(f"The run went on with other settings (--force) {when}: {changes}.")
+        stages = f"stages finished before: {', '.join(change['done']) or 'none'}; under way: {', '.join(change['begun']) or 'none'}"
+        notes.append(f"The run went on with other settings (--force; {stages}): {changes}.")
     return notes
 
 

@@ -203,7 +203,8 @@ def run(
     dry_run
         Show the plan with neutral importance and the estimated time; train nothing.
     force
-        Go on with the run in the folder although its recipe, its images or the code of the model changed; the result says so.
+        Go on with the run in the folder although its rates, its images or the code of the model changed; the result says so. What would
+        not fit what is done already (the budget, epochs, batch, classes) is refused all the same.
     checkpoint_seconds
         How often the state is kept within an epoch; it always is at the end of one.
     json

@@ -201,7 +201,12 @@ class Stages:
         elsewhere = self.teacher_folder / "settings.json" if self.teacher_folder is not None else None
         if elsewhere is None or not elsewhere.is_file():
             return own
-        return [*own, *(f"Of the teacher: {note}" for note in forced_notes(read_object(elsewhere, "--teacher")))]
+        try:
+            theirs = forced_notes(read_object(elsewhere, "--teacher"))
+        except PeelError as error:
+            # Not at the end of a run, when all that is left to do is to say so.
+            theirs = [str(error)]
+        return [*own, *(f"Of the teacher: {note}" for note in theirs)]
 
     def _checked(self, widths: dict[str, Any]) -> Widths:
         """The widths of a plan that an earlier start has kept."""
