@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +25,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 BASE: dict[str, Any] = {"train": {"epochs": 2, "batch_size": 64}, "search": {"epochs": 2}, "checkpoint_seconds": 0.0}
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    assert exit_code(start(run_until, folder, BASE, ("uniform", 4))) == -signal.SIGKILL
+    return folder
+
+
 @pytest.fixture
-def killed(tmp_path: Path) -> Path:
+def killed(stopped: Path, tmp_path: Path) -> Path:
     """A run that was killed at the fourth of six steps of its last stage but one."""
-    assert exit_code(start(run_until, tmp_path / "run", BASE, ("uniform", 4))) == -signal.SIGKILL
-    return tmp_path / "run"
+    return Path(shutil.copytree(stopped, tmp_path / "run"))
 
 
 def go_on(folder: Path, model: Small | None = None, **changes: Any) -> tuple[Result, dict[str, int]]:
