@@ -154,7 +154,7 @@ def test_an_epoch_that_lost_many_images_begins_anew(tmp_path: Path) -> None:
         assert 1.5 < epoch.train["loss"] < 4
         assert epoch.train["top1"] <= 1
     passes = {row["name"]: row["image_passes"] for row in result.rows}
-    assert passes == {"original": 2 * 640, "uniform": 2 * 192, "peel": 2 * 192}, "as many as there were"
+    assert passes == {"original": 2 * 640, "uniform": 2 * 192, "peel": 2 * 192}, "those of whole epochs"
 
 
 def lose(folder: Path, images: int, step: tuple[str, int]) -> None:
@@ -202,6 +202,7 @@ def test_the_page_of_a_forced_run_that_is_stopped_again_says_so(killed: Path) ->
         def step(self, done: int, total: int, images: int) -> None:
             raise RunError("no more")
 
+    (killed / "result.json").write_text(json.dumps({"format": "peel-result", "version": 1, "rows": [], "notes": ["of an older result"]}))
     with pytest.raises(RunError, match="no more"):
         small_run(output=killed, reporter=Breaking(), **{**BASE, "train": {**BASE["train"], "lr": 0.05}}, force=True)
     assert "went on with other settings (--force;" in (killed / "report.html").read_text()
@@ -229,7 +230,7 @@ def test_a_folder_that_does_not_know_its_operators_is_another_version(operators:
     else:
         settings["resolved"]["original"]["operators"] = operators
     (killed / "settings.json").write_text(json.dumps(settings))
-    with pytest.raises(RunError):
+    with pytest.raises(RunError, match="force"):
         go_on(killed)
     result, _ = go_on(killed, force=True)
     assert any(f"original.operators: {operators!r} -> 'conv" in note for note in result.notes)
@@ -243,6 +244,27 @@ def test_a_folder_of_another_version_can_be_forced(killed: Path) -> None:
         go_on(killed)
     result, _ = go_on(killed, force=True)
     assert any("train.warmth: 3 -> None" in note for note in result.notes)
+
+
+def test_a_folder_of_another_version_that_cannot_be_forced_names_what_can_be_used(killed: Path) -> None:
+    settings = settings_of(killed)
+    del settings["resolved"]["original"]["tensors"]
+    (killed / "settings.json").write_text(json.dumps(settings))
+    for force in (False, True):
+        with pytest.raises(RunError, match="another version of peel") as caught:
+            go_on(killed, force=force)
+        assert "With --force" not in str(caught.value)
+        assert f"--teacher {killed}" in str(caught.value)
+        assert "the code of" not in str(caught.value)
+
+
+def test_a_teacher_in_training_is_not_shared_by_runs_with_other_classes(tmp_path: Path) -> None:
+    shared = {**BASE, "teacher": tmp_path / "teacher"}
+    assert exit_code(start(run_until, tmp_path / "first", shared, ("original", 4))) == -signal.SIGKILL
+    reversed_classes = replace(few_digits(), classes=tuple(reversed(few_digits().classes)))
+    for force in (False, True):
+        with pytest.raises(RunError, match=r"input\.classes"):
+            go_on(tmp_path / "second", data=reversed_classes, teacher=tmp_path / "teacher", force=force)
 
 
 def test_the_command_takes_force(tmp_path: Path) -> None:

@@ -90,6 +90,10 @@ def test_a_file_with_something_else_in_it_is_said_to_be_damaged(name: str, conte
         small_run(output=own, seed=3)
 
 
+EPOCH = '{"epoch": 1, "of": 1, "lr": 0.1, "train": {}, "test": null, "seconds": 1.0, "images_per_second": 1.0}'
+RECORD = f'{{"history": [{EPOCH}], "image_passes": 1, "notes": NOTES}}'
+
+
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
@@ -97,6 +101,9 @@ def test_a_file_with_something_else_in_it_is_said_to_be_damaged(name: str, conte
         ("peel.record.json", '{"history": {}, "image_passes": 1}', "its 'history' is of the kind dict, not list"),
         ("peel.record.json", '{"history": [], "image_passes": 1}', "its 'history' is not that of a training"),
         ("peel.record.json", '{"history": [{"epoch": 1}], "image_passes": 1}', "its 'history' is not that of a training"),
+        ("peel.record.json", RECORD.replace("NOTES", "5"), "its 'notes' are no sentences"),
+        ("peel.record.json", RECORD.replace("NOTES", "[5]"), "its 'notes' are no sentences"),
+        ("peel.record.json", RECORD.replace("NOTES", '[], "input": 5'), "its 'input' does not say how to feed the network"),
         ("settings.json", '{"resolved": 1}', "its 'resolved' is of the kind int, not dict"),
         ("settings.json", "[" * 100_000, "it is nested too deeply"),
         ("environment.json", "3", "expected an object, found int"),

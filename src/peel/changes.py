@@ -50,8 +50,7 @@ def check_changes(
 
     With `force` it goes on with what may be forced: those settings, each with its old and new value, are returned.
     """
-    if not force:
-        _refuse_other_names(folder, before, now, begun.get("peel"), environment.get("peel"))
+    _refuse_other_names(folder, before, now, begun.get("peel"), environment.get("peel"), force)
     changed = _difference(before, now)
     for name in [name for name in SAID if name in changed]:
         old, new = changed.pop(name)
@@ -79,19 +78,25 @@ def _may_be_forced(name: str) -> bool:
     return name not in FIXED and any(name == item or (item.endswith(".") and name.startswith(item)) for item in FORCED)
 
 
-def _refuse_other_names(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], old: str | None, new: str | None) -> None:
+def _refuse_other_names(
+    folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], old: str | None, new: str | None, force: bool
+) -> None:
     """Settings that only one of two versions of peel knows cannot be given to the other."""
     if ("method" in before) != ("method" in now):
         return  # a whole run and a teacher alone: they differ in more than the version
-    lines = [f"  {name}: {value!r} (only {where})" for where, name, value in _in_one_only(before, now)]
-    if lines:
-        versions = f", {old}; this is {new}" if old and old != new else ""
-        raise RunError(
-            f"{folder} was begun by another version of peel{versions}. Its settings are not those of this one:\n"
-            + "\n".join(lines)
-            + "\nFinish it with the version that began it, or name another --output to start anew. With --force it goes on where that is "
-            "possible, and its result says so."
-        )
+    found = list(_in_one_only(before, now))
+    may_go_on = all(_may_be_forced(name) for _, name, _ in found)
+    if not found or (force and may_go_on):
+        return
+    versions = f", {old}; this is {new}" if old and old != new else ""
+    lines = [
+        f"{folder} was begun by another version of peel{versions}. Its settings are not those of this one:",
+        *(f"  {name}: {value!r} (only {where})" for where, name, value in found),
+        "Finish it with the version that began it, or name another --output to start anew.",
+    ]
+    if may_go_on:
+        lines.append("With --force it goes on where that is possible, and its result says so.")
+    raise RunError("\n".join([*lines, *_what_can_be_used(folder, set())]))
 
 
 def what_is_fixed(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

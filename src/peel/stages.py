@@ -147,7 +147,8 @@ class Stages:
         original = self._original() if "original" in self.steps else self.taken.model if self.taken is not None else None
         plan = self._plan()
         if plan is not None:
-            self.notes += [item["note"] for item in plan.document.get("rounds", []) if "note" in item and not item.get("distinct", True)]
+            told = [item["note"] for item in plan.document.get("rounds", []) if "note" in item and not item.get("distinct", True)]
+            self.notes += dict.fromkeys(told)
             self._compare_with_uniform(plan)
         slimmed = None
         if plan is not None and "uniform" in self.steps:
@@ -202,7 +203,8 @@ class Stages:
         if elsewhere is None or not elsewhere.is_file():
             return own
         try:
-            theirs = forced_notes(read_object(elsewhere, "--teacher"))
+            settings = read_object(elsewhere, "--teacher")
+            theirs = forced_notes(settings) if settings.get("format") == "peel-run" else []
         except PeelError as error:
             # Not at the end of a run, when all that is left to do is to say so.
             theirs = [str(error)]
@@ -407,7 +409,7 @@ class Stages:
         engine.prepare(network).eval()
         self.records[stage] = {
             "history": [asdict(epoch) for epoch in self.history[stage]],
-            # As many as there were: images may have been lost on the way.
+            # Of every epoch as many as it had: images may have been lost on the way.
             "image_passes": sum(round(epoch.images_per_second * epoch.seconds) for epoch in self.history[stage]),
             "input": self.problem.data.described(),
             "notes": notes,

@@ -156,9 +156,10 @@ class Workspace:
         return True
 
     def stages(self) -> list[str]:
-        """Those that have finished, in the order in which they did."""
-        records = sorted(self.folder.glob("stages/*.record.json"), key=lambda path: path.stat().st_mtime_ns)
-        return [path.name.removesuffix(".record.json") for path in records]
+        """Those that have finished, in the order of a run."""
+        order = ("original", "backbone", "uniform", "peel")
+        names = [path.name.removesuffix(".record.json") for path in self.folder.glob("stages/*.record.json")]
+        return sorted(names, key=lambda name: (next((i for i, kind in enumerate(order) if name.startswith(kind)), len(order)), name))
 
     def _begun(self) -> list[str]:
         """Stages that have a state, but have not finished."""
@@ -259,6 +260,14 @@ def _check_held(found: Mapping[str, Any], held: Mapping[str, type]) -> None:
         raise ValueError("its 'rounds' are not those of a plan")
     if "history" in held and not _is_history(found["history"]):
         raise ValueError("its 'history' is not that of a training")
+    if "history" in held and not isinstance(found.get("input", {}), dict):
+        raise ValueError("its 'input' does not say how to feed the network")
+    if "history" in held and not _are_sentences(found.get("notes", [])):
+        raise ValueError("its 'notes' are no sentences")
+
+
+def _are_sentences(notes: Any) -> bool:
+    return isinstance(notes, list) and all(isinstance(note, str) for note in notes)
 
 
 def _is_forced(changes: Any) -> bool:

@@ -48,7 +48,8 @@ def render(record: RunRecord) -> str:
         title=_title(record),
         facts=_facts(record),
         missing=_missing(record, stages),
-        notes=(record.result or {}).get("notes") or forced_notes(record.settings),
+        # A result may be older than the last change.
+        notes=list(dict.fromkeys([*(record.result or {}).get("notes", []), *forced_notes(record.settings)])),
         tiles=_tiles(rows),
         outcome=_outcome_table(rows),
         comparison=_comparison(record, rows),

@@ -270,11 +270,13 @@ class Step:
         return {name: self.optimiser.state[parameter].get("momentum_buffer") for name, parameter in self._trained()}
 
     def set_momenta(self, momenta: dict[str, Tensor | None]) -> None:
+        if all(momentum is None for momentum in momenta.values()):
+            return
         for name, parameter in self._trained():
             momentum = momenta.get(name)
-            if momentum is not None:
-                # In the memory order of the parameter, as the optimiser itself makes it.
-                self.optimiser.state[parameter]["momentum_buffer"] = torch.empty_like(parameter).copy_(momentum)
+            # In the memory order of the parameter, as the optimiser itself makes it; a fused one wants it of all parameters or of none.
+            kept = torch.zeros_like(parameter) if momentum is None else torch.empty_like(parameter).copy_(momentum)
+            self.optimiser.state[parameter]["momentum_buffer"] = kept
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
