@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,21 +81,22 @@ def test_a_process_that_is_killed_is_replaced_and_nothing_is_lost(split: Folder,
 def test_ending_our_processes_does_not_disturb_whoever_uses_loaders_of_torch() -> None:
     """Theirs makes the death of a process an error in the main thread, wherever that is."""
     before = signal.getsignal(signal.SIGCHLD)
+    theirs: Any = iter(DataLoader(torch.arange(4), num_workers=1))  # type: ignore[arg-type]
     try:
-        theirs = iter(DataLoader(torch.arange(4), num_workers=1))  # type: ignore[arg-type]
         ours = Loader(float_of, 1, pin=False)
         assert [batch.item() for batch in ours.batches([[1], [2]])] == [1.0, 2.0]
         ours._end()
         assert [batch.item() for batch in theirs] == [0, 1, 2, 3]
     finally:
+        theirs._shutdown_workers()
         signal.signal(signal.SIGCHLD, before)
 
 
 def test_a_process_that_dies_while_something_is_computed_does_not_disturb_it(split: Folder) -> None:
     """Torch would raise an error in the middle of it, with the weights half updated; at the latest where a loader of torch's is in use."""
     before = signal.getsignal(signal.SIGCHLD)
+    theirs: Any = iter(DataLoader(torch.arange(4), num_workers=1))  # type: ignore[arg-type]
     try:
-        theirs = iter(DataLoader(torch.arange(4), num_workers=1))  # type: ignore[arg-type]
         others, got = children(), 0
         for number, batch in enumerate(split.batches(torch.arange(48), 4, View("imagenet", 3), CPU, 2)):
             got += len(batch.labels)
@@ -106,6 +108,7 @@ def test_a_process_that_dies_while_something_is_computed_does_not_disturb_it(spl
         assert got == 48
         assert [batch.item() for batch in theirs] == [0, 1, 2, 3]
     finally:
+        theirs._shutdown_workers()
         signal.signal(signal.SIGCHLD, before)
 
 
@@ -130,14 +133,15 @@ def test_a_process_that_hangs_is_replaced_and_nothing_is_lost(
     monkeypatch.setenv("PEEL_PATIENCE", "2")
     view = View("imagenet", 3)
     whole = torch.cat([batch.images for batch in split.batches(torch.arange(48), 4, view, CPU, 0)])
+    others = children()
     if between:
         assert len(list(split.batches(torch.arange(48), 4, view, CPU, 2))) == 12
-        os.kill(min(children()), signal.SIGSTOP)
+        os.kill(min(children() - others), signal.SIGSTOP)
     got = []
     for number, batch in enumerate(split.batches(torch.arange(48), 4, view, CPU, 2)):
         got.append(batch.images)
         if number == 1 and not between:
-            os.kill(min(children()), signal.SIGSTOP)
+            os.kill(min(children() - others), signal.SIGSTOP)
     assert torch.equal(torch.cat(got), whole)
     assert "it is replaced" in caplog.text
 
