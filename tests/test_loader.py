@@ -34,8 +34,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dead processes are looked for every second instead of every fifth."""
+    """Dead processes are looked for every second instead of every fifth; none is done with all its work before it dies."""
     monkeypatch.setattr(loader_module, "LOOK_SECONDS", 1.0)
+    monkeypatch.setattr(loader_module, "PIECES_AHEAD", 1)
 
 
 @pytest.fixture
