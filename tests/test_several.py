@@ -7,18 +7,25 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 import peel
 from commands import line
 from folders import kept, weights
 from killing import wait_for
-from small import Small
+from small import Small, same_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def ends_as_an_uninterrupted_one(folder: Path, whole: Path, started: Callable[[Path], list[str]], variables: dict[str, str]) -> None:
+    for output in (folder, whole):
+        subprocess.run(started(output), env=variables, check=True, capture_output=True, timeout=120)
+    stopped, straight = (peel.load(place / "stages" / "original", model=Small()) for place in (folder, whole))
+    assert same_weights(stopped, straight)
 
 
 @pytest.mark.slow
@@ -68,11 +75,7 @@ def test_several_processes_that_are_told_to_stop_keep_their_state(number: signal
     assert said.count("Go on with the same command") == 1
     assert "--gpus 2" in said.partition("Go on with the same command")[2], "the command as it was given"
     assert len(kept(folder)) >= 1
-    for output in (folder, tmp_path / "whole"):
-        subprocess.run(started(output), env=variables, check=True, capture_output=True, timeout=120)
-    stopped, straight = (peel.load(place / "stages" / "original", model=Small()) for place in (folder, tmp_path / "whole"))
-    for name, value in stopped.state_dict().items():
-        assert torch.equal(value, straight.state_dict()[name]), name
+    ends_as_an_uninterrupted_one(folder, tmp_path / "whole", started, variables)
 
 
 @pytest.mark.slow
@@ -102,11 +105,7 @@ def test_processes_of_torchrun_that_are_told_to_stop_keep_their_state(
     assert process.returncode == code
     assert said.count("Go on with the same command") == 1
     assert len(kept(folder)) >= 1
-    for output in (folder, tmp_path / "whole"):
-        subprocess.run(started(output), env=variables, check=True, capture_output=True, timeout=120)
-    stopped, straight = (peel.load(place / "stages" / "original", model=Small()) for place in (folder, tmp_path / "whole"))
-    for name, value in stopped.state_dict().items():
-        assert torch.equal(value, straight.state_dict()[name]), name
+    ends_as_an_uninterrupted_one(folder, tmp_path / "whole", started, variables)
 
 
 @pytest.mark.slow

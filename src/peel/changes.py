@@ -64,7 +64,7 @@ def check_changes(
     if changed and not (force and all(_may_be_forced(name) for name in changed)):
         raise RunError(f"{folder} was started with other settings:\n{_refusal(folder, changed, now, force)}")
     if changed:
-        log.warning("%s goes on with other settings than it was started with, and its result will say so:\n%s", folder, in_lines(changed))
+        log.warning("%s goes on with other settings than it was started with, and its result will say so:\n%s", folder, _in_lines(changed))
     # Another torch may round otherwise, and so may threads that share a sum. That is no reason to lose a run, but one to say so.
     for name in ("peel", "torch", *(["threads"] if now.get("device") == "cpu" else [])):
         if name in begun and begun[name] != environment.get(name):
@@ -130,7 +130,7 @@ def _in_one_only(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterato
             yield from (("here", prefix + name, value) for name, value in new.items() if name not in old and prefix + name not in FREE)
 
 
-def in_lines(changed: Mapping[str, Sequence[Any]]) -> str:
+def _in_lines(changed: Mapping[str, Sequence[Any]]) -> str:
     """The settings that differ, each with its old and new value."""
     return "\n".join(f"  {_in_words(name, *pair)}{FROM.get(name, '')}" for name, pair in changed.items())
 
@@ -152,7 +152,7 @@ def forced_notes(settings: Mapping[str, Any]) -> list[str]:
 
 def _refusal(folder: Path, changed: Mapping[str, tuple[Any, Any]], settings: Mapping[str, Any], force: bool) -> str:
     """The settings that differ, and the way out."""
-    lines = [in_lines(changed)]
+    lines = [_in_lines(changed)]
     roots = {name.partition(".")[0] for name in changed}
     stubborn = [name for name in changed if not _may_be_forced(name)]
     if "original" in roots and not roots & {"model", "data", "image_shape", "input"}:

@@ -134,22 +134,8 @@ def prune(
     run = Stages(problem, chosen, recipes[0], wanted, teacher, given_plan, (reporter if engine.world.is_first else None) or Silent())
     run.checkpoint_seconds = checkpoint_seconds
     run.force = force
-    own = (
-        "model",
-        "original",
-        "data",
-        "image_shape",
-        "images",
-        "input",
-        "fingerprint",
-        "seed",
-        "device",
-        "processes",
-        "parts",
-        "pads",
-        "sync_bn",
-        "train",
-    )
+    images = ("data", "image_shape", "images", "input", "fingerprint")
+    own = ("model", "original", *images, "seed", "device", "processes", "parts", "pads", "sync_bn", "train")
     run.teacher_settings = {name: resolved[name] for name in own}
     run.environment = _environment(engine)
     run.check()
