@@ -25,7 +25,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -51,6 +51,8 @@ from peel.train.objective import CrossEntropy, Objective
 from peel.train.recipe import Recipe
 from peel.train.resident import Resident
 from peel.train.view import View
+from plain_loop import plain_loop
+from stopwatch import replayed, timed
 
 PARTS = ["small", "slim", "others", "layers", "memory", "large", "curves", "repeats"]
 
@@ -414,108 +416,6 @@ def noise(count: int, size: int) -> Resident:
     chance = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, generator=chance)
     return Resident(pixels, torch.randint(0, 10, (count,), generator=chance), (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
-
-
-def replayed(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """The step recorded as a CUDA graph, so that launches do not count; on a CPU, as it is."""
-    if device.type != "cuda":
-        return step
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(5):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
-def timed(function: Callable[[], None], warm: int, steps: int, device: torch.device) -> float:
-    """Seconds per call."""
-    for _ in range(warm):
-        function()
-    wait(device)
-    began = time.perf_counter()
-    for _ in range(steps):
-        function()
-    wait(device)
-    return (time.perf_counter() - began) / steps
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def plain_loop(
-    model: nn.Module, images: Resident, recipe: Recipe, device: torch.device, seed: int, workers: int, steps: int | None
-) -> Iterator[tuple[float, float]]:
-    """Loss and seconds of each step of an ordinary loop: what a script looks like that was not made to be fast."""
-    from torch.utils.data import DataLoader
-    from torchvision.transforms import v2
-
-    size = images.shape[1]
-    transform = v2.Compose(
-        [
-            v2.RandomCrop(size, padding=size // 8),
-            v2.RandomHorizontalFlip(),
-            v2.PILToTensor(),
-            v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize(images.mean, images.std),
-        ]
-    )
-    torch.backends.cuda.matmul.allow_tf32 = False  # as torch has it; convolutions may use short numbers by default
-    try:
-        torch.manual_seed(seed)
-        chance = torch.Generator().manual_seed(seed)
-        loader = DataLoader(
-            _Pictures(images, transform),
-            recipe.batch_size,
-            shuffle=True,
-            num_workers=workers,
-            drop_last=True,
-            pin_memory=True,
-            generator=chance,
-        )
-        model = model.to(device).to(memory_format=torch.contiguous_format).train()
-        optimiser = torch.optim.SGD(_decayed(model, recipe), lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov)
-        done = 0
-        for _ in range(recipe.epochs):
-            began = time.perf_counter()
-            for batch, labels in loader:
-                for group in optimiser.param_groups:
-                    group["lr"] = recipe.rate(done, len(loader))
-                loss = nn.functional.cross_entropy(model(batch.to(device)), labels.to(device), label_smoothing=recipe.label_smoothing)
-                optimiser.zero_grad()
-                loss.backward()
-                optimiser.step()
-                yield loss.item(), time.perf_counter() - began
-                began = time.perf_counter()
-                done += 1
-                if done == steps:
-                    return
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = True
-
-
-def _decayed(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
-    weights = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-    return [{"params": weights, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
-
-
-class _Pictures(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    def __init__(self, images: Resident, transform: Callable[[Any], Tensor]) -> None:
-        self.pixels, self.labels, self.transform = images.pixels.cpu().numpy(), images.labels.tolist(), transform
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        from PIL import Image
-
-        return self.transform(Image.fromarray(self.pixels[index])), self.labels[index]
 
 
 def draw_photograph(task: tuple[Path, int]) -> None:

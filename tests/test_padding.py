@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import peel
 from conftest import traced_net, traced_zoo
 from nets import Chain, ChannelsLast, Depthwise, GroupNormed, Net, Residual
-from peel import run, stages
+from peel import run, trainer
 from peel.graph import ChannelGraph
 from peel.graph.count import count_macs
 from peel.graph.padding import Padded, pad
@@ -156,7 +156,7 @@ def test_a_run_that_is_not_padded_says_so(monkeypatch: pytest.MonkeyPatch, tmp_p
     model.norm2 = nn.GroupNorm(1, 8)  # type: ignore[assignment]
     padding_engine(monkeypatch)
     for _ in range(2):
-        assert small_run(model, device="cpu", output=tmp_path / "run").notes.count(stages.UNPADDED) == 1, "also when it is finished"
+        assert small_run(model, device="cpu", output=tmp_path / "run").notes.count(trainer.UNPADDED) == 1, "also when it is finished"
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -169,9 +169,9 @@ def test_a_run_with_zero_channels_ends_as_one_without(monkeypatch: pytest.Monkey
         return padded[-1]
 
     padding_engine(monkeypatch)
-    monkeypatch.setattr(stages, "pad", noting)
+    monkeypatch.setattr(trainer, "pad", noting)
     found = small_run(device="cpu")
-    assert stages.UNPADDED not in found.notes
+    assert trainer.UNPADDED not in found.notes
     # The original's widths are fast already; those of the backbone, the uniform and the slim network are not.
     assert [result is not None for result in padded] == [False, True, True, True]
     assert found.plan is not None

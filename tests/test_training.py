@@ -379,3 +379,14 @@ def test_a_checkpoint_of_other_shapes_is_refused_in_words(tmp_path: Path) -> Non
     wider = fresh(num_classes=12)
     with pytest.raises(DamagedError, match="other shapes than the network"):
         trained(model=wider, checkpoints=checkpoints)
+
+
+def test_a_checkpoint_of_another_version_is_refused_in_words(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, "peel")
+    trained(checkpoints=checkpoints)
+    state = checkpoints.newest()
+    assert state is not None
+    del state["steps"]
+    checkpoints.save(state, 99, 0)
+    with pytest.raises(DamagedError, match="not as this version of peel writes it"):
+        trained(checkpoints=checkpoints)

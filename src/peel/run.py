@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import platform
 import sys
 from collections.abc import Iterable, Mapping
@@ -32,11 +33,14 @@ from .train.folder import Folder, fingerprint_of
 from .train.objective import class_scores
 from .train.recipe import RECIPES, Recipe, backbone_recipe, named_recipe
 from .train.resident import Resident
+from .trainer import Trainer
 from .version import __version__
 from .widths import Widths
 from .workspace import Workspace
 
 __all__ = ["prune"]
+
+log = logging.getLogger("peel")
 
 
 def prune(
@@ -131,13 +135,20 @@ def prune(
         engine,
         seed,
     )
-    run = Stages(problem, chosen, recipes[0], wanted, teacher, given_plan, (reporter if engine.world.is_first else None) or Silent())
-    run.checkpoint_seconds = checkpoint_seconds
-    run.force = force
     images = ("data", "image_shape", "images", "input", "fingerprint")
     own = ("model", "original", *images, "seed", "device", "processes", "parts", "pads", "sync_bn", "train")
-    run.teacher_settings = {name: resolved[name] for name in own}
-    run.environment = _environment(engine)
+    run = Stages(
+        problem,
+        chosen,
+        recipes[0],
+        wanted,
+        teacher,
+        given_plan,
+        Trainer(problem, (reporter if engine.world.is_first else None) or Silent(), checkpoint_seconds),
+        teacher_settings={name: resolved[name] for name in own},
+        environment=_environment(engine),
+        force=force,
+    )
     run.check()
     engine.world.check_equal("a setting", json.dumps({**resolved, "device": None}, sort_keys=True))
     if dry_run:
@@ -164,7 +175,7 @@ def _go_in(folder: str | Path, run: Stages, settings: dict[str, Any]) -> Result:
     """The run in its folder, where it leaves what stopped it and its page."""
     with Workspace(folder) as workspace:
         workspace.settle(settings, run.environment, force=run.force)
-        run.workspace = workspace
+        run.trainer.workspace = workspace
         workspace.remove("stopped.json")
         try:
             return run.go()
@@ -173,7 +184,18 @@ def _go_in(folder: str | Path, run: Stages, settings: dict[str, Any]) -> Result:
                 workspace.write_json("stopped.json", {"format": "peel-stopped", "version": 1, "error": str(error)})
             raise
         finally:
-            run.draw()
+            _draw(workspace)
+
+
+def _draw(workspace: Workspace) -> None:
+    """The page of the run, as far as it has come. It never fails a run."""
+    from .record import RunRecord
+    from .report import render
+
+    try:
+        workspace.write_text("report.html", render(RunRecord.read(workspace.folder)))
+    except Exception as error:
+        log.warning("report.html could not be drawn: %s: %s", type(error).__name__, error)
 
 
 def _check_steps(steps: Iterable[str] | None) -> list[str]:

@@ -1,11 +1,10 @@
-"""The stages of a run, each done once: what an earlier start of the run has finished is taken from its folder."""
+"""The stages of a run in their order, and the table that they end in."""
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,26 @@ from .changes import forced_notes
 from .errors import BudgetError, ConfigError, DamagedError, DataError, PeelError
 from .estimate import seconds_per_mac, work_of
 from .graph import slim
-from .graph.padding import Padded, pad
 from .method import HELD_OUT, Plan, make_plan, neutral_plan, rehearse, stage_of_round
 from .problem import Problem
-from .reporter import Reporter
 from .result import Result
+from .run_files import StageRecord, read_object
 from .settings import Method
-from .steps.distillation import Distillation, InPlace, Pair, in_place_pair
+from .steps.distillation import Distillation, InPlace, in_place_pair
 from .store import save
 from .teacher import Teacher, find_teacher
 from .train.answers import Answers, Taught, remember_answers
 from .train.chance import derive
 from .train.data import Split, held_out_size
-from .train.fast_widths import fast_widths
-from .train.history import Epoch, Scores
-from .train.loop import evaluate, fit
+from .train.history import Scores
+from .train.loop import evaluate
 from .train.objective import CrossEntropy, Objective
 from .train.recipe import Recipe
 from .train.training import part_size
+from .train.world import World
+from .trainer import Trainer
 from .widths import Widths
-from .workspace import Workspace, read_object
+from .workspace import Workspace
 
 __all__ = ["STEPS", "Stages"]
 
@@ -47,56 +46,41 @@ STEPS: dict[str, str] = {
     "peel": "train the slim network (step 5)",
 }
 
-log = logging.getLogger("peel")
 
-#: On a GPU epochs may be shorter than it takes to write a checkpoint: there is one after an epoch, but not more often than this.
-EPOCH_SECONDS = 10.0
-
-UNPADDED = (
-    "Some widths are slow on a GPU, and the network trains with them: zero channels, which make them fast, would change what it computes, "
-    "or could not be tried."
-)
-
-VARIES = (
-    "Nobody promises that a GPU adds in the same order twice, so the same command with the same seed may end with slightly other weights "
-    "and accuracies. With --deterministic it ends with the same bits, more slowly."
-)
-
-
+@dataclass
 class Stages:
-    """The stages of one run, each done once."""
+    """The stages of one run."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        method: Method,
-        recipe: Recipe,
-        steps: Sequence[str],
-        teacher: nn.Module | str | Path,
-        given: Widths | None,
-        reporter: Reporter,
-    ) -> None:
-        self.problem, self.method, self.recipe, self.steps = problem, method, recipe, steps
-        self.world = problem.engine.world
-        self.named_teacher, self.given, self.reporter = teacher, given, reporter
-        self.workspace: Workspace | None = None
-        self.taken: Teacher | None = None
-        self.teacher_file = "stages/original.json"
-        self.teacher_folder: Path | None = None
-        #: What a teacher that is trained at a path of its own is told apart by.
-        self.teacher_settings: dict[str, Any] = {}
-        self.environment: dict[str, Any] = {}
-        self.checkpoint_seconds = 600.0
-        #: Whether a folder is gone on with although settings changed.
-        self.force = False
-        self.history: dict[str, list[Epoch]] = {}
-        self.rows: dict[str, dict[str, Any]] = {}
-        #: What is kept of each stage that is done.
-        self.records: dict[str, dict[str, Any]] = {}
-        self.notes: list[str] = []
-        #: What the teacher said so far, where it is remembered.
-        self.answers: Answers | None = None
-        self.search: dict[str, float] = {"seconds": 0.0, "image_passes": 0}
+    problem: Problem
+    method: Method
+    recipe: Recipe
+    steps: Sequence[str]
+    named_teacher: nn.Module | str | Path
+    given: Widths | None
+    trainer: Trainer
+    teacher_settings: dict[str, Any]
+    """What a teacher that is trained at a path of its own is told apart by."""
+    environment: dict[str, Any]
+    force: bool
+    """Whether a folder is gone on with although settings changed."""
+
+    taken: Teacher | None = None
+    teacher_file: str = "stages/original.json"
+    teacher_folder: Path | None = None
+    answers: Answers | None = None
+    """What the teacher said so far, where it is remembered."""
+    records: dict[str, StageRecord] = field(default_factory=dict)
+    """Of the stages that are done."""
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def world(self) -> World:
+        return self.problem.engine.world
+
+    @property
+    def workspace(self) -> Workspace | None:
+        return self.trainer.workspace
 
     def check(self) -> None:
         """Refuse what cannot work, before anything is written or trained."""
@@ -143,7 +127,7 @@ class Stages:
     # The order of things
 
     def go(self) -> Result:
-        self.reporter.plan_stages(self._work())
+        self.trainer.reporter.plan_stages(self._work())
         original = self._original() if "original" in self.steps else self.taken.model if self.taken is not None else None
         plan = self._plan()
         if plan is not None:
@@ -159,17 +143,19 @@ class Stages:
 
     def _end(self, plan: Plan | None, slimmed: nn.Module | None) -> Result:
         document = plan.document if plan is not None else None
+        history = {stage: record.history for stage, record in self.records.items()}
         rows = [self.rows[name] for name in ("original", "uniform", "peel") if name in self.rows]
-        self.notes += dict.fromkeys(note for record in self.records.values() for note in record.get("notes", ()))
+        self.notes += dict.fromkeys(note for record in self.records.values() for note in record.notes)
         self.notes += self._forced_notes()
         for note in self.notes:
-            self.reporter.note(note)
+            self.trainer.reporter.note(note)
         if self.workspace is not None:
             if slimmed is not None:
                 # That of its training, which may not be that of now.
-                fed = self.records["peel"].get("input", self.problem.data.described())
+                fed = self.records["peel"].input or self.problem.data.described()
                 slimmed.peel_record = {**slimmed.peel_record, "input": fed}  # type: ignore[assignment, dict-item]
                 save(slimmed, self.workspace.folder / "slim")
+            search = self._search()
             result = {
                 "format": "peel-result",
                 "version": 1,
@@ -177,24 +163,12 @@ class Stages:
                 "budget": self.problem.budget,
                 "resource": self.problem.resource,
                 "seed": self.problem.seed,
-                "search": self.search,
-                "wall_seconds": sum(row["seconds"] for row in rows) + self.search["seconds"],
+                "search": search,
+                "wall_seconds": sum(row["seconds"] for row in rows) + search["seconds"],
                 "notes": self.notes,
             }
             self.workspace.write_json("result.json", result)
-        return Result(slimmed, document, self.history, rows, self.notes, self.workspace.folder if self.workspace else None)
-
-    def draw(self) -> None:
-        """The page of the run, as far as it has come. It never fails a run."""
-        if self.workspace is None or not self.workspace.has("settings.json"):
-            return
-        from .record import RunRecord
-        from .report import render
-
-        try:
-            self.workspace.write_text("report.html", render(RunRecord.read(self.workspace.folder)))
-        except Exception as error:
-            log.warning("report.html could not be drawn: %s: %s", type(error).__name__, error)
+        return Result(slimmed, document, history, rows, self.notes, self.workspace.folder if self.workspace else None)
 
     def _forced_notes(self) -> list[str]:
         """What was changed on the way of this run, and of that of its teacher."""
@@ -234,17 +208,13 @@ class Stages:
         assert isinstance(self.named_teacher, str | Path)
         if not self.world.is_first:
             return self._trained_original()
-        home = self.workspace
         with Workspace(self.named_teacher) as shared:
             settings = {"format": "peel-run", "version": 1, "command": "the teacher of another run", "given": {}}
             shared.settle({**settings, "resolved": self.teacher_settings}, self.environment, force=self.force)
-            self.workspace = shared
             self.teacher_file = str(Path(self.named_teacher) / "stages" / "original.json")
             self.teacher_folder = Path(self.named_teacher)
-            try:
+            with self.trainer.keeping_in(shared):
                 return self._trained_original()
-            finally:
-                self.workspace = home
 
     def _trained_original(self) -> nn.Module:
         torch.manual_seed(derive("init", "original", self.problem.seed))
@@ -255,13 +225,11 @@ class Stages:
 
     def _taken(self, teacher: Teacher) -> nn.Module:
         """A teacher that is trained already is only evaluated."""
-        self.reporter.stage("original", "evaluating the teacher")
+        self.trainer.reporter.stage("original", "evaluating the teacher")
         self.problem.engine.prepare(teacher.model)
         scored = evaluate(teacher.model, self.problem.data.test, self.problem.engine)
-        record = self.records["original"] = teacher.record or {"history": [], "image_passes": 0}
-        self.history["original"] = [Epoch(**epoch) for epoch in record["history"]]
-        seconds = sum(epoch.seconds for epoch in self.history["original"])
-        self._add_row("original", self.problem.graph.widths, scored, seconds, record["image_passes"])
+        self.records["original"] = teacher.record or StageRecord([], 0)
+        self._add_row("original", self.problem.graph.widths, scored)
         return teacher.model
 
     def _plan(self) -> Plan | None:
@@ -317,25 +285,22 @@ class Stages:
         images: Split,
         each_epoch: Callable[[nn.Module], dict[str, Any]] | None,
     ) -> nn.Module:
-        trained = self._train(stage, "the over-pruned backbone", network, objective, recipe, images, each_epoch)
-        self._add_search(stage)
-        return trained
-
-    def _add_search(self, stage: str) -> None:
-        self.search["seconds"] += sum(epoch.seconds for epoch in self.history[stage])
-        self.search["image_passes"] += self.records[stage]["image_passes"]
+        return self._train(stage, "the over-pruned backbone", network, objective, recipe, images, each_epoch)
 
     def _recall_search(self) -> None:
-        """The history and cost of a search that an earlier start of this run finished."""
-        if self.workspace is None:
-            return
-        for number in range(self.method.rounds):
-            stage = stage_of_round(number)
-            record = self.workspace.finished(stage)
+        """The records of a search that an earlier start of this run finished."""
+        for stage in self._search_stages():
+            record = self.workspace.finished(stage) if self.workspace is not None else None
             if record is not None:
                 self.records[stage] = record
-                self.history[stage] = [Epoch(**epoch) for epoch in record["history"]]
-                self._add_search(stage)
+
+    def _search_stages(self) -> list[str]:
+        return [stage_of_round(number) for number in range(self.method.rounds)]
+
+    def _search(self) -> dict[str, float]:
+        """What the search has cost."""
+        records = [self.records[stage] for stage in self._search_stages() if stage in self.records]
+        return {"seconds": sum(record.seconds for record in records), "image_passes": sum(record.image_passes for record in records)}
 
     def _final(self, name: str, widths: Widths, teacher: nn.Module | None) -> nn.Module:
         """Step 5: a network of these widths, trained from scratch with the recipe that all share."""
@@ -378,88 +343,24 @@ class Stages:
         images: Split,
         each_epoch: Callable[[nn.Module], dict[str, Any]] | None = None,
     ) -> nn.Module:
-        """Train, or take what an earlier start of this run has trained."""
-        space, engine = self.workspace, self.problem.engine
-        record = self.world.share(space.finished(stage) if space is not None else None)
-        if record is not None:
-            self.records[stage] = record
-            self.history[stage] = [Epoch(**epoch) for epoch in record["history"]]
-            self.reporter.stage(stage, f"{what}: finished before")
-            if space is not None:
-                space.checkpoints(stage).clear()  # a kill may have come before this
-            return engine.prepare(self._kept(stage)).eval()
-        self.reporter.stage(stage, f"training {what}")
-        notes = [] if engine.repeats else [VARIES]
-        padded = self._padded(network, notes)
-        self.history[stage] = fit(
-            network if padded is None else padded.model,
-            objective,
-            images,
-            recipe,
-            engine=engine,
-            seed=derive("order", self.problem.seed),
-            test=self.problem.data.test,
-            checkpoints=self.world.share(space.checkpoints(stage) if space is not None else None),
-            checkpoint_seconds=self.checkpoint_seconds,
-            epoch_seconds=EPOCH_SECONDS if engine.device.type == "cuda" else 0.0,
-            watcher=_Watcher(stage, self.reporter, space),
-            each_epoch=each_epoch if padded is None or each_epoch is None else lambda model: each_epoch(padded.unpadded(model)),
-        )
-        network = network.student() if isinstance(network, Pair) else network if padded is None else padded.unpadded()
-        engine.prepare(network).eval()
-        self.records[stage] = {
-            "history": [asdict(epoch) for epoch in self.history[stage]],
-            # Of every epoch as many as it had: images may have been lost on the way.
-            "image_passes": sum(round(epoch.images_per_second * epoch.seconds) for epoch in self.history[stage]),
-            "input": self.problem.data.described(),
-            "notes": notes,
-        }
-        if space is not None:
-            space.finish(stage, self.records[stage], network)
-        return network
-
-    def _kept(self, stage: str) -> nn.Module:
-        """What the stage has trained. The first process reads it; the others build it with their own code, from its weights."""
-        problem = self.problem
-        network = self.workspace.model_of(stage, problem.model) if self.workspace is not None else None
-        if self.world.size == 1 and network is not None:
-            return network
-        shared = self.world.share((network.peel_record["widths"], network.state_dict()) if network is not None else None)  # type: ignore[index]
-        if network is None:
-            widths, weights = shared
-            network = slim(problem.model, {tie: widths[tie] for tie in problem.graph.widths}, graph=problem.graph)
-            network.load_state_dict(weights)
-        return network
-
-    def _padded(self, network: nn.Module, notes: list[str]) -> Padded | None:
-        """The network with zero channels where the engine is faster with more; a note where that cannot be."""
-        if not self.problem.engine.pads or isinstance(network, Pair):
-            return None
-        record: dict[str, Any] = network.peel_record  # type: ignore[assignment]
-        widths = {tie: record["widths"][tie] for tie in self.problem.graph.widths}
-        graph = self.problem.graph.at(widths)
-        raised = fast_widths(network, graph)
-        padded = pad(self.problem.engine.prepare(network), graph, raised)
-        if padded is None and raised != graph.widths:
-            notes.append(UNPADDED)
-        return padded
+        trained, self.records[stage] = self.trainer.train(stage, what, network, objective, recipe, images, each_epoch)
+        return trained
 
     def _row(self, name: str, network: nn.Module, widths: Widths) -> nn.Module:
-        last = self.history[name][-1].test
+        last = self.records[name].history[-1].test
         assert last is not None
-        seconds = sum(epoch.seconds for epoch in self.history[name])
-        self._add_row(name, widths, Scores(**last), seconds, self.records[name]["image_passes"])
+        self._add_row(name, widths, Scores(**last))
         return network
 
-    def _add_row(self, name: str, widths: Widths, scores: Scores, seconds: float, passes: int) -> None:
-        graph = self.problem.graph
+    def _add_row(self, name: str, widths: Widths, scores: Scores) -> None:
+        graph, record = self.problem.graph, self.records[name]
         self.rows[name] = {
             "name": name,
             **asdict(scores),
             "macs": graph.macs(widths),
             "params": graph.params(widths),
-            "seconds": seconds,
-            "image_passes": passes,
+            "seconds": record.seconds,
+            "image_passes": record.image_passes,
             "file": "slim.json" if name == "peel" else self.teacher_file if name == "original" else f"stages/{name}.json",
         }
 
@@ -474,25 +375,3 @@ class Stages:
         plan = neutral_plan(self.problem, self.method) if self.given is None else self._given_plan(self.given)
         each = seconds_per_mac(self.problem, self.recipe)
         return Result(None, plan.document, {}, [], [], None, {name: work * each for name, work in self._work()})
-
-
-@dataclass
-class _Watcher:
-    """Passes on what the loop tells, and writes the metrics."""
-
-    stage: str
-    reporter: Reporter
-    workspace: Workspace | None
-
-    def begin(self, history: list[Epoch]) -> None:
-        if self.workspace is not None:
-            self.workspace.restart_metrics(self.stage, history)
-        self.reporter.begin(history)
-
-    def step(self, done: int, total: int, images: int) -> None:
-        self.reporter.step(done, total, images)
-
-    def epoch(self, epoch: Epoch) -> None:
-        if self.workspace is not None:
-            self.workspace.log_epoch(self.stage, epoch)
-        self.reporter.epoch(epoch)

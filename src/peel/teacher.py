@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from .errors import DataError, RunError, StoreError
 from .files import is_packed
 from .problem import Problem
+from .run_files import StageRecord, read_record
 from .store import load
 from .train.objective import class_scores
-from .workspace import read_object
 
 __all__ = ["Teacher", "find_teacher"]
 
@@ -26,7 +26,7 @@ class Teacher:
 
     model: nn.Module
     file: str = "stages/original.json"
-    record: dict[str, Any] | None = None
+    record: StageRecord | None = None
     """Of its training, where that is known."""
     folder: Path | None = None
     """Where runs that share it may keep what they learn about it."""
@@ -47,7 +47,7 @@ def find_teacher(named: nn.Module | str | Path, problem: Problem) -> Teacher | N
         if kept is None:
             return None
         record = kept.with_name("original.record.json")
-        known = read_object(record, "--teacher") if record.is_file() else None
+        known = read_record(record, "--teacher") if record.is_file() else None
         found = Teacher(load_teacher(kept, problem.model), str(kept), known, Path(named) if Path(named).is_dir() else None)
     _check(found.model, problem)
     return found

@@ -19,32 +19,26 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 from torch import nn
 
 from .changes import check_changes, what_is_fixed
-from .errors import DamagedError, RunError
-from .files import parse_object, room_named, write_bytes, write_json
+from .errors import RunError
+from .files import room_named, write_bytes, write_json
+from .run_files import StageRecord, read_object, read_record
 from .store import load, save
 from .train.checkpoint import Checkpoints
 from .train.history import Epoch
 
-__all__ = ["Workspace", "read_object"]
+__all__ = ["Workspace"]
 
 log = logging.getLogger("peel")
 
 #: What a run that was stopped before it wrote its settings may have left.
 EARLY = (".lock", ".probe", "environment.json")
-
-#: What the files that a run reads back must hold: the end of a file's name -> key -> of which kind.
-HELD: dict[str, dict[str, type]] = {
-    "settings.json": {"resolved": dict},
-    "plan.json": {"widths": dict, "rounds": list},
-    ".record.json": {"history": list, "image_passes": int},
-}
 
 #: How often the name of whoever holds a folder is looked for, and the seconds before each look.
 OWNER_LOOKS, OWNER_PAUSE = 10, 0.1
@@ -191,18 +185,18 @@ class Workspace:
     def checkpoints(self, stage: str) -> Checkpoints:
         return Checkpoints(self.folder / "checkpoints", stage, run=self._run)
 
-    def finished(self, stage: str) -> dict[str, Any] | None:
+    def finished(self, stage: str) -> StageRecord | None:
         """The record of a stage, if it has finished."""
         name = f"stages/{stage}.record.json"
-        return self.read_json(name) if self.has(name) else None
+        return read_record(self.folder / name) if self.has(name) else None
 
-    def finish(self, stage: str, record: Mapping[str, Any], model: nn.Module | None = None) -> None:
+    def finish(self, stage: str, record: StageRecord, model: nn.Module | None = None) -> None:
         """Keep the model and the record of a stage. The record comes last: where it is, the stage is whole."""
         with self._written(f"stages/{stage}"):
             (self.folder / "stages").mkdir(exist_ok=True)
             if model is not None:
                 save(model, self.folder / "stages" / stage)
-        self.write_json(f"stages/{stage}.record.json", dict(record))
+        self.write_json(f"stages/{stage}.record.json", record.described())
         self.checkpoints(stage).clear()
 
     def model_of(self, stage: str, original: nn.Module) -> nn.Module:
@@ -234,59 +228,6 @@ class Workspace:
                 f"cannot write {self.folder / name}: {error.strerror}. What was written before is kept; "
                 "the same command goes on from there."
             ) from error
-
-
-def read_object(path: Path, option: str = "--output") -> dict[str, Any]:
-    """A file that a run wrote, with what it must hold; `option` names the folder that it is in."""
-    try:
-        found = parse_object(path.read_bytes())
-        _check_held(found, next((held for end, held in HELD.items() if path.name.endswith(end)), {}))
-    except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror}.") from error
-    except ValueError as error:
-        raise DamagedError(f"{path} is damaged: {error}. Restore it from a copy, or start anew with another {option}.") from error
-    return found
-
-
-def _check_held(found: Mapping[str, Any], held: Mapping[str, type]) -> None:
-    for key, kind in held.items():
-        if key not in found:
-            raise ValueError(f"it has no {key!r}")
-        if not isinstance(found[key], kind):
-            raise ValueError(f"its {key!r} is of the kind {type(found[key]).__name__}, not {kind.__name__}")
-    if "resolved" in held and not _is_forced(found.get("forced", [])):
-        raise ValueError("its 'forced' is not what peel writes there")
-    if "rounds" in held and not all(isinstance(each, dict) and isinstance(each.get("distinct", True), bool) for each in found["rounds"]):
-        raise ValueError("its 'rounds' are not those of a plan")
-    if "history" in held and not _is_history(found["history"]):
-        raise ValueError("its 'history' is not that of a training")
-    if "history" in held and not isinstance(found.get("input", {}), dict):
-        raise ValueError("its 'input' does not say how to feed the network")
-    if "history" in held and not _are_sentences(found.get("notes", [])):
-        raise ValueError("its 'notes' are no sentences")
-
-
-def _are_sentences(notes: Any) -> bool:
-    return isinstance(notes, list) and all(isinstance(note, str) for note in notes)
-
-
-def _is_forced(changes: Any) -> bool:
-    """Whether it is what `settle` writes."""
-
-    def is_change(change: Any) -> bool:
-        if not isinstance(change, dict) or not {"changes", "done", "begun"} <= change.keys() or not isinstance(change["changes"], dict):
-            return False
-        names = [change["done"], change["begun"]]
-        if not all(isinstance(each, list) and all(isinstance(name, str) for name in each) for each in names):
-            return False
-        return all(isinstance(pair, list) and len(pair) == 2 and pair[0] != pair[1] for pair in change["changes"].values())
-
-    return isinstance(changes, list) and all(is_change(change) for change in changes)
-
-
-def _is_history(epochs: list[Any]) -> bool:
-    names = {field.name for field in fields(Epoch)}
-    return bool(epochs) and all(isinstance(epoch, dict) and names - {"extra"} <= epoch.keys() <= names for epoch in epochs)
 
 
 def _hash_of(settings: Mapping[str, Any]) -> str:

@@ -19,7 +19,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torch.utils.data._utils import signal_handling
 
 from ..errors import DataError
 
@@ -171,8 +170,9 @@ def _leave_to_us(running: Any) -> None:
     """Torch makes the death of a process of a loader an exception wherever the main thread happens to be, in the middle of a step. Of ours
     it is not to know: whether they live is looked at where a batch is waited for.
     """
-    if getattr(running, "_worker_pids_set", False):
-        signal_handling._remove_worker_pids(id(running))  # type: ignore[attr-defined]
+    forget = getattr(torch._C, "_remove_worker_pids", None)  # a private name: without it, such an exception ends the run, which can go on
+    if forget is not None and getattr(running, "_worker_pids_set", False):
+        forget(id(running))
         running._worker_pids_set = False
 
 

@@ -160,10 +160,13 @@ class Training:
                 self.keep(0, 0, [], 0.0, slower)
             return Start(slower=slower)
         assert self.checkpoints is not None
+        if "steps" not in state or not isinstance(state["optimiser"], dict):
+            raise DamagedError(
+                f"the newest checkpoint in {self.checkpoints.folder} is not as this version of peel writes it. "
+                "Go on with the version that wrote it, or start anew with another --output."
+            )
         try:
             self.model.load_state_dict(state["model"])
-            if "steps" not in state or not isinstance(state["optimiser"], dict):
-                raise RuntimeError("of another version")
         except RuntimeError as error:
             raise DamagedError(
                 f"the newest checkpoint in {self.checkpoints.folder} has tensors of other shapes than the network that is trained here: "

@@ -1,0 +1,81 @@
+"""Training as an ordinary script does it, to compare with: DataLoader, torchvision transforms, float32."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import v2
+
+from peel.train.recipe import Recipe
+from peel.train.resident import Resident
+
+
+def plain_loop(
+    model: nn.Module, images: Resident, recipe: Recipe, device: torch.device, seed: int, workers: int, steps: int | None
+) -> Iterator[tuple[float, float]]:
+    """Loss and seconds of each step of an ordinary loop: what a script looks like that was not made to be fast."""
+    size = images.shape[1]
+    transform = v2.Compose(
+        [
+            v2.RandomCrop(size, padding=size // 8),
+            v2.RandomHorizontalFlip(),
+            v2.PILToTensor(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(images.mean, images.std),
+        ]
+    )
+    torch.backends.cuda.matmul.allow_tf32 = False  # as torch has it; convolutions may use short numbers by default
+    try:
+        torch.manual_seed(seed)
+        chance = torch.Generator().manual_seed(seed)
+        loader = DataLoader(
+            _Pictures(images, transform),
+            recipe.batch_size,
+            shuffle=True,
+            num_workers=workers,
+            drop_last=True,
+            pin_memory=True,
+            generator=chance,
+        )
+        model = model.to(device).to(memory_format=torch.contiguous_format).train()
+        optimiser = torch.optim.SGD(_decayed(model, recipe), lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov)
+        done = 0
+        for _ in range(recipe.epochs):
+            began = time.perf_counter()
+            for batch, labels in loader:
+                for group in optimiser.param_groups:
+                    group["lr"] = recipe.rate(done, len(loader))
+                loss = nn.functional.cross_entropy(model(batch.to(device)), labels.to(device), label_smoothing=recipe.label_smoothing)
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
+                yield loss.item(), time.perf_counter() - began
+                began = time.perf_counter()
+                done += 1
+                if done == steps:
+                    return
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = True
+
+
+def _decayed(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
+    weights = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    return [{"params": weights, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+class _Pictures(Dataset[tuple[Tensor, int]]):
+    def __init__(self, images: Resident, transform: Callable[[Any], Tensor]) -> None:
+        self.pixels, self.labels, self.transform = images.pixels.cpu().numpy(), images.labels.tolist(), transform
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.transform(Image.fromarray(self.pixels[index])), self.labels[index]

@@ -1,0 +1,160 @@
+"""Trains the networks of a run, each once: what an earlier start of the run has trained is taken from its folder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from .graph import slim
+from .graph.padding import Padded, pad
+from .problem import Problem
+from .reporter import Reporter
+from .run_files import StageRecord
+from .steps.distillation import Pair
+from .train.chance import derive
+from .train.data import Split
+from .train.fast_widths import fast_widths
+from .train.history import Epoch
+from .train.loop import fit
+from .train.objective import Objective
+from .train.recipe import Recipe
+from .workspace import Workspace
+
+__all__ = ["Trainer"]
+
+#: On a GPU epochs may be shorter than it takes to write a checkpoint: there is one after an epoch, but not more often than this.
+EPOCH_SECONDS = 10.0
+
+UNPADDED = (
+    "Some widths are slow on a GPU, and the network trains with them: zero channels, which make them fast, would change what it computes, "
+    "or could not be tried."
+)
+
+VARIES = (
+    "Nobody promises that a GPU adds in the same order twice, so the same command with the same seed may end with slightly other weights "
+    "and accuracies. With --deterministic it ends with the same bits, more slowly."
+)
+
+
+@dataclass
+class Trainer:
+    """Trains networks, and keeps them in a folder where there is one."""
+
+    problem: Problem
+    reporter: Reporter
+    checkpoint_seconds: float = 600.0
+    workspace: Workspace | None = None
+
+    @contextlib.contextmanager
+    def keeping_in(self, workspace: Workspace) -> Iterator[None]:
+        """What is trained meanwhile is kept there."""
+        home, self.workspace = self.workspace, workspace
+        try:
+            yield
+        finally:
+            self.workspace = home
+
+    def train(
+        self,
+        stage: str,
+        what: str,
+        network: nn.Module,
+        objective: Objective,
+        recipe: Recipe,
+        images: Split,
+        each_epoch: Callable[[nn.Module], dict[str, Any]] | None = None,
+    ) -> tuple[nn.Module, StageRecord]:
+        """The trained network (of a pair, the student) and its record."""
+        space, world = self.workspace, self.problem.engine.world
+        done: StageRecord | None = world.share(space.finished(stage) if space is not None else None)
+        if done is None:
+            self.reporter.stage(stage, f"training {what}")
+            return self._train(stage, network, objective, recipe, images, each_epoch)
+        self.reporter.stage(stage, f"{what}: finished before")
+        if space is not None:
+            space.checkpoints(stage).clear()  # a kill may have come before this
+        return self.problem.engine.prepare(self._kept(stage)).eval(), done
+
+    def _train(
+        self,
+        stage: str,
+        network: nn.Module,
+        objective: Objective,
+        recipe: Recipe,
+        images: Split,
+        each_epoch: Callable[[nn.Module], dict[str, Any]] | None,
+    ) -> tuple[nn.Module, StageRecord]:
+        space, engine, data = self.workspace, self.problem.engine, self.problem.data
+        padded, notes = self._padded(network)
+        history = fit(
+            network if padded is None else padded.model,
+            objective,
+            images,
+            recipe,
+            engine=engine,
+            seed=derive("order", self.problem.seed),
+            test=data.test,
+            checkpoints=engine.world.share(space.checkpoints(stage) if space is not None else None),
+            checkpoint_seconds=self.checkpoint_seconds,
+            epoch_seconds=EPOCH_SECONDS if engine.device.type == "cuda" else 0.0,
+            watcher=_Watcher(stage, self.reporter, space),
+            each_epoch=each_epoch if padded is None or each_epoch is None else lambda model: each_epoch(padded.unpadded(model)),
+        )
+        network = network.student() if isinstance(network, Pair) else network if padded is None else padded.unpadded()
+        engine.prepare(network).eval()
+        # Of every epoch as many as it had: images may have been lost on the way.
+        passes = sum(round(epoch.images_per_second * epoch.seconds) for epoch in history)
+        record = StageRecord(history, passes, data.described(), (*(() if engine.repeats else (VARIES,)), *notes))
+        if space is not None:
+            space.finish(stage, record, network)
+        return network, record
+
+    def _kept(self, stage: str) -> nn.Module:
+        """What the stage has trained. The first process reads it; the others build it with their own code, from its weights."""
+        problem, world = self.problem, self.problem.engine.world
+        network = self.workspace.model_of(stage, problem.model) if self.workspace is not None else None
+        if world.size == 1 and network is not None:
+            return network
+        shared = world.share((network.peel_record["widths"], network.state_dict()) if network is not None else None)  # type: ignore[index]
+        if network is None:
+            widths, weights = shared
+            network = slim(problem.model, {tie: widths[tie] for tie in problem.graph.widths}, graph=problem.graph)
+            network.load_state_dict(weights)
+        return network
+
+    def _padded(self, network: nn.Module) -> tuple[Padded | None, list[str]]:
+        """The network with zero channels where the engine is faster with more; a note where that cannot be."""
+        if not self.problem.engine.pads or isinstance(network, Pair):
+            return None, []
+        record: dict[str, Any] = network.peel_record  # type: ignore[assignment]
+        widths = {tie: record["widths"][tie] for tie in self.problem.graph.widths}
+        graph = self.problem.graph.at(widths)
+        raised = fast_widths(network, graph)
+        padded = pad(self.problem.engine.prepare(network), graph, raised)
+        return padded, [UNPADDED] if padded is None and raised != graph.widths else []
+
+
+@dataclass
+class _Watcher:
+    """Passes on what the loop tells, and writes the metrics."""
+
+    stage: str
+    reporter: Reporter
+    workspace: Workspace | None
+
+    def begin(self, history: list[Epoch]) -> None:
+        if self.workspace is not None:
+            self.workspace.restart_metrics(self.stage, history)
+        self.reporter.begin(history)
+
+    def step(self, done: int, total: int, images: int) -> None:
+        self.reporter.step(done, total, images)
+
+    def epoch(self, epoch: Epoch) -> None:
+        if self.workspace is not None:
+            self.workspace.log_epoch(self.stage, epoch)
+        self.reporter.epoch(epoch)
