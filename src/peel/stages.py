@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,8 +69,6 @@ class Stages:
     teacher_folder: Path | None = None
     answers: Answers | None = None
     """What the teacher said so far, where it is remembered."""
-    records: dict[str, StageRecord] = field(default_factory=dict)
-    """Of the stages that are done."""
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -143,16 +141,16 @@ class Stages:
 
     def _end(self, plan: Plan | None, slimmed: nn.Module | None) -> Result:
         document = plan.document if plan is not None else None
-        history = {stage: record.history for stage, record in self.records.items()}
+        history = {stage: record.history for stage, record in self.trainer.records.items()}
         rows = [self.rows[name] for name in ("original", "uniform", "peel") if name in self.rows]
-        self.notes += dict.fromkeys(note for record in self.records.values() for note in record.notes)
+        self.notes += dict.fromkeys(note for record in self.trainer.records.values() for note in record.notes)
         self.notes += self._forced_notes()
         for note in self.notes:
             self.trainer.reporter.note(note)
         if self.workspace is not None:
             if slimmed is not None:
                 # That of its training, which may not be that of now.
-                fed = self.records["peel"].input or self.problem.data.described()
+                fed = self.trainer.records["peel"].input or self.problem.data.described()
                 slimmed.peel_record = {**slimmed.peel_record, "input": fed}  # type: ignore[assignment, dict-item]
                 save(slimmed, self.workspace.folder / "slim")
             search = self._search()
@@ -220,7 +218,7 @@ class Stages:
         torch.manual_seed(derive("init", "original", self.problem.seed))
         fresh = slim(self.problem.model, self.problem.graph.widths, graph=self.problem.graph).requires_grad_(True)
         objective = CrossEntropy(self.recipe.label_smoothing)
-        trained = self._train("original", "the original", fresh, objective, self.recipe, self.problem.data.train)
+        trained = self.trainer.train("original", fresh, objective, self.recipe, self.problem.data.train)
         return self._row("original", trained, self.problem.graph.widths)
 
     def _taken(self, teacher: Teacher) -> nn.Module:
@@ -228,7 +226,7 @@ class Stages:
         self.trainer.reporter.stage("original", "evaluating the teacher")
         self.problem.engine.prepare(teacher.model)
         scored = evaluate(teacher.model, self.problem.data.test, self.problem.engine)
-        self.records["original"] = teacher.record or StageRecord([], 0)
+        self.trainer.records["original"] = teacher.record or StageRecord([], 0)
         self._add_row("original", self.problem.graph.widths, scored)
         return teacher.model
 
@@ -249,7 +247,7 @@ class Stages:
             return Plan(self._checked(document["widths"]), document)
         if "backbone" not in self.steps:
             return None
-        plan = make_plan(self.problem, self.method, self._train_backbone)
+        plan = make_plan(self.problem, self.method, self.trainer.train)
         if "plan" not in self.steps:
             return None
         if self.workspace is not None:
@@ -276,30 +274,19 @@ class Stages:
             self.workspace.write_json("plan.json", document)
         return Plan(widths, document)
 
-    def _train_backbone(
-        self,
-        stage: str,
-        network: nn.Module,
-        objective: Objective,
-        recipe: Recipe,
-        images: Split,
-        each_epoch: Callable[[nn.Module], dict[str, Any]] | None,
-    ) -> nn.Module:
-        return self._train(stage, "the over-pruned backbone", network, objective, recipe, images, each_epoch)
-
     def _recall_search(self) -> None:
         """The records of a search that an earlier start of this run finished."""
         for stage in self._search_stages():
             record = self.workspace.finished(stage) if self.workspace is not None else None
             if record is not None:
-                self.records[stage] = record
+                self.trainer.records[stage] = record
 
     def _search_stages(self) -> list[str]:
         return [stage_of_round(number) for number in range(self.method.rounds)]
 
     def _search(self) -> dict[str, float]:
         """What the search has cost."""
-        records = [self.records[stage] for stage in self._search_stages() if stage in self.records]
+        records = [self.trainer.records[stage] for stage in self._search_stages() if stage in self.trainer.records]
         return {"seconds": sum(record.seconds for record in records), "image_passes": sum(record.image_passes for record in records)}
 
     def _final(self, name: str, widths: Widths, teacher: nn.Module | None) -> nn.Module:
@@ -317,9 +304,8 @@ class Stages:
                 assert teacher is not None
                 problem.engine.prepare(teacher).eval().requires_grad_(False)
                 objective = Distillation(objective, teacher, 0.1 if weight is None else weight, method.temperature)
-        what = "the uniform network of the same budget" if name == "uniform" else "the slim network"
         images = self._taught(objective.teacher) if isinstance(objective, Distillation) else problem.data.train
-        trained = self._train(name, what, network, objective, self.recipe, images)
+        trained = self.trainer.train(name, network, objective, self.recipe, images)
         if isinstance(images, Taught) and self.world.is_first:
             images.answers.save()
         return self._row(name, trained, widths)
@@ -333,27 +319,14 @@ class Stages:
             self.answers = remember_answers(teacher, images, augment, classes, problem.engine, self.teacher_folder, code)
         return images if self.answers is None else Taught(images, self.answers)
 
-    def _train(
-        self,
-        stage: str,
-        what: str,
-        network: nn.Module,
-        objective: Objective,
-        recipe: Recipe,
-        images: Split,
-        each_epoch: Callable[[nn.Module], dict[str, Any]] | None = None,
-    ) -> nn.Module:
-        trained, self.records[stage] = self.trainer.train(stage, what, network, objective, recipe, images, each_epoch)
-        return trained
-
     def _row(self, name: str, network: nn.Module, widths: Widths) -> nn.Module:
-        last = self.records[name].history[-1].test
+        last = self.trainer.records[name].history[-1].test
         assert last is not None
         self._add_row(name, widths, Scores(**last))
         return network
 
     def _add_row(self, name: str, widths: Widths, scores: Scores) -> None:
-        graph, record = self.problem.graph, self.records[name]
+        graph, record = self.problem.graph, self.trainer.records[name]
         self.rows[name] = {
             "name": name,
             **asdict(scores),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -25,6 +25,13 @@ from .train.recipe import Recipe
 from .workspace import Workspace
 
 __all__ = ["Trainer"]
+
+WHAT = {
+    "original": "the original",
+    "backbone": "the over-pruned backbone",
+    "uniform": "the uniform network of the same budget",
+    "peel": "the slim network",
+}
 
 #: On a GPU epochs may be shorter than it takes to write a checkpoint: there is one after an epoch, but not more often than this.
 EPOCH_SECONDS = 10.0
@@ -48,6 +55,8 @@ class Trainer:
     reporter: Reporter
     checkpoint_seconds: float = 600.0
     workspace: Workspace | None = None
+    records: dict[str, StageRecord] = field(default_factory=dict)
+    """Of the stages that are done."""
 
     @contextlib.contextmanager
     def keeping_in(self, workspace: Workspace) -> Iterator[None]:
@@ -61,34 +70,23 @@ class Trainer:
     def train(
         self,
         stage: str,
-        what: str,
         network: nn.Module,
         objective: Objective,
         recipe: Recipe,
         images: Split,
         each_epoch: Callable[[nn.Module], dict[str, Any]] | None = None,
-    ) -> tuple[nn.Module, StageRecord]:
-        """The trained network (of a pair, the student) and its record."""
-        space, world = self.workspace, self.problem.engine.world
-        done: StageRecord | None = world.share(space.finished(stage) if space is not None else None)
-        if done is None:
-            self.reporter.stage(stage, f"training {what}")
-            return self._train(stage, network, objective, recipe, images, each_epoch)
-        self.reporter.stage(stage, f"{what}: finished before")
-        if space is not None:
-            space.checkpoints(stage).clear()  # a kill may have come before this
-        return self.problem.engine.prepare(self._kept(stage)).eval(), done
-
-    def _train(
-        self,
-        stage: str,
-        network: nn.Module,
-        objective: Objective,
-        recipe: Recipe,
-        images: Split,
-        each_epoch: Callable[[nn.Module], dict[str, Any]] | None,
-    ) -> tuple[nn.Module, StageRecord]:
-        space, engine, data = self.workspace, self.problem.engine, self.problem.data
+    ) -> nn.Module:
+        """The trained network; of a pair, the student."""
+        engine, space = self.problem.engine, self.workspace
+        what = WHAT[stage.split("-")[0]]
+        done: StageRecord | None = engine.world.share(space.finished(stage) if space is not None else None)
+        if done is not None:
+            self.reporter.stage(stage, f"{what}: finished before")
+            if space is not None:
+                space.checkpoints(stage).clear()  # a kill may have come before this
+            self.records[stage] = done
+            return engine.prepare(self._kept(stage)).eval()
+        self.reporter.stage(stage, f"training {what}")
         padded, notes = self._padded(network)
         history = fit(
             network if padded is None else padded.model,
@@ -97,7 +95,7 @@ class Trainer:
             recipe,
             engine=engine,
             seed=derive("order", self.problem.seed),
-            test=data.test,
+            test=self.problem.data.test,
             checkpoints=engine.world.share(space.checkpoints(stage) if space is not None else None),
             checkpoint_seconds=self.checkpoint_seconds,
             epoch_seconds=EPOCH_SECONDS if engine.device.type == "cuda" else 0.0,
@@ -106,12 +104,16 @@ class Trainer:
         )
         network = network.student() if isinstance(network, Pair) else network if padded is None else padded.unpadded()
         engine.prepare(network).eval()
-        # Of every epoch as many as it had: images may have been lost on the way.
-        passes = sum(round(epoch.images_per_second * epoch.seconds) for epoch in history)
-        record = StageRecord(history, passes, data.described(), (*(() if engine.repeats else (VARIES,)), *notes))
+        self.records[stage] = self._record(history, notes)
         if space is not None:
-            space.finish(stage, record, network)
-        return network, record
+            space.finish(stage, self.records[stage], network)
+        return network
+
+    def _record(self, history: list[Epoch], notes: list[str]) -> StageRecord:
+        # Of every epoch as many images as it had: some may have been lost on the way.
+        passes = sum(round(epoch.images_per_second * epoch.seconds) for epoch in history)
+        varies = [] if self.problem.engine.repeats else [VARIES]
+        return StageRecord(history, passes, self.problem.data.described(), (*varies, *notes))
 
     def _kept(self, stage: str) -> nn.Module:
         """What the stage has trained. The first process reads it; the others build it with their own code, from its weights."""
