@@ -11,7 +11,7 @@ others   the same for networks that the rule of train/fast_widths.py was not cho
 layers   the same for the convolutions of ResNet-18 alone: what a GPU makes of fewer channels, whatever the rest of a step does
 memory   GPU memory of the search stage and of training with a teacher, beside that of the original
 large    224 pixels from JPEG files: images/s of the real loop over the ceiling, and over what can be decoded
-curves   losses of the plain loop and of the fast one, with three seeds each: the same but for chance (needs --data)
+curves   losses of the plain loop and of the fast one, with several seeds each: the same but for chance (needs --data)
 repeats  how far apart two trainings with the same seed end, by default and with --deterministic (needs --data)
 
 The ceiling is written here on its own: bfloat16, channels-last, fused SGD, the step replayed as a CUDA graph; with `compiled`, compiled by
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -29,7 +30,6 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ PARTS = ["small", "slim", "others", "layers", "memory", "large", "curves", "repe
 #: What training does to odd widths.
 PADDED = "padded as in training"
 
-UNITS = dict.fromkeys(PARTS, "images/s") | {"memory": "MiB", "curves": "gap of the means", "repeats": "weights apart, %"}
+UNITS = dict.fromkeys(PARTS, "images/s") | {"memory": "MiB", "curves": "fast minus plain, means", "repeats": "weights apart, %"}
 
 #: After the point, in the tables.
 DIGITS = {"curves": 3, "repeats": 2}
@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--reads", type=int, default=40_000, help="how many images of 224 pixels an epoch reads")
     parser.add_argument("--workers", type=int, help="processes that decode images; by default as many as training would use")
     parser.add_argument("--data", help="CIFAR-10 as a folder, or the word cifar10, for the curves")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="two or more, for the curves")
     parser.add_argument("--tuned", action="store_true", help="cuDNN tries all its kernels for each shape and takes the fastest")
     parser.add_argument("--compiled", action="store_true", help="with compiled networks too; minutes longer")
     parser.add_argument("--results", type=Path, help="append what was measured to this file, one JSON object per line")
@@ -220,7 +221,9 @@ class Bench:
             widths = peel.uniform(graph, budget)
             network = self.engine.prepare(peel.slim(model, widths, graph=graph))
             own = graph.at(widths)
-            eights = peel.Widths({tie: -(-width // lcm(8, own.steps[tie])) * lcm(8, own.steps[tie]) for tie, width in own.widths.items()})
+            eights = peel.Widths(
+                {tie: -(-width // math.lcm(8, own.steps[tie])) * math.lcm(8, own.steps[tie]) for tie, width in own.widths.items()}
+            )
             raised = {"as it is": own.widths, "multiples of 8": eights, PADDED: fast_widths(network, own)}
             measured: dict[peel.Widths, float] = {}
             for form in forms or raised:
@@ -339,7 +342,7 @@ class Bench:
         data = self.cifar("curves")
         recipe = Recipe(epochs=2, batch_size=512, lr=0.2, augment="crop-flip", weight_decay=5e-4, label_smoothing=0.1)
         found: dict[str, list[list[float]]] = {"plain": [], "fast": []}
-        for seed in range(3):
+        for seed in self.options.seeds:
             torch.manual_seed(seed)
             model = zoo.create("cifar_resnet18", num_classes=10)
             weights = {name: value.clone() for name, value in model.state_dict().items()}
@@ -352,14 +355,15 @@ class Bench:
             found["plain"].append([statistics.mean(each[i : i + steps]) for i in range(0, len(each), steps)])
         for epoch in range(recipe.epochs):
             plain, fast = ([run[epoch] for run in found[kind]] for kind in ("plain", "fast"))
-            gap = abs(statistics.mean(fast) - statistics.mean(plain))
-            spread = max(plain) - min(plain), max(fast) - min(fast)
+            gap = statistics.mean(fast) - statistics.mean(plain)
+            error = math.sqrt((statistics.variance(fast) + statistics.variance(plain)) / len(plain))
             self.say(
                 "curves",
                 f"loss of epoch {epoch + 1}, plain: {rounded(plain)}, fast: {rounded(fast)}",
                 gap,
-                spread_plain=spread[0],
-                spread_fast=spread[1],
+                standard_error=error,
+                spread_plain=max(plain) - min(plain),
+                spread_fast=max(fast) - min(fast),
             )
 
     def repeats(self) -> None:
