@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 
 import pytest
@@ -13,62 +12,20 @@ from torch import Tensor, nn
 
 import peel
 from conftest import traced_net
-from nets import NETS, Chain, ChannelsLast, Decoder, Dense, Flattened, Grouped, MapNorm, Net
+from nets import NETS, Chain, ChannelsLast, Decoder, Dense, Grouped, MapNorm, Net
 from peel.steps.criteria import find_criterion
 from peel.steps.criteria.gradient import Gradient
 from peel.steps.criteria.legr import Legr
 from peel.steps.criteria.reconstruction import Reconstruction
-from peel.steps.importance import Criterion, Importance, Measured, Penalised, Subject, penalty_of_pull, scale_weights, summarise
+from peel.steps.importance import Importance, Measured, Penalised, Subject, penalty_of_pull, scale_weights, summarise
 from peel.train.batch import Batch
-from peel.train.engine import Engine
 from peel.train.loop import fit
 from peel.train.objective import CrossEntropy
 from peel.train.recipe import RECIPES, Recipe
 from peel.train.resident import Resident
+from subjects import CPU, Rivals, filled, images, importance, per_tie, seen, subject
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-CPU = Engine(torch.device("cpu"))
-
-
-def images(count: int, shape: tuple[int, ...] = (3, 8, 8), seed: int = 0, classes: int = 5) -> Resident:
-    chance = torch.Generator().manual_seed(seed)
-    channels, height, width = shape
-    pixels = torch.randint(256, (count, height, width, channels), generator=chance, dtype=torch.uint8)
-    return Resident(pixels, torch.randint(classes, (count,), generator=chance), (0.5,) * channels, (0.3,) * channels)
-
-
-def seen(split: Resident) -> tuple[Tensor, Tensor]:
-    """All images of a split as a network sees them, and their labels."""
-    return (split.pixels.permute(0, 3, 1, 2) / 255 - 0.5) / 0.3, split.labels
-
-
-def subject(
-    net: nn.Module,
-    groups: dict[str, list[str]] | None = None,
-    train: Resident | None = None,
-    held_out: Resident | None = None,
-    seed: int = 0,
-    shape: tuple[int, ...] = (3, 8, 8),
-) -> Subject:
-    graph = peel.trace(net, torch.randn(1, *shape))
-    train = images(16, shape) if train is None else train
-    return Subject(net, graph if groups is None else graph.regroup(groups), train, held_out or train, CrossEntropy(), CPU, seed)
-
-
-def importance(criterion: str | Criterion, of: Subject, reduce: str = "mean") -> Importance:
-    chosen = find_criterion(criterion) if isinstance(criterion, str) else criterion
-    return summarise(chosen.measure(of), of.graph, reduce)
-
-
-def per_tie(found: list[Measured]) -> dict[tuple[str, str], list[float]]:
-    return {(item.tie, item.layer): item.values.tolist() for item in found}
-
-
-def filled(parameter: Tensor, values: list[float] | float) -> None:
-    with torch.no_grad():
-        parameter.copy_(torch.tensor(values).expand(parameter.shape))
-
 
 # Scales of norm layers
 
@@ -246,194 +203,6 @@ def test_measuring_leaves_the_network_as_it_was() -> None:
         assert all(parameter.grad is None for parameter in net.parameters())
         assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
         assert not any(module._forward_pre_hooks for module in net.modules())
-
-
-# Reconstruction
-
-
-class Maps(Net):
-    """Four channels with maps that are written down, and a layer that reads them."""
-
-    def __init__(self, reader: nn.Conv2d | nn.Linear) -> None:
-        super().__init__()
-        self.conv, self.maps, self.reader = nn.Conv2d(3, 4, 1), nn.Parameter(torch.zeros(4, 8, 8)), reader
-        self.fc = nn.Linear(5, 5)
-        filled(self.conv.weight, 0.0)
-        filled(self.conv.bias, 0.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(self.read(self.conv(x) + self.maps))
-
-    def read(self, x: Tensor) -> Tensor:
-        if isinstance(self.reader, nn.Linear):
-            return self.reader(x.flatten(1))
-        return self.reader(x).mean((2, 3))
-
-
-READERS = {
-    "flattened": lambda: nn.Linear(4 * 64, 5),
-    "conv": lambda: nn.Conv2d(4, 5, 3),
-    "valid": lambda: nn.Conv2d(4, 5, 3, padding="valid"),
-    "padded": lambda: nn.Conv2d(4, 5, 3, padding=1),
-    "same": lambda: nn.Conv2d(4, 5, 3, padding="same"),
-    "strided": lambda: nn.Conv2d(4, 5, (3, 2), stride=(2, 3)),
-    "dilated": lambda: nn.Conv2d(4, 5, 3, dilation=(2, 3)),
-}
-
-
-@pytest.mark.parametrize("kind", READERS)
-def test_the_error_without_half_is_known_where_channels_are_constant(kind: str) -> None:
-    net = Maps(READERS[kind]())
-    # Each channel is read at the last place of the kernel only. Where that looks, channels are constant; elsewhere they are anything.
-    weight = torch.zeros_like(net.reader.weight).view(5, 4, -1)
-    weight[:, :, -1] = 1.0
-    with torch.no_grad():
-        net.reader.weight.copy_(weight.view_as(net.reader.weight))
-    blank = torch.zeros(1, 4, 8, 8, requires_grad=True)
-    net.read(blank).sum().backward()
-    assert blank.grad is not None
-    is_read = blank.grad[0] > 0
-    of = subject(net)
-    for values, error in (
-        ([1.0, 2.0, 4.0, 8.0], (3 / 15) ** 2),
-        ([8.0, 1.0, 4.0, 2.0], (3 / 15) ** 2),
-        ([5.0, 1.0, 5.0, -1.0], 0),
-        ([1.0, 1.0, 1.0, 1.0], (2 / 4) ** 2),
-        ([0.0, 0.0, 3.0, 1.0], 0),
-        ([1.0, 1.0, 3.0, -2.5], (1.5 / 2.5) ** 2),  # greedily: 1, then -2.5, though 3 and -2.5 would be better
-    ):
-        constant = torch.tensor(values)[:, None, None].expand(4, 8, 8)
-        net.maps.data = torch.where(is_read, constant, 100 * torch.randn(4, 8, 8))
-        assert per_tie(Reconstruction().measure(of))["conv", "reader"] == pytest.approx([error], abs=1e-5)
-
-
-class Joined(Net):
-    """A layer that reads flattened maps of two others, and one that reads their means."""
-
-    shape = (3, 4, 4)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(3, 2, 1), nn.Conv2d(3, 2, 1)
-        self.flat, self.mean, self.fc = nn.Linear(64, 5), nn.Linear(4, 5), nn.Linear(5, 5)
-        for layer, values in ((self.a, [1.0, 2.0]), (self.b, [4.0, 8.0])):
-            filled(layer.weight, 0.0)
-            filled(layer.bias, values)
-        filled(self.flat.weight, 1.0)
-        filled(self.mean.weight, 1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.cat([self.a(x), self.b(x)], 1)
-        return self.fc(self.flat(x.flatten(1)) + self.mean(x.mean((2, 3))))
-
-
-def test_each_tie_is_taken_from_what_a_layer_reads_of_all() -> None:
-    found = per_tie(Reconstruction().measure(subject(Joined(), train=images(16, Joined.shape), shape=Joined.shape)))
-    for layer in ("flat", "mean"):
-        assert found["a", layer] == pytest.approx([(1 / 15) ** 2], rel=1e-4)
-        assert found["b", layer] == pytest.approx([(4 / 15) ** 2], rel=1e-4)
-
-
-def test_a_tie_whose_other_half_feeds_nothing_has_no_error() -> None:
-    torch.manual_seed(0)
-    net = Chain().eval()
-    before = per_tie(Reconstruction().measure(subject(net)))
-    with torch.no_grad():
-        net.conv2.weight[:, 1::2] = 0
-    after = per_tie(Reconstruction().measure(subject(net)))
-    assert before["conv1", "conv2"][0] > 0.01
-    assert after["conv1", "conv2"] == [0]
-    assert after["conv2", "fc"][0] > 0.01
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_taking_channels_away_greedily_is_nearly_as_good_as_trying_every_half(seed: int) -> None:
-    torch.manual_seed(seed)
-    net = Flattened().eval()
-    filled(net.fc.weight, net.fc.weight[0].tolist())  # rows alike: it does not matter which outputs are looked at
-    split = images(12, Flattened.shape, seed)
-    of = subject(net, train=split, shape=Flattened.shape)
-    with torch.no_grad():
-        parts = F.relu(net.hidden(net.conv(seen(split)[0]).flatten(1))) * net.fc.weight[0]
-    whole = float(parts.sum(1).square().sum())
-    halves = [float(parts[:, list(half)].sum(1).square().sum()) / whole for half in itertools.combinations(range(7), 3)]
-    (found,) = per_tie(Reconstruction(images=12).measure(of))["hidden", "fc"]
-    assert min(halves) * (1 - 1e-4) <= found <= sorted(halves)[len(halves) // 4]
-    assert any(found == pytest.approx(half, rel=1e-3) for half in halves)
-
-
-def test_reconstruction_draws_the_same_places_for_the_same_seed() -> None:
-    torch.manual_seed(0)
-    net = Chain().eval()
-    first, again, other = (per_tie(Reconstruction().measure(subject(net, seed=seed))) for seed in (3, 3, 4))
-    assert first == again != other
-
-
-# LeGR
-
-
-class Rivals(Net):
-    """Two branches side by side: one has large filters, the other small ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.loud, self.quiet, self.fc = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1), nn.Linear(16, 5)
-        with torch.no_grad():
-            self.loud.weight.mul_(10)
-            self.quiet.weight.mul_(0.5)
-            self.fc.weight[:, :8] *= 0.3
-            self.fc.weight[:, 8:] *= 20
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.cat([F.relu(self.loud(x)), F.relu(self.quiet(x))], 1))
-
-    def answers(self, x: Tensor, branch: str) -> Tensor:
-        """What the network would say with one branch only."""
-        twin = copy.deepcopy(self)
-        twin.fc.weight.data[:, slice(8, 16) if branch == "loud" else slice(0, 8)] = 0
-        return twin(x).argmax(1)
-
-
-def rivals(branch: str, seed: int = 0, train_seed: int = 7) -> Subject:
-    """Held-out images whose labels only one branch knows."""
-    net = Rivals().eval()
-    split = images(64, seed=1)
-    held_out = Resident(split.pixels, net.answers(seen(split)[0], branch), split.mean, split.std)
-    return subject(net, {"loud": ["loud"], "quiet": ["quiet"]}, images(8, seed=train_seed), held_out, seed)
-
-
-LEGR = Legr(evaluations=30, population=12, tournament=4)
-
-
-def test_legr_starts_from_the_plain_norm_of_filters() -> None:
-    of = rivals("quiet")
-    assert isinstance(of.model, Rivals)
-    norms = {name: getattr(of.model, name).weight.detach().square().sum((1, 2, 3)) for name in ("loud", "quiet")}
-    lowest = min(float(values.min()) for values in norms.values())
-    for item in Legr(evaluations=1).measure(of):
-        assert torch.allclose(item.values, norms[item.tie] - lowest)
-
-
-def test_legr_finds_small_filters_that_matter() -> None:
-    plain = importance(Legr(evaluations=1), rivals("quiet")).groups
-    found = importance(LEGR, rivals("quiet")).groups
-    assert plain["quiet"] < 0.05 * plain["loud"]
-    assert found["quiet"] > found["loud"]
-
-
-def test_legr_asks_held_out_images_and_no_others() -> None:
-    quiet, loud = (importance(LEGR, rivals(branch)).groups for branch in ("quiet", "loud"))
-    assert quiet["quiet"] / sum(quiet.values()) > 2 * loud["quiet"] / sum(loud.values())
-    assert importance(LEGR, rivals("quiet", train_seed=8)).groups == quiet
-
-
-def test_legr_gives_the_same_for_the_same_seed_and_never_less_than_zero() -> None:
-    found = [LEGR.measure(rivals("quiet", seed)) for seed in (0, 0, 1)]
-    assert per_tie(found[0]) == per_tie(found[1])
-    assert per_tie(found[0]) != per_tie(found[2])
-    for measured in found:
-        assert min(float(item.values.min()) for item in measured) == 0
 
 
 # What is made of the numbers
