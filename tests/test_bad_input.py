@@ -304,6 +304,20 @@ def test_in_a_huge_set_the_beginning_and_the_end_of_each_file_are_looked_at(tmp_
     assert all(name in str(caught.value) for name in broken)
 
 
+def test_an_image_that_is_broken_in_its_middle_is_named_in_a_huge_set_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such small images are all read before training, so that it shows."""
+    monkeypatch.setattr("peel.train.folder.FULL_SCAN", 10)
+    write_set(tmp_path)
+    broken = tmp_path / "train" / "dog" / "3.png"
+    data = bytearray(broken.read_bytes())
+    data[100:140] = bytes(40)
+    broken.write_bytes(data)
+    with pytest.raises(DataError, match=r"1 of 24") as caught:
+        load_data(str(tmp_path))
+    assert "train/dog/3.png" in str(caught.value)
+    assert load_data(str(tmp_path), skip_bad=True).train.size == 11
+
+
 def test_a_streamed_set_trains_and_evaluates(tmp_path: Path) -> None:
     write_set(tmp_path, SIZE["large"])
     data = load_data(str(tmp_path), image_size=100)

@@ -255,6 +255,12 @@ def test_images_of_every_mode_become_three_channels_of_the_right_picture(mode: s
     assert decode(path, 1).shape == (1, 12, 10)
 
 
+def test_sixteen_bits_are_scaled_alike_in_dark_images_and_bright_ones(tmp_path: Path) -> None:
+    for value, expected in ((200, 0), (256, 0), (0x8000, 0x7F), (0xFFFF, 0xFF)):
+        Image.fromarray(np.full((4, 4), value, np.uint16)).save(tmp_path / "grey.png")
+        assert decode(tmp_path / "grey.png", 1).unique().tolist() == [expected]
+
+
 # The crop
 
 

@@ -157,10 +157,20 @@ def test_an_epoch_that_lost_many_images_begins_anew(tmp_path: Path) -> None:
     assert passes == {"original": 2 * 640, "uniform": 2 * 192, "peel": 2 * 192}, "those of whole epochs"
 
 
-def lose(folder: Path, images: int, step: tuple[str, int]) -> None:
+def test_an_epoch_that_began_anew_goes_on_from_its_own_checkpoints(tmp_path: Path) -> None:
+    """Those of the epoch before it had more steps, and would be taken for newer."""
+    run = tmp_path / "run"
+    assert exit_code(start(lose, run, 640, ("uniform", 9))) == -signal.SIGKILL
+    assert exit_code(start(lose, run, 320, ("uniform", 3), True)) == -signal.SIGKILL
+    assert len(list(run.glob("checkpoints/*.pt"))) <= 2
+    _, steps = go_on(run, data=few_digits(320), force=True)
+    assert 7 <= steps["uniform"] <= 8, "of two epochs of five"
+
+
+def lose(folder: Path, images: int, step: tuple[str, int], force: bool = False) -> None:
     """A run on so many images that is killed at a step of a stage."""
     torch.set_num_threads(1)
-    small_run(data=few_digits(images), output=folder, reporter=Suicidal(*step), **BASE)
+    small_run(data=few_digits(images), output=folder, reporter=Suicidal(*step), force=force, **BASE)
 
 
 @pytest.mark.parametrize("decay_norms", [True, False])

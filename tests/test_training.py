@@ -360,9 +360,9 @@ def test_short_epochs_are_kept_only_now_and_then_and_nothing_changes(tmp_path: P
     kept: list[int] = []
 
     class Noting(Checkpoints):
-        def save(self, state: dict[str, Any], epoch: int, step: int) -> Path:
+        def save(self, state: dict[str, Any], epoch: int, step: int, **options: Any) -> Path:
             kept.append(epoch)
-            return super().save(state, epoch, step)
+            return super().save(state, epoch, step, **options)
 
     whole, other = fresh(), fresh()
     recipe = replace(PLAIN, epochs=5)

@@ -30,11 +30,13 @@ class Checkpoints:
     run: str = ""
     """What tells this run from others: a checkpoint of another one is not taken for one's own."""
 
-    def save(self, state: dict[str, Any], epoch: int, step: int) -> Path:
+    def save(self, state: dict[str, Any], epoch: int, step: int, *, goes_back: bool = False) -> Path:
+        """Where training goes back to this place, what was kept after it is given up: it would be taken for newer than what comes now."""
         buffer = io.BytesIO()
         torch.save({**state, "run": self.run}, buffer)
         data = buffer.getvalue()
-        path = self.folder / f"{self.name}-{epoch:05d}-{step:07d}-{hashlib.sha256(data).hexdigest()}.pt"
+        place = f"{self.name}-{epoch:05d}-{step:07d}-"
+        path = self.folder / f"{place}{hashlib.sha256(data).hexdigest()}.pt"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_bytes(path, data)
@@ -43,6 +45,8 @@ class Checkpoints:
                 f"cannot write the checkpoint {path.name[:40]} to {self.folder}: {error.strerror}. "
                 "The checkpoints before it are kept; make room and run the same command again."
             ) from error
+        for later in [found for found in self._found() if goes_back and found.name > place and found != path]:
+            later.unlink(missing_ok=True)
         # Files that call themselves newer are damaged or someone else's: they do not push out what is good.
         for old in [found for found in self._found() if found.name <= path.name][self.keep :]:
             old.unlink(missing_ok=True)

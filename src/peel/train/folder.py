@@ -190,9 +190,10 @@ def _decoded(path: Path, *, is_grey: bool) -> Tensor:
     with Image.open(path) as opened:
         image: Image.Image = opened
         if opened.mode.startswith(("I", "F")):
-            # 16-bit grey, which PIL's own conversion would clip at 255. All images are scaled alike: none by its own maximum.
+            # 16-bit grey, which PIL's own conversion would clip at 255. All such images are scaled alike, dark ones too; numbers with a
+            # point do not say what white is, so there the largest one has to tell.
             values = np.asarray(opened, dtype=np.float64)
-            full = 1 if opened.mode == "F" and values.max() <= 1 else 255 if values.max() <= 255 else 65535
+            full = 65535 if opened.mode != "F" else next((full for full in (1, 255) if values.max() <= full), 65535)
             image = Image.fromarray((values / full * 255).clip(0, 255).astype(np.uint8))
         elif "transparency" in opened.info:
             image = opened.convert("RGBA")
@@ -236,14 +237,20 @@ def scan(paths: Sequence[Path], *, skip: bool) -> list[int]:
     check = _decodes if len(paths) <= FULL_SCAN else _looks_whole
     with ThreadPoolExecutor() as pool:
         faults = list(pool.map(check, paths))
-    broken = [(path, fault) for path, fault in zip(paths, faults, strict=True) if fault]
-    if broken and not skip:
-        shown = "\n".join(f"  {path}: {fault}" for path, fault in broken[:20])
-        more = f"\n  and {len(broken) - 20} more" if len(broken) > 20 else ""
-        raise DataError(
-            f"{len(broken)} of {len(paths)} images cannot be read:\n{shown}{more}\nReplace them, or leave them out with --skip-bad."
-        )
+    if not skip:
+        _refuse_broken(paths, faults)
     return [i for i, fault in enumerate(faults) if not fault]
+
+
+def _refuse_broken(paths: Sequence[Path], faults: Sequence[str | None]) -> None:
+    broken = [(path, fault) for path, fault in zip(paths, faults, strict=True) if fault]
+    if not broken:
+        return
+    shown = "\n".join(f"  {path}: {fault}" for path, fault in broken[:20])
+    more = f"\n  and {len(broken) - 20} more" if len(broken) > 20 else ""
+    raise DataError(
+        f"{len(broken)} of {len(paths)} images cannot be read:\n{shown}{more}\nReplace them, or leave them out with --skip-bad."
+    )
 
 
 def _decodes(path: Path) -> str | None:
@@ -319,8 +326,8 @@ def load_images(paths: Sequence[Path], shape: tuple[int, int, int], *, skip: boo
     else:
         with ThreadPoolExecutor() as pool:
             images = list(pool.map(load, paths))
+    if not skip:
+        _refuse_broken(paths, [image if isinstance(image, str) else None for image in images])
     good = [i for i, image in enumerate(images) if isinstance(image, Tensor)]
-    if len(good) < len(images) and not skip:
-        scan(paths, skip=False)
     kept = [image for image in images if isinstance(image, Tensor)]
     return torch.stack(kept) if kept else torch.zeros(0, height, width, channels, dtype=torch.uint8), good

@@ -113,7 +113,7 @@ class Training:
                 "a look at the images usually helps."
             )
 
-    def keep(self, epoch: int, step: int, history: list[Epoch], seconds: float, slower: float) -> None:
+    def keep(self, epoch: int, step: int, history: list[Epoch], seconds: float, slower: float, *, goes_back: bool = False) -> None:
         """Write a checkpoint."""
         if self.checkpoints is None:
             return
@@ -132,7 +132,7 @@ class Training:
                 "sums": sums,
                 "own": own,
             }
-            self.checkpoints.save(state, epoch, step)
+            self.checkpoints.save(state, epoch, step, goes_back=goes_back)
         self.world.wait()
 
     def _own(self) -> dict[str, Any]:
@@ -173,7 +173,8 @@ class Training:
                 "another version of peel or of the model's code may have written it. Go on with that, or start anew with another --output."
             ) from error
         self.running.set_momenta(state["optimiser"])
-        if state["steps"] != self.steps and state["step"]:
+        begins_anew = state["steps"] != self.steps and state["step"] > 0
+        if begins_anew:
             log.warning("an epoch has %d steps now, not %d: the one that was running begins anew.", self.steps, state["steps"])
             state.update(step=0, seconds=0.0, sums={})
         for name, value in state["sums"].items():
@@ -187,4 +188,7 @@ class Training:
             if name in own["buffers"]:
                 value.copy_(own["buffers"][name])
         history = [Epoch(**record) for record in state["history"]]
-        return Start(state["epoch"], state["step"], history, state["seconds"], min(slower, state["slower"]))
+        start = Start(state["epoch"], state["step"], history, state["seconds"], min(slower, state["slower"]))
+        if begins_anew:
+            self.keep(start.epoch, 0, history, 0.0, start.slower, goes_back=True)
+        return start
