@@ -82,6 +82,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="append what was measured to this file, one JSON object per line")
     parser.add_argument("--render", type=Path, help="write the tables of --results into this file, between its markers")
     options = parser.parse_args()
+    if len(options.seeds) < 2:
+        parser.error("--seeds needs two seeds or more: the curves are told apart by how far they spread")
     if options.render is not None:
         render(options.results, options.render)
         return
@@ -394,7 +396,7 @@ class Bench:
 
 
 def render(results: Path, target: Path) -> None:
-    """One table per part; of what was measured twice, the last."""
+    """One table per part; of what was measured twice under the same words, the last."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for text in results.read_text().splitlines():
         line = json.loads(text)

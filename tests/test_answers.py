@@ -72,6 +72,28 @@ def test_nothing_is_asked_twice() -> None:
     assert teacher.shown == 9 * 200, "there are nine windows of each image"
 
 
+def test_where_memory_is_short_fewer_images_are_asked_about_at_a_time() -> None:
+    class Narrow(Counting):
+        def forward(self, images: Tensor) -> Tensor:
+            if len(images) > 30:
+                raise torch.OutOfMemoryError("so many do not fit")
+            return super().forward(images)
+
+    teacher = Narrow().eval()
+    (batch,) = taught(teacher).batches(torch.arange(200), 200, View.of_epoch("crop", 0, 0), CPU.device)
+    assert batch.answers is not None
+    assert torch.allclose(batch.answers, teacher.net(batch.images), atol=1e-5)
+    assert teacher.shown == 200
+
+
+def test_a_table_that_does_not_fit_into_memory_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(*_: object) -> None:
+        raise torch.OutOfMemoryError("there is none")
+
+    monkeypatch.setattr(answers_module, "Answers", short)
+    assert remember_answers(Counting(), few_digits().train, "crop", 10, CPU) is None
+
+
 def test_students_learn_the_same_from_remembered_answers() -> None:
     teacher = Counting().eval()
     torch.manual_seed(0)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from folders import content
 from peel.errors import DamagedError, RunError, StoreError
+from peel.reporter import Silent
 from peel.result import Result
+from peel.train.history import Epoch
 from peel.workspace import Workspace
 from small import Counting, same_weights, small_run
 
@@ -57,6 +60,32 @@ def test_checkpoints_that_a_kill_left_beside_a_finished_stage_are_taken_away(own
     assert not list((own / "checkpoints").iterdir())
 
 
+@pytest.mark.parametrize("line", [b"5", b"{}", b"[", b'{"stage": "peel"', b"\xff\xfe", b'{"stage": 5}'])
+def test_a_strange_line_among_the_metrics_does_not_stop_a_run(line: bytes, own: Path) -> None:
+    before = [json.loads(text) for text in (own / "metrics.jsonl").read_text().splitlines()]
+    with (own / "metrics.jsonl").open("ab") as file:
+        file.write(line + b"\n")
+    (own / "stages" / "peel.record.json").unlink()
+    small_run(output=own, seed=3)
+    after = [json.loads(text) for text in (own / "metrics.jsonl").read_text().splitlines()]
+    assert [each for each in after if each["stage"] != 5 and each["stage"] != "peel"] == [
+        each for each in before if each["stage"] != "peel"
+    ]
+
+
+def test_an_error_that_nobody_foresaw_is_kept_until_the_run_goes_on(tmp_path: Path) -> None:
+    class Broken(Silent):
+        def epoch(self, epoch: Epoch) -> None:
+            raise ValueError("this was not foreseen")
+
+    with pytest.raises(ValueError, match="not foreseen"):
+        small_run(output=tmp_path / "run", reporter=Broken())
+    assert json.loads((tmp_path / "run" / "stopped.json").read_text())["error"] == "ValueError: this was not foreseen"
+    assert "this was not foreseen" in (tmp_path / "run" / "report.html").read_text()
+    small_run(output=tmp_path / "run")
+    assert not (tmp_path / "run" / "stopped.json").exists()
+
+
 # Damaged files
 
 
@@ -80,6 +109,7 @@ def test_a_damaged_stage_is_said_to_be_damaged(own: Path) -> None:
         ("plan.json", "{}", "it has no 'widths'"),
         ("plan.json", '{"widths": {}, "rounds": 5}', "its 'rounds' is of the kind int, not list"),
         ("plan.json", '{"widths": {}, "rounds": [5]}', "its 'rounds' are not those of a plan"),
+        ("plan.json", '{"widths": {}, "rounds": [{"distinct": false, "note": []}]}', "its 'rounds' are not those of a plan"),
         ("plan.json", '{"widths": {"other": 3}, "rounds": []}', ".*other.*"),
         ("settings.json", "[]", "expected an object, found list"),
     ],
@@ -90,8 +120,10 @@ def test_a_file_with_something_else_in_it_is_said_to_be_damaged(name: str, conte
         small_run(output=own, seed=3)
 
 
-EPOCH = '{"epoch": 1, "of": 1, "lr": 0.1, "train": {}, "test": null, "seconds": 1.0, "images_per_second": 1.0}'
+TEST = '{"loss": 1.0, "top1": 0.5, "top5": 1.0}'
+EPOCH = f'{{"epoch": 1, "of": 1, "lr": 0.1, "train": {{}}, "test": {TEST}, "seconds": 1.0, "images_per_second": 1.0}}'
 RECORD = f'{{"history": [{EPOCH}], "image_passes": 1, "notes": NOTES}}'
+GOOD = RECORD.replace("NOTES", "[]")
 
 
 @pytest.mark.parametrize(
@@ -101,6 +133,11 @@ RECORD = f'{{"history": [{EPOCH}], "image_passes": 1, "notes": NOTES}}'
         ("peel.record.json", '{"history": {}, "image_passes": 1}', "its 'history' is of the kind dict, not list"),
         ("peel.record.json", '{"history": [], "image_passes": 1}', "its 'history' is not that of a training"),
         ("peel.record.json", '{"history": [{"epoch": 1}], "image_passes": 1}', "its 'history' is not that of a training"),
+        ("peel.record.json", GOOD.replace(TEST, "null"), "its 'history' is not that of a training"),
+        ("peel.record.json", GOOD.replace(TEST, "{}"), "its 'history' is not that of a training"),
+        ("peel.record.json", GOOD.replace("0.5", '"half"'), "its 'history' is not that of a training"),
+        ("peel.record.json", GOOD.replace('"train": {}', '"train": 5'), "its 'history' is not that of a training"),
+        ("peel.record.json", GOOD.replace('"seconds": 1.0', '"seconds": "long"'), "its 'history' is not that of a training"),
         ("peel.record.json", RECORD.replace("NOTES", "5"), "its 'notes' are no sentences"),
         ("peel.record.json", RECORD.replace("NOTES", "[5]"), "its 'notes' are no sentences"),
         ("peel.record.json", RECORD.replace("NOTES", '[], "input": 5'), "its 'input' does not say how to feed the network"),

@@ -26,7 +26,7 @@ LAYERS = [
     {"zoo"},
     {"graph"},
     {"cost", "widths", "budget", "changes", "record", "settings"},
-    {"errors", "version", "files"},
+    {"errors", "version", "files", "cores"},
 ]
 
 

@@ -239,6 +239,18 @@ def test_the_command_runs_from_nothing_to_a_table_and_finds_its_folder_again(pla
     assert len(list((place / "runs").iterdir())) == 2
 
 
+def test_the_command_finds_its_folder_again_with_what_may_change(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--steps", "original"]) == 0
+    more = [*COMMAND, "--steps", "original,backbone", "--train.retries", "1", "--search.retries", "2"]
+    assert main(more) == 0
+    assert "the original: finished before" in capsys.readouterr().err
+    (folder,) = (place / "runs").iterdir()
+    settings = read(folder / "settings.json")
+    assert settings["command"] == " ".join(["peel", *more]), "that of the last start"
+    resolved = settings["resolved"]
+    assert (resolved["steps"], resolved["train"]["retries"], resolved["search"]["retries"]) == (["original", "backbone"], 1, 2)
+
+
 def test_the_command_as_json_and_quiet_prints_the_result_and_nothing_else(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "groups.json").write_text(json.dumps({"first": ["0"], "rest": ["3", "6"]}))
     options = ["--json", "--quiet", "--output", "out", "--groups", "groups.json", "--budget", "40%", "--distill", "none"]

@@ -16,6 +16,7 @@ from folders import content, read
 from peel.errors import DamagedError, DataError, RunError, StoreError
 from peel.result import Result
 from peel.train.loop import evaluate
+from peel.workspace import Workspace
 from small import CPU, WIDTHS, Counting, Small, few_digits, same_weights, small_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -168,3 +169,16 @@ def test_a_damaged_record_of_a_teacher_is_named(content: str, own: Path, tmp_pat
     (own / "stages" / "original.record.json").write_text(content)
     with pytest.raises(DamagedError, match=r"original.record.json is damaged: .* another --teacher"):
         small_run(teacher=own, output=tmp_path / "other")
+
+
+@pytest.mark.parametrize("name", ["slim.json", "stages/uniform.json"])
+def test_a_slim_network_is_no_teacher(name: str, finished: tuple[Path, Result], tmp_path: Path) -> None:
+    """It would stand in the table as the original, with its costs."""
+    with pytest.raises(DataError, match=r"is not the original but a network of other widths: .* channels there and \d+ in the original"):
+        small_run(teacher=finished[0] / name, output=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_error_of_the_teachers_folder_names_the_option_that_it_was_given_with(tmp_path: Path) -> None:
+    with Workspace(tmp_path / "teacher"), pytest.raises(RunError, match=r"teacher is in use by .* name another folder with --teacher"):
+        small_run(teacher=tmp_path / "teacher", output=tmp_path / "run")

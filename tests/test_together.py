@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,6 +26,7 @@ from peel.train.objective import CrossEntropy
 from peel.train.step import Step
 from peel.train.stop import Stopped, listened_to, listening
 from peel.train.training import Training
+from peel.train.view import View
 from peel.train.world import World, join_world, leave_world
 from small import CPU, PLAIN, few_digits, fresh
 
@@ -114,6 +116,32 @@ def test_gradients_travel_once_for_all_parts_of_a_batch(tmp_path: Path) -> None:
     (whole, parted), others = together(2, tmp_path, _exchanges, [1, 3], warm=False)
     assert [whole, parted] == others
     assert 1 <= whole == parted
+
+
+class Sometimes(nn.Module):
+    """A layer that only one process happens to take, as one that is dropped by chance."""
+
+    def __init__(self, takes: bool) -> None:
+        super().__init__()
+        self.net, self.extra, self.takes = fresh(), nn.Linear(10, 10), takes
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores = self.net(images)
+        return self.extra(scores) if self.takes else scores  # type: ignore[no-any-return]
+
+
+def _by_chance(world: World) -> list[float]:
+    torch.manual_seed(0)
+    images = few_digits().train
+    step = Step(model := Sometimes(world.is_first), CrossEntropy(), PLAIN, engine_of(world))
+    for batch in images.batches(torch.arange(64), 32, View.of_epoch("none", 0, 0), CPU.device):
+        step(batch, 0.1, 9)
+    return [float(parameter.detach().sum()) for parameter in model.parameters()]
+
+
+def test_paths_that_are_taken_by_chance_do_not_part_the_processes(tmp_path: Path) -> None:
+    first, second = together(2, tmp_path, _by_chance, warm=False)
+    assert first == second
 
 
 def _stopped_while_looking(world: World) -> int | None:

@@ -11,12 +11,12 @@ from typing import Any
 
 from .errors import RunError
 
-__all__ = ["check_changes", "forced_notes", "what_is_fixed"]
+__all__ = ["check_changes", "forced_notes", "what_is_fixed", "with_what_is_free"]
 
 log = logging.getLogger("peel")
 
 #: Settings that may change between one start of a run and the next: they do not change what is computed.
-FREE = ("device", "workers", "steps", "train.retries", "search.retries")
+FREE = ("device", "steps", "train.retries", "search.retries")
 
 #: Settings that may change too, as they are the way out where memory is short, but not without a word: batch norm sees the parts.
 SAID = ("parts",)
@@ -45,12 +45,14 @@ def check_changes(
     environment: Mapping[str, Any],
     *,
     force: bool = False,
+    option: str = "--output",
 ) -> dict[str, tuple[Any, Any]]:
     """An error where the run in the folder was begun with other settings than those of now; a word where its surroundings were others.
 
-    With `force` it goes on with what may be forced: those settings, each with its old and new value, are returned.
+    With `force` it goes on with what may be forced: those settings, each with its old and new value, are returned. `option` is what the
+    folder was named with.
     """
-    _refuse_other_names(folder, before, now, begun.get("peel"), environment.get("peel"), force)
+    _refuse_other_names(folder, before, now, begun.get("peel"), environment.get("peel"), force, option)
     changed = _difference(before, now)
     for name in [name for name in SAID if name in changed]:
         old, new = changed.pop(name)
@@ -62,7 +64,7 @@ def check_changes(
         other = _other_operators(*changed.pop(OPERATORS))
         log.warning("%s goes on with a torch that runs other operators where the model's code is the same: %s.", folder, other)
     if changed and not (force and all(_may_be_forced(name) for name in changed)):
-        raise RunError(f"{folder} was started with other settings:\n{_refusal(folder, changed, now, force)}")
+        raise RunError(f"{folder} was started with other settings:\n{_refusal(folder, changed, now, force, option)}")
     if changed:
         log.warning("%s goes on with other settings than it was started with, and its result will say so:\n%s", folder, _in_lines(changed))
     # Another torch may round otherwise, and so may threads that share a sum. That is no reason to lose a run, but one to say so.
@@ -79,7 +81,7 @@ def _may_be_forced(name: str) -> bool:
 
 
 def _refuse_other_names(
-    folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], old: str | None, new: str | None, force: bool
+    folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], old: str | None, new: str | None, force: bool, option: str
 ) -> None:
     """Settings that only one of two versions of peel knows cannot be given to the other."""
     if ("method" in before) != ("method" in now):
@@ -92,7 +94,7 @@ def _refuse_other_names(
     lines = [
         f"{folder} was begun by another version of peel{versions}. Its settings are not those of this one:",
         *(f"  {name}: {value!r} (only {where})" for where, name, value in found),
-        "Finish it with the version that began it, or name another --output to start anew.",
+        f"Finish it with the version that began it, or name another {option} to start anew.",
     ]
     if may_go_on:
         lines.append("With --force it goes on where that is possible, and its result says so.")
@@ -105,6 +107,18 @@ def what_is_fixed(settings: Mapping[str, Any], prefix: str = "") -> dict[str, An
         name: what_is_fixed(value, f"{prefix}{name}.") if isinstance(value, Mapping) else value
         for name, value in settings.items()
         if f"{prefix}{name}" not in (*FREE, *SAID, OPERATORS)
+    }
+
+
+def with_what_is_free(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The settings that a run was begun with, but for those that may change: they are as they are now."""
+    return {
+        name: with_what_is_free(value, now.get(name) or {}, f"{prefix}{name}.")
+        if isinstance(value, Mapping)
+        else now.get(name, value)
+        if f"{prefix}{name}" in (*FREE, *SAID)
+        else value
+        for name, value in before.items()
     }
 
 
@@ -150,7 +164,7 @@ def forced_notes(settings: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def _refusal(folder: Path, changed: Mapping[str, tuple[Any, Any]], settings: Mapping[str, Any], force: bool) -> str:
+def _refusal(folder: Path, changed: Mapping[str, tuple[Any, Any]], settings: Mapping[str, Any], force: bool, option: str) -> str:
     """The settings that differ, and the way out."""
     lines = [_in_lines(changed)]
     roots = {name.partition(".")[0] for name in changed}
@@ -158,10 +172,10 @@ def _refusal(folder: Path, changed: Mapping[str, tuple[Any, Any]], settings: Map
     if "original" in roots and not roots & {"model", "data", "image_shape", "input"}:
         lines.append(
             f"What the network computes has changed: the code of {settings['model']}, or what it is built with, is not what it was. "
-            "Bring that back to go on with the run, or name another --output to start anew."
+            f"Bring that back to go on with the run, or name another {option} to start anew."
         )
     else:
-        lines.append("Give the same settings to go on with it, or another --output to start anew.")
+        lines.append(f"Give the same settings to go on with it, or another {option} to start anew.")
     if force:
         lines.append(f"--force does not change {', '.join(stubborn)}: what is done would not fit what is still to come.")
         lines.extend(_what_can_be_used(folder, roots | {name for name in changed if name.startswith("method.")}))

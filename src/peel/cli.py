@@ -206,7 +206,7 @@ def run(
         Go on with the run in the folder although its rates, its images or the code of the model changed; the result says so. What would
         not fit what is done already (the budget, epochs, batch, classes) is refused all the same.
     checkpoint_seconds
-        How often the state is kept within an epoch; it always is at the end of one.
+        How often the state is kept within an epoch; it also is at the end of one, on a GPU not more often than every ten seconds.
     json
         Print the result as JSON.
     quiet

@@ -6,12 +6,16 @@ every signal, and adds a page to what they say. Here what is said and how it end
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from types import FrameType
+
+from .cores import count_cores
 
 __all__ = ["LOST", "launch"]
 
@@ -33,7 +37,7 @@ def launch(count: int, arguments: list[str]) -> int:
     shared = {
         **os.environ,
         # As many threads for each as there are cores for it.
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, count_cores() // count))),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -43,10 +47,12 @@ def launch(count: int, arguments: list[str]) -> int:
     }
     told: list[int] = []
     processes: list[subprocess.Popen[bytes]] = []
+    is_told: set[int] = set()
 
     def pass_on(number: int, _: FrameType | None) -> None:
         told.append(number)
         for process in processes:
+            is_told.add(process.pid)
             process.send_signal(number)
 
     before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
@@ -55,9 +61,11 @@ def launch(count: int, arguments: list[str]) -> int:
             own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             command = [sys.executable, "-m", "peel", *arguments]
             # In a session of its own: a terminal would tell it of Ctrl-C too, and twice means at once.
-            processes.append(subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, start_new_session=True))
-            if told:
-                processes[-1].send_signal(told[0])
+            process = subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, start_new_session=True)
+            processes.append(process)
+            with _held_back():
+                if told and process.pid not in is_told:
+                    process.send_signal(told[0])
         return _ended(processes, told)
     finally:
         for process in processes:
@@ -65,6 +73,19 @@ def launch(count: int, arguments: list[str]) -> int:
             process.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _held_back() -> Iterator[None]:
+    """Signals wait meanwhile. Not while a process is started: it would inherit that."""
+    if not hasattr(signal, "pthread_sigmask"):  # not on Windows
+        yield
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
 
 
 def _ended(processes: list[subprocess.Popen[bytes]], told: list[int]) -> int:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .budget import format_count
+from .changes import what_is_fixed
 from .errors import ConfigError
 from .progress import clock
 from .result import Result
@@ -23,11 +24,12 @@ _TITLES = {"original": "original", "uniform": "uniform, same budget", "peel": "P
 
 
 def run_folder(model: str, data: str, arguments: Mapping[str, Any]) -> Path:
-    """A folder named after the settings: the same command finds it again, another one does not."""
+    """A folder named after the settings: the same command finds it again, also with what may change between starts; another does not."""
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{Path(model).name}-{Path(data).name}-{arguments['budget']}-seed{arguments['seed']}").strip(
         "-"
     )
-    digest = hashlib.sha256(json.dumps([model, data, arguments], sort_keys=True, default=str).encode()).hexdigest()
+    told_apart_by = [model, data, what_is_fixed(arguments)]
+    digest = hashlib.sha256(json.dumps(told_apart_by, sort_keys=True, default=str).encode()).hexdigest()
     return Path("runs") / f"{name}-{digest[:6]}"
 
 

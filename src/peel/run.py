@@ -31,7 +31,7 @@ from .train.data import Data, load_data
 from .train.engine import Engine, find_engine
 from .train.folder import Folder, fingerprint_of
 from .train.objective import class_scores
-from .train.recipe import RECIPES, Recipe, backbone_recipe, named_recipe
+from .train.recipe import Recipe, backbone_recipe, named_recipe
 from .train.resident import Resident
 from .trainer import Trainer
 from .version import __version__
@@ -78,10 +78,11 @@ def prune(
     `model` is a name of `peel.zoo` or a module; `data` a name, a folder or a `Data`. `recipe` names the training recipe; `train` and
     `search` change fields of it for the final training and for the backbone's. `teacher` is `"train"` (train the original first), a
     trained module, `"pretrained"`, or a path: what is kept there is used, and where nothing is yet, the original is trained and kept there.
-    `plan` trains widths that come from elsewhere. `parts` splits each batch where memory is short; `compile` is `"auto"` (on a
-    GPU, where a training is long enough to repay it), `"on"` or `"off"`; `sync_bn` lets batch norms see the batch of all processes. The
-    state is kept after every epoch, and every `checkpoint_seconds` within one. `force` goes on with what is in `output` although the
-    recipe, the images or the code of the model changed, and the result says so. All other arguments are fields of `peel.settings.Method`.
+    `plan` trains widths that come from elsewhere. `parts` splits each batch where memory is short; `compile` is `"auto"` (on a GPU, where a
+    training is long enough to repay it), `"on"` or `"off"`; `sync_bn` lets batch norms see the batch of all processes. The state is kept
+    after every epoch (on a GPU not more often than every ten seconds), and every `checkpoint_seconds` within one. `force` goes on with what
+    is in `output` although the recipe, the images or the code of the model changed, and the result says so. All other arguments are fields
+    of `peel.settings.Method`.
 
     >>> result = peel.prune("cifar_resnet20", "digits", budget="50%", output="run")
     >>> result.rows[-1]["top1"], result.model
@@ -150,7 +151,7 @@ def prune(
         force=force,
     )
     run.check()
-    engine.world.check_equal("a setting", json.dumps({**resolved, "device": None}, sort_keys=True))
+    engine.world.check_equal("a setting", json.dumps({**resolved, "device": None, "taken": run.taken is not None}, sort_keys=True))
     if dry_run:
         return run.estimate()
     if output is None or not engine.world.is_first:
@@ -175,13 +176,14 @@ def _go_in(folder: str | Path, run: Stages, settings: dict[str, Any]) -> Result:
     """The run in its folder, where it leaves what stopped it and its page."""
     with Workspace(folder) as workspace:
         workspace.settle(settings, run.environment, force=run.force)
-        run.trainer.workspace = workspace
+        run.workspace = run.trainer.workspace = workspace
         workspace.remove("stopped.json")
         try:
             return run.go()
-        except PeelError as error:
+        except Exception as error:
+            said = str(error) if isinstance(error, PeelError) else f"{type(error).__name__}: {error}"
             with contextlib.suppress(RunError):  # the disk may be full
-                workspace.write_json("stopped.json", {"format": "peel-stopped", "version": 1, "error": str(error)})
+                workspace.write_json("stopped.json", {"format": "peel-stopped", "version": 1, "error": said})
             raise
         finally:
             _draw(workspace)
@@ -274,8 +276,6 @@ def _recipes(
             name = "cifar"
         else:
             name = "imagenet-mobilenet" if is_mobile else "imagenet-resnet"
-    if name not in RECIPES:
-        named_recipe(name)
     final = named_recipe(name).changed(**dict(train or {}))
     # What is changed for the final training, but for its length, is changed for the backbone too.
     shared = {key: value for key, value in dict(train or {}).items() if key != "epochs"}

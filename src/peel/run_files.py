@@ -9,7 +9,7 @@ from typing import Any
 
 from .errors import DamagedError, RunError
 from .files import parse_object
-from .train.history import Epoch
+from .train.history import Epoch, Scores
 
 __all__ = ["StageRecord", "read_object", "read_record"]
 
@@ -67,7 +67,7 @@ def _check_held(found: Mapping[str, Any], held: Mapping[str, type]) -> None:
             raise ValueError(f"its {key!r} is of the kind {type(found[key]).__name__}, not {kind.__name__}")
     if "resolved" in held and not _is_forced(found.get("forced", [])):
         raise ValueError("its 'forced' is not what peel writes there")
-    if "rounds" in held and not all(isinstance(each, dict) and isinstance(each.get("distinct", True), bool) for each in found["rounds"]):
+    if "rounds" in held and not all(map(_is_round, found["rounds"])):
         raise ValueError("its 'rounds' are not those of a plan")
     if "history" in held and not _is_history(found["history"]):
         raise ValueError("its 'history' is not that of a training")
@@ -75,6 +75,10 @@ def _check_held(found: Mapping[str, Any], held: Mapping[str, type]) -> None:
         raise ValueError("its 'input' does not say how to feed the network")
     if "history" in held and not _are_sentences(found.get("notes", [])):
         raise ValueError("its 'notes' are no sentences")
+
+
+def _is_round(found: Any) -> bool:
+    return isinstance(found, dict) and isinstance(found.get("distinct", True), bool) and isinstance(found.get("note", ""), str)
 
 
 def _are_sentences(notes: Any) -> bool:
@@ -96,5 +100,25 @@ def _is_forced(changes: Any) -> bool:
 
 
 def _is_history(epochs: list[Any]) -> bool:
-    names = {field.name for field in fields(Epoch)}
-    return bool(epochs) and all(isinstance(epoch, dict) and names - {"extra"} <= epoch.keys() <= names for epoch in epochs)
+    """Whether it is one of a training that is done: at its end there always is a test."""
+    return bool(epochs) and all(_is_epoch(epoch) for epoch in epochs) and epochs[-1]["test"] is not None
+
+
+def _is_epoch(epoch: Any) -> bool:
+    if not isinstance(epoch, dict) or not _names(Epoch) - {"extra"} <= epoch.keys() <= _names(Epoch):
+        return False
+    test = epoch["test"]
+    return (
+        _are_numbers({name: epoch[name] for name in ("epoch", "of", "lr", "seconds", "images_per_second")})
+        and _are_numbers(epoch["train"])
+        and (test is None or (_are_numbers(test) and test.keys() == _names(Scores)))
+        and isinstance(epoch.get("extra", {}), dict)
+    )
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, dict) and all(isinstance(value, int | float) for value in values.values())
+
+
+def _names(kind: type[Epoch] | type[Scores]) -> set[str]:
+    return {field.name for field in fields(kind)}

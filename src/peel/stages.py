@@ -64,6 +64,7 @@ class Stages:
     force: bool
     """Whether a folder is gone on with although settings changed."""
 
+    workspace: Workspace | None = None
     taken: Teacher | None = None
     teacher_file: str = "stages/original.json"
     teacher_folder: Path | None = None
@@ -75,10 +76,6 @@ class Stages:
     @property
     def world(self) -> World:
         return self.problem.engine.world
-
-    @property
-    def workspace(self) -> Workspace | None:
-        return self.trainer.workspace
 
     def check(self) -> None:
         """Refuse what cannot work, before anything is written or trained."""
@@ -206,7 +203,7 @@ class Stages:
         assert isinstance(self.named_teacher, str | Path)
         if not self.world.is_first:
             return self._trained_original()
-        with Workspace(self.named_teacher) as shared:
+        with Workspace(self.named_teacher, "--teacher") as shared:
             settings = {"format": "peel-run", "version": 1, "command": "the teacher of another run", "given": {}}
             shared.settle({**settings, "resolved": self.teacher_settings}, self.environment, force=self.force)
             self.teacher_file = str(Path(self.named_teacher) / "stages" / "original.json")

@@ -47,10 +47,24 @@ def find_teacher(named: nn.Module | str | Path, problem: Problem) -> Teacher | N
         if kept is None:
             return None
         record = kept.with_name("original.record.json")
-        known = read_record(record, "--teacher") if record.is_file() else None
+        known = read_record(record, "--teacher") if kept.name == "original.json" and record.is_file() else None
         found = Teacher(load_teacher(kept, problem.model), str(kept), known, Path(named) if Path(named).is_dir() else None)
+        _refuse_slim(found, problem)
     _check(found.model, problem)
     return found
+
+
+def _refuse_slim(teacher: Teacher, problem: Problem) -> None:
+    """A network that peel has made smaller would stand in the table with the costs of the original."""
+    kept: dict[str, int] = getattr(teacher.model, "peel_record", {}).get("widths", {})
+    graph = problem.graph
+    other = {tie: kept[tie] for tie, width in graph.widths.items() if kept.get(tie, width) != width}
+    if other:
+        tie = next(iter(other))
+        raise DataError(
+            f"{teacher.file} is not the original but a network of other widths: {tie} has {other[tie]} channels there and "
+            f"{graph.widths[tie]} in the original. Name the folder of a run that has trained the original, or its stages/original.json."
+        )
 
 
 def _check(teacher: nn.Module, problem: Problem) -> None:

@@ -4,7 +4,8 @@ settings.json, environment.json      what was asked for and what it became; wher
 plan.json                            what every step decided
 metrics.jsonl                        a line per epoch, appended as it goes
 checkpoints/                         the state of the stage that is running
-stages/NAME.json, NAME.safetensors   a finished stage: its record and its model
+stages/NAME.json, NAME.safetensors   the model of a finished stage, and
+stages/NAME.record.json              how it was trained
 result.json, report.html             the end
 stopped.json                         the error that stopped the last start, where one did
 """
@@ -25,9 +26,9 @@ from typing import IO, Any
 
 from torch import nn
 
-from .changes import check_changes, what_is_fixed
+from .changes import check_changes, what_is_fixed, with_what_is_free
 from .errors import RunError
-from .files import room_named, write_bytes, write_json
+from .files import parse_object, room_named, write_bytes, write_json
 from .run_files import StageRecord, read_object, read_record
 from .store import load, save
 from .train.checkpoint import Checkpoints
@@ -45,10 +46,10 @@ OWNER_LOOKS, OWNER_PAUSE = 10, 0.1
 
 
 class Workspace:
-    """A run folder, locked for this process while it is open."""
+    """A run folder, locked for this process while it is open. `option` is what it was named with."""
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | os.PathLike[str], option: str = "--output") -> None:
+        self.folder, self.option = Path(folder), option
         self._lock: IO[str] | None = None
         self._run = ""
 
@@ -56,9 +57,11 @@ class Workspace:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
-            raise RunError(f"the output folder {self.folder} is a file. Name another folder with --output.") from None
+            raise RunError(f"the output folder {self.folder} is a file. Name another folder with {self.option}.") from None
         except OSError as error:
-            raise RunError(f"cannot make the output folder {self.folder}: {error.strerror}. Name another folder with --output.") from error
+            raise RunError(
+                f"cannot make the output folder {self.folder}: {error.strerror}. Name another folder with {self.option}."
+            ) from error
         self._refuse_foreign((*EARLY, "stages", "checkpoints", "metrics.jsonl"))
         self._take_lock()
         try:
@@ -94,7 +97,7 @@ class Workspace:
         except OSError:
             owner = self._owner_of(self._lock)
             self.close()
-            raise RunError(f"{self.folder} is in use by {owner}. Wait for it to end, or name another folder with --output.") from None
+            raise RunError(f"{self.folder} is in use by {owner}. Wait for it to end, or name another folder with {self.option}.") from None
         with contextlib.suppress(OSError):  # on a full disk; the probe that follows says so
             os.ftruncate(self._lock.fileno(), 0)
             os.write(self._lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -126,8 +129,8 @@ class Workspace:
 
     # Settings
 
-    def settle(self, settings: dict[str, Any], environment: dict[str, Any], *, force: bool = False) -> bool:
-        """Write the settings, or compare them with those that are there already. Returns whether the run is a resumed one.
+    def settle(self, settings: dict[str, Any], environment: dict[str, Any], *, force: bool = False) -> None:
+        """Write the settings, or compare them with those that are there already.
 
         With `force`, a run goes on with other settings where that is possible; they take the place of the old, which stay on record.
         """
@@ -138,16 +141,20 @@ class Workspace:
             self._run = _hash_of(settings["resolved"])
             self.write_json("environment.json", environment)
             self.write_json("settings.json", {**settings, "run": self._run})
-            return False
+            return
         before = self.read_json("settings.json")
         begun = self.read_json("environment.json") if self.has("environment.json") else {}
         # What was kept before a change belongs to the run after it too.
         self._run = before.get("run") or _hash_of(before["resolved"])
-        changed = check_changes(self.folder, before["resolved"], settings["resolved"], begun, environment, force=force)
+        changed = check_changes(self.folder, before["resolved"], settings["resolved"], begun, environment, force=force, option=self.option)
+        after = {**settings, "run": self._run, "forced": before.get("forced", [])}
         if changed:
             change = {"changes": {name: list(pair) for name, pair in changed.items()}, "done": self.stages(), "begun": self._begun()}
-            self.write_json("settings.json", {**settings, "run": self._run, "forced": [*before.get("forced", []), change]})
-        return True
+            after["forced"] = [*after["forced"], change]
+        else:
+            after["resolved"] = with_what_is_free(before["resolved"], settings["resolved"])
+        if after != {"forced": [], **before}:
+            self.write_json("settings.json", after)
 
     def stages(self) -> list[str]:
         """Those that have finished, in the order of a run."""
@@ -172,7 +179,7 @@ class Workspace:
             write_bytes(self.folder / name, text.encode(errors="backslashreplace"))
 
     def read_json(self, name: str) -> dict[str, Any]:
-        return read_object(self.folder / name)
+        return read_object(self.folder / name, self.option)
 
     def remove(self, name: str) -> None:
         (self.folder / name).unlink(missing_ok=True)
@@ -188,14 +195,13 @@ class Workspace:
     def finished(self, stage: str) -> StageRecord | None:
         """The record of a stage, if it has finished."""
         name = f"stages/{stage}.record.json"
-        return read_record(self.folder / name) if self.has(name) else None
+        return read_record(self.folder / name, self.option) if self.has(name) else None
 
-    def finish(self, stage: str, record: StageRecord, model: nn.Module | None = None) -> None:
+    def finish(self, stage: str, record: StageRecord, model: nn.Module) -> None:
         """Keep the model and the record of a stage. The record comes last: where it is, the stage is whole."""
         with self._written(f"stages/{stage}"):
             (self.folder / "stages").mkdir(exist_ok=True)
-            if model is not None:
-                save(model, self.folder / "stages" / stage)
+            save(model, self.folder / "stages" / stage)
         self.write_json(f"stages/{stage}.record.json", record.described())
         self.checkpoints(stage).clear()
 
@@ -213,10 +219,10 @@ class Workspace:
         """Bring the lines of a stage to what its checkpoint knows; a killed run may have written more, less, or half a line."""
         path = self.folder / "metrics.jsonl"
         kept = []
-        for line in path.read_text().splitlines() if path.exists() else ():
+        for line in path.read_bytes().split(b"\n") if path.exists() else ():
             with contextlib.suppress(ValueError):
-                if json.loads(line)["stage"] != stage:
-                    kept.append(line + "\n")
+                if parse_object(line).get("stage", stage) != stage:
+                    kept.append(line.decode() + "\n")
         self.write_text("metrics.jsonl", "".join([*kept, *(_line(stage, epoch) for epoch in history)]))
 
     @contextlib.contextmanager

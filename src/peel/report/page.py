@@ -99,7 +99,9 @@ def _title(record: RunRecord) -> str:
 
 def _facts(record: RunRecord) -> list[str]:
     resolved = record.settings.get("resolved", {})
-    facts = [f"{name.replace('_', ' ')} {resolved[name]}" for name in ("seed", "image_size", "device") if resolved.get(name) is not None]
+    facts = [f"{name} {resolved[name]}" for name in ("seed", "device") if resolved.get(name) is not None]
+    if resolved.get("image_shape"):
+        facts.append(f"images of {' x '.join(map(str, resolved['image_shape']))}")
     if record.result and "wall_seconds" in record.result:
         facts.append(f"finished in {_duration(record.result['wall_seconds'])}")
     if "peel" in record.environment:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..files import write_bytes
-from .batch import Batch, at_a_time
+from .batch import Batch, at_a_time, with_what_fits
 from .crops import count_windows, draw_windows, padding_of
 from .data import Split
 from .engine import Engine
@@ -46,18 +46,20 @@ class Answers:
         self.asked = 0
         self.path: Path | None = None
 
-    @torch.inference_mode()
     def ask(self, split: Split, order: Tensor, rows: Tensor, view: View) -> None:
         """Let the teacher answer what is not known yet about these images, seen in this view."""
+        with_what_fits(lambda size: self._ask(split, order, rows, view, size), at_a_time(split.shape), self.engine.device)
+
+    @torch.inference_mode()
+    def _ask(self, split: Split, order: Tensor, rows: Tensor, view: View, size: int) -> None:
         missing = (~self.known[rows]).nonzero()[:, 0]
-        size = at_a_time(split.shape)
         unseen = split.batches(order[missing.cpu()], size, view, self.engine.device, self.engine.workers)
         for row, batch in zip(torch.split(rows[missing], size), unseen, strict=False):
             with self.engine.autocast():
                 given = class_scores(self.teacher(batch.images))
             self.scores[row] = given.to(self.scores.dtype)
             self.known[row] = True
-        self.asked += len(missing)
+            self.asked += len(row)
 
     def keep_in(self, path: Path) -> None:
         """Keep the answers there, for other runs with this teacher, and take over what they kept. It never fails a run."""
@@ -139,7 +141,7 @@ class Taught:
 def remember_answers(
     teacher: nn.Module, split: Split, augment: str, classes: int, engine: Engine, folder: Path | None = None, code: str = ""
 ) -> Answers | None:
-    """A table for this teacher and these images; None where views cannot be counted, or it would be too large.
+    """A table for this teacher and these images; None where views cannot be counted, or it is too large.
 
     With a folder, it is kept there for other runs whose teacher has the same weights and `code`.
     """
@@ -147,7 +149,11 @@ def remember_answers(
     width = 2 if engine.bf16 else 4
     if views is None or split.size * views * classes * width > TABLE_BYTES:
         return None
-    answers = Answers(teacher, split.size, views, classes, engine)
+    try:
+        answers = Answers(teacher, split.size, views, classes, engine)
+    except torch.OutOfMemoryError:
+        log.info("there is no memory for what the teacher says: it is asked at every step.")
+        return None
     # Images on disk are known by their names only: what is said about them is not kept.
     if folder is not None and isinstance(split, Resident):
         answers.keep_in(folder / Answers.name_of(teacher, split, augment, engine, code))

@@ -1,12 +1,21 @@
-"""A batch as training sees it."""
+"""A batch as training sees it, and how many images go forward at once."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import logging
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
-__all__ = ["Batch", "at_a_time"]
+from ..errors import MemoryShortError
+
+__all__ = ["Batch", "at_a_time", "with_what_fits"]
+
+T = TypeVar("T")
+
+log = logging.getLogger("peel")
 
 #: Images that only go forward at a time: so many, or as many as have so many pixels.
 FORWARD_IMAGES, FORWARD_PIXELS = 1000, 16_000_000
@@ -15,6 +24,19 @@ FORWARD_IMAGES, FORWARD_PIXELS = 1000, 16_000_000
 def at_a_time(shape: tuple[int, int, int]) -> int:
     """How many images of this shape go through a network at once where nothing is learnt."""
     return min(FORWARD_IMAGES, max(1, FORWARD_PIXELS // (shape[1] * shape[2])))
+
+
+def with_what_fits(work: Callable[[int], T], size: int, device: torch.device) -> T:
+    """Do the work with so many images at a time, or with fewer where memory is short."""
+    while True:
+        try:
+            return work(size)
+        except torch.OutOfMemoryError:
+            if size == 1:
+                raise MemoryShortError(f"not one image fits into the memory of {device}.") from None
+            size = -(-size // 2)
+            torch.cuda.empty_cache()
+            log.info("memory is short: forward passes go on with %d images at a time.", size)
 
 
 class Batch(NamedTuple):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from ..cores import count_cores
 from ..errors import ConfigError, did_you_mean
 from .norms import JointNorms
 from .world import ALONE, World, join_world
@@ -63,8 +64,7 @@ class Engine:
 
 def _workers(device: torch.device) -> int:
     """One process per core that this one may use; on a CPU fewer, as they share the cores with training."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(24 if device.type == "cuda" else 4, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return max(1, min(24 if device.type == "cuda" else 4, count_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def find_engine(
@@ -104,10 +104,11 @@ def find_engine(
         return replace(common, compile="on" if compile == "on" else "off")
     torch.cuda.set_device(chosen)
     torch.backends.cuda.matmul.allow_tf32 = True
+    # Either way: another run in this process may have had it otherwise.
     torch.backends.cudnn.deterministic = deterministic
+    torch.use_deterministic_algorithms(deterministic, warn_only=deterministic)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
         return replace(common, bf16=torch.cuda.is_bf16_supported(including_emulation=False), pads=True)
     return replace(
         common,

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..errors import DataError, DivergedError, MemoryShortError
-from .batch import at_a_time
+from ..errors import DataError, DivergedError
+from .batch import at_a_time, with_what_fits
 from .chance import derive, epoch_order
 from .checkpoint import Checkpoints
 from .data import Split
@@ -170,15 +170,7 @@ def evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int | N
     was_training = model.training
     model.eval()
     try:
-        while True:
-            try:
-                return _evaluated(model, split, engine, size, stop_early)
-            except torch.OutOfMemoryError:
-                if size == 1:
-                    raise MemoryShortError(f"not one image fits into the memory of {engine.device}.") from None
-                size = -(-size // 2)
-                torch.cuda.empty_cache()
-                log.info("memory is short: the evaluation goes on with %d images at a time.", size)
+        return with_what_fits(lambda size: _evaluated(model, split, engine, size, stop_early), size, engine.device)
     finally:
         model.train(was_training)
 

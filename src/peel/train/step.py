@@ -112,9 +112,10 @@ class Step:
             self.before.restore()
 
     def _run(self, batch: Batch) -> None:
-        # A replayed step asks for no memory, and several processes cannot do one again. A recording moves nothing while it is made, so
-        # that what is kept here holds for the step that follows one that did not fit; it comes before, as it would be replayed too.
-        if self.graph is None and self.engine.world.size == 1:
+        # A replayed step asks for no memory, and several processes cannot do one again, but for the first one that is compiled. A recording
+        # moves nothing while it is made, so that what is kept here holds for the step that follows one that did not fit; it comes before,
+        # as it would be replayed too.
+        if self.graph is None and (self.engine.world.size == 1 or (self.is_compiled and not self.is_proved)):
             self.before.keep()
         if not self.replays:
             self._compute(batch)
@@ -165,7 +166,9 @@ class Step:
         options: dict[str, Any] = {sync: False, "device_ids": [self.engine.device] if self.engine.device.type == "cuda" else None}
         buffers = {name: buffer.clone() for name, buffer in self.loss.named_buffers()}
         # A head that only runs to be ignored, as of networks with auxiliary ones, would be waited for otherwise.
-        options["find_unused_parameters"] = any(gradient is None for gradient in self._tried_together(batch))
+        # Random paths may differ between processes, but whether the gradients are asked for must not.
+        is_unused = any(gradient is None for gradient in self._tried_together(batch))
+        options["find_unused_parameters"] = self.engine.world.any(is_unused)
         shared = DistributedDataParallel(self.loss, gradient_as_bucket_view=True, **options)
         # The trial has moved them, and the first process has sent its own to all.
         for name, buffer in self.loss.named_buffers():
