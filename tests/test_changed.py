@@ -69,7 +69,8 @@ def test_a_whole_run_and_a_teacher_alone_are_not_taken_for_two_versions(role: st
     if role == "output":
         settings = read(own / "settings.json")
         (own / "settings.json").write_text(json.dumps({**settings, "resolved": {"seed": settings["resolved"]["seed"]}}))
-    with pytest.raises(RunError, match="was started with other settings"):
+    said = {"output": "was started with other settings", "teacher": "is the folder of a run that has not trained its original. Finish that"}
+    with pytest.raises(RunError, match=said[role]):
         small_run(**{"output": tmp_path / "other", "seed": 3, role: own})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,51 @@ def test_an_error_that_nobody_foresaw_is_kept_until_the_run_goes_on(tmp_path: Pa
     assert not (tmp_path / "run" / "stopped.json").exists()
 
 
+@pytest.mark.parametrize("steps", [["original"], ["backbone", "plan"]])
+def test_fewer_steps_lose_nothing_of_what_is_done(steps: list[str], own: Path) -> None:
+    before = {name: json.loads((own / name).read_text()) for name in ("result.json", "slim.json")}
+    reporter = Counting()
+    result = small_run(output=own, seed=3, steps=steps, reporter=reporter)
+    assert reporter.steps == {}
+    assert {name: json.loads((own / name).read_text()) for name in before} == before
+    assert [row["name"] for row in result.rows] == ["original", "uniform", "peel"]
+
+
+def test_a_damaged_result_is_made_anew(own: Path) -> None:
+    before = json.loads((own / "result.json").read_text())
+    for damage in ("{", '{"rows": [5], "notes": []}', "[]"):
+        (own / "result.json").write_text(damage)
+        small_run(output=own, seed=3)
+        assert json.loads((own / "result.json").read_text()) == before
+
+
+def test_stages_that_were_finished_before_are_all_named(own: Path) -> None:
+    """Otherwise their time would be counted as still to come."""
+
+    class Naming(Silent):
+        def __init__(self) -> None:
+            self.planned: list[str] = []
+            self.named: list[str] = []
+
+        def plan_stages(self, stages: Sequence[tuple[str, float]]) -> None:
+            self.planned = [name for name, _ in stages]
+
+        def stage(self, name: str, what: str) -> None:
+            self.named.append(name)
+
+    reporter = Naming()
+    small_run(output=own, seed=3, reporter=reporter)
+    assert reporter.named == reporter.planned == ["original", "backbone", "uniform", "peel"]
+
+
 # Damaged files
+
+
+def test_a_stage_of_another_network_is_said_to_be_damaged(own: Path) -> None:
+    for suffix in ("json", "safetensors"):
+        (own / "stages" / f"peel.{suffix}").write_bytes((own / "stages" / f"original.{suffix}").read_bytes())
+    with pytest.raises(DamagedError, match=r"stages/peel.json is of another network: \w+ has \d+ channels there, not \d+\. Restore"):
+        small_run(output=own, seed=3)
 
 
 def test_a_damaged_stage_is_said_to_be_damaged(own: Path) -> None:

@@ -182,3 +182,30 @@ def test_a_slim_network_is_no_teacher(name: str, finished: tuple[Path, Result], 
 def test_an_error_of_the_teachers_folder_names_the_option_that_it_was_given_with(tmp_path: Path) -> None:
     with Workspace(tmp_path / "teacher"), pytest.raises(RunError, match=r"teacher is in use by .* name another folder with --teacher"):
         small_run(teacher=tmp_path / "teacher", output=tmp_path / "run")
+
+
+def test_a_run_does_not_go_on_with_another_teacher(tmp_path: Path) -> None:
+    """The two networks that are compared would have been taught by different ones."""
+    weights, run = tmp_path / "weights.pt", tmp_path / "run"
+    torch.save(Small().state_dict(), weights)
+    small_run(teacher=weights, output=run, steps=["original", "backbone", "plan", "uniform"])
+    moved = weights.rename(tmp_path / "moved.pt")
+    torch.save({name: tensor + 1 for name, tensor in Small().state_dict().items()}, weights)
+    before = content(run / "stages")
+    with pytest.raises(RunError, match=r"was begun with another teacher: its weights had the hash \w+, now it is \w+\..*\n.*--force"):
+        small_run(teacher=weights, output=run)
+    with pytest.raises(RunError, match=r"there is no teacher at .*nothing, and the run in .* was begun with one"):
+        small_run(teacher=tmp_path / "nothing", output=run)
+    assert not (tmp_path / "nothing").exists()
+    assert content(run / "stages") == before
+    assert not [note for note in small_run(teacher=moved, output=run).notes if "--force" in note], "the same one, at another place"
+    (said,) = [note for note in small_run(teacher=weights, output=run, force=True).notes if "--force" in note]
+    assert "--force; stages finished before: backbone, uniform, peel" in said
+    assert "teacher_weights: " in said
+
+
+def test_a_run_is_no_place_to_train_a_teacher_in(tmp_path: Path) -> None:
+    small_run(teacher=tmp_path / "teacher", output=tmp_path / "one", steps=["original"])
+    with pytest.raises(RunError, match=r"one is the folder of a run that has not trained its original\..* name its teacher \(.*teacher\)"):
+        small_run(teacher=tmp_path / "one", output=tmp_path / "two")
+    assert not (tmp_path / "two").exists()

@@ -21,6 +21,9 @@ FREE = ("device", "steps", "train.retries", "search.retries")
 #: Settings that may change too, as they are the way out where memory is short, but not without a word: batch norm sees the parts.
 SAID = ("parts",)
 
+#: A teacher that lies at a path is known by its weights, wherever that is; these are none.
+TEACHER, NO_PATHS = "teacher", ("train", "pretrained", "given module")
+
 #: What is said of a setting that nobody gave: where it comes from.
 FROM = {"pads": " (zero channels, which a GPU is faster with: go on with the kind of --device that began the run)"}
 
@@ -116,7 +119,7 @@ def with_what_is_free(before: Mapping[str, Any], now: Mapping[str, Any], prefix:
         name: with_what_is_free(value, now.get(name) or {}, f"{prefix}{name}.")
         if isinstance(value, Mapping)
         else now.get(name, value)
-        if f"{prefix}{name}" in (*FREE, *SAID)
+        if f"{prefix}{name}" in (*FREE, *SAID, TEACHER)
         else value
         for name, value in before.items()
     }
@@ -130,7 +133,7 @@ def _difference(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str
         old, new = before.get(name), after.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
             changed.update(_difference(old, new, f"{prefix}{name}."))
-        elif old != new and f"{prefix}{name}" not in FREE:
+        elif old != new and f"{prefix}{name}" not in FREE and not (prefix + name == TEACHER and not {old, new} & {*NO_PATHS}):
             changed[f"{prefix}{name}"] = (old, new)
     return changed
 

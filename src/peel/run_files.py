@@ -18,6 +18,7 @@ HELD: dict[str, dict[str, type]] = {
     "settings.json": {"resolved": dict},
     "plan.json": {"widths": dict, "rounds": list},
     ".record.json": {"history": list, "image_passes": int},
+    "result.json": {"rows": list, "notes": list},
 }
 
 
@@ -67,6 +68,8 @@ def _check_held(found: Mapping[str, Any], held: Mapping[str, type]) -> None:
             raise ValueError(f"its {key!r} is of the kind {type(found[key]).__name__}, not {kind.__name__}")
     if "resolved" in held and not _is_forced(found.get("forced", [])):
         raise ValueError("its 'forced' is not what peel writes there")
+    if held.keys() == {"rows", "notes"} and not (all(map(_is_row, found["rows"])) and _are_sentences(found["notes"])):
+        raise ValueError("its 'rows' or 'notes' are not those of a result")
     if "rounds" in held and not all(map(_is_round, found["rounds"])):
         raise ValueError("its 'rounds' are not those of a plan")
     if "history" in held and not _is_history(found["history"]):
@@ -79,6 +82,10 @@ def _check_held(found: Mapping[str, Any], held: Mapping[str, type]) -> None:
 
 def _is_round(found: Any) -> bool:
     return isinstance(found, dict) and isinstance(found.get("distinct", True), bool) and isinstance(found.get("note", ""), str)
+
+
+def _is_row(found: Any) -> bool:
+    return isinstance(found, dict) and isinstance(found.get("name"), str) and isinstance(found.get("seconds"), int | float)
 
 
 def _are_sentences(notes: Any) -> bool:

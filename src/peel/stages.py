@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from .changes import forced_notes
-from .errors import BudgetError, ConfigError, DamagedError, DataError, PeelError
+from .errors import BudgetError, ConfigError, DamagedError, DataError, PeelError, RunError
 from .estimate import seconds_per_mac, work_of
 from .graph import slim
 from .method import HELD_OUT, Plan, make_plan, neutral_plan, rehearse, stage_of_round
@@ -22,7 +23,7 @@ from .run_files import StageRecord, read_object
 from .settings import Method
 from .steps.distillation import Distillation, InPlace, in_place_pair
 from .store import save
-from .teacher import Teacher, find_teacher
+from .teacher import Teacher, find_teacher, weights_hash
 from .train.answers import Answers, Taught, remember_answers
 from .train.chance import derive
 from .train.data import Split, held_out_size
@@ -45,6 +46,9 @@ STEPS: dict[str, str] = {
     "uniform": "train the uniform network of the same budget, to compare with",
     "peel": "train the slim network (step 5)",
 }
+
+
+log = logging.getLogger("peel")
 
 
 @dataclass
@@ -123,12 +127,16 @@ class Stages:
 
     def go(self) -> Result:
         self.trainer.reporter.plan_stages(self._work())
+        if self.taken is not None:
+            self._settle_teacher(self.taken.model)
         original = self._original() if "original" in self.steps else self.taken.model if self.taken is not None else None
+        if original is not None and self.taken is None:
+            self._settle_teacher(original)
         plan = self._plan()
         if plan is not None:
             told = [item["note"] for item in plan.document.get("rounds", []) if "note" in item and not item.get("distinct", True)]
             self.notes += dict.fromkeys(told)
-            self._compare_with_uniform(plan)
+            self._compare_with_uniform(plan.widths)
         slimmed = None
         if plan is not None and "uniform" in self.steps:
             self._final("uniform", self.problem.uniform(), original)
@@ -139,9 +147,13 @@ class Stages:
     def _end(self, plan: Plan | None, slimmed: nn.Module | None) -> Result:
         document = plan.document if plan is not None else None
         history = {stage: record.history for stage, record in self.trainer.records.items()}
-        rows = [self.rows[name] for name in ("original", "uniform", "peel") if name in self.rows]
-        self.notes += dict.fromkeys(note for record in self.trainer.records.values() for note in record.notes)
-        self.notes += self._forced_notes()
+        earlier = self._earlier_result()
+        found = {**{row["name"]: row for row in earlier["rows"]}, **self.rows}
+        rows = [found[name] for name in ("original", "uniform", "peel") if name in found]
+        told = [note for record in self.trainer.records.values() for note in record.notes]
+        if len(rows) > len(self.rows):
+            told += earlier["notes"]
+        self.notes = list(dict.fromkeys([*self.notes, *told, *self._forced_notes()]))
         for note in self.notes:
             self.trainer.reporter.note(note)
         if self.workspace is not None:
@@ -165,6 +177,19 @@ class Stages:
             self.workspace.write_json("result.json", result)
         return Result(slimmed, document, history, rows, self.notes, self.workspace.folder if self.workspace else None)
 
+    def _earlier_result(self) -> dict[str, Any]:
+        """What an earlier start has left that did other steps: they are not done again, and not lost."""
+        try:
+            found = self.workspace.read_json("result.json") if self.workspace is not None and self.workspace.has("result.json") else {}
+        except PeelError as error:
+            log.warning("%s What other steps have scored is not taken over.", error)
+            found = {}
+        return {"rows": found.get("rows", []), "notes": found.get("notes", [])}
+
+    def _settle_teacher(self, teacher: nn.Module) -> None:
+        if self.workspace is not None:
+            self.workspace.settle_teacher(weights_hash(teacher), force=self.force)
+
     def _forced_notes(self) -> list[str]:
         """What was changed on the way of this run, and of that of its teacher."""
         own = forced_notes(self.workspace.read_json("settings.json")) if self.workspace is not None else []
@@ -186,11 +211,16 @@ class Stages:
         except PeelError as error:
             raise DamagedError(f"plan.json is damaged: {error} Restore it from a copy, or start anew with another --output.") from error
 
-    def _compare_with_uniform(self, plan: Plan) -> None:
-        uniform = self.problem.uniform()
-        moved = max(abs(plan.widths[tie] / uniform[tie] - 1) for tie in uniform)
+    def _compare_with_uniform(self, widths: Widths) -> None:
+        uniform, cost = self.problem.uniform(), self.problem.cost
+        moved = max(abs(widths[tie] / uniform[tie] - 1) for tie in uniform)
         if moved < 0.02:
             self.notes.append(f"The plan is the uniform network but for rounding: no width differs by more than {moved:.1%}.")
+        elif self.given is not None and cost(widths) < 0.97 * cost(uniform):
+            self.notes.append(
+                f"The plan that was given costs {cost(widths):,} {self.problem.resource}, the uniform network beside it {cost(uniform):,}: "
+                f"they are not of the same budget. Give --budget {cost(widths)} to compare them."
+            )
 
     # Stages
 
@@ -203,6 +233,11 @@ class Stages:
         assert isinstance(self.named_teacher, str | Path)
         if not self.world.is_first:
             return self._trained_original()
+        if self.workspace is not None and (known := self.workspace.teacher_weights()) is not None:
+            raise RunError(
+                f"there is no teacher at {self.named_teacher}, and the run in {self.workspace.folder} was begun with one: its weights have "
+                f"the hash {known}. Name the place where it lies now."
+            )
         with Workspace(self.named_teacher, "--teacher") as shared:
             settings = {"format": "peel-run", "version": 1, "command": "the teacher of another run", "given": {}}
             shared.settle({**settings, "resolved": self.teacher_settings}, self.environment, force=self.force)
@@ -274,9 +309,7 @@ class Stages:
     def _recall_search(self) -> None:
         """The records of a search that an earlier start of this run finished."""
         for stage in self._search_stages():
-            record = self.workspace.finished(stage) if self.workspace is not None else None
-            if record is not None:
-                self.trainer.records[stage] = record
+            self.trainer.recall(stage)
 
     def _search_stages(self) -> list[str]:
         return [stage_of_round(number) for number in range(self.method.rounds)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,11 @@ from torch import Tensor, nn
 from .errors import DataError, RunError, StoreError
 from .files import is_packed
 from .problem import Problem
-from .run_files import StageRecord, read_record
+from .run_files import StageRecord, read_object, read_record
 from .store import load
 from .train.objective import class_scores
 
-__all__ = ["Teacher", "find_teacher"]
+__all__ = ["Teacher", "find_teacher", "weights_hash"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,15 @@ def find_teacher(named: nn.Module | str | Path, problem: Problem) -> Teacher | N
     return found
 
 
+def weights_hash(model: nn.Module) -> str:
+    """Tells one trained network from another."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 def _refuse_slim(teacher: Teacher, problem: Problem) -> None:
     """A network that peel has made smaller would stand in the table with the costs of the original."""
     kept: dict[str, int] = getattr(teacher.model, "peel_record", {}).get("widths", {})
@@ -82,11 +92,26 @@ def saved_teacher(path: Path) -> Path | None:
     """Where the teacher named by `path` is kept: a run folder, a model saved by peel, or a checkpoint; None where nothing is yet."""
     if path.is_dir():
         inside = path / "stages" / "original.json"
-        return inside if inside.exists() and (path / "stages" / "original.record.json").exists() else None
+        if inside.exists() and (path / "stages" / "original.record.json").exists():
+            return inside
+        _refuse_other_run(path)
+        return None
     for candidate in (path, path.with_name(path.name + ".json")):
         if candidate.is_file():
             return candidate
     return None
+
+
+def _refuse_other_run(folder: Path) -> None:
+    """Only a teacher is trained in the folder of a teacher."""
+    settings = folder / "settings.json"
+    resolved = read_object(settings, "--teacher")["resolved"] if settings.is_file() else {}
+    if "method" in resolved:
+        named = resolved.get("teacher", "train")
+        other = "" if named in ("train", "pretrained", "given module") else f", name its teacher ({named})"
+        raise RunError(
+            f"{folder} is the folder of a run that has not trained its original. Finish that run{other}, or name another folder."
+        )
 
 
 def load_teacher(path: Path, original: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from .errors import DamagedError
 from .graph import slim
 from .graph.padding import Padded, pad
 from .problem import Problem
@@ -22,6 +23,7 @@ from .train.history import Epoch
 from .train.loop import fit
 from .train.objective import Objective
 from .train.recipe import Recipe
+from .widths import Widths
 from .workspace import Workspace
 
 __all__ = ["Trainer"]
@@ -85,7 +87,7 @@ class Trainer:
             if space is not None:
                 space.checkpoints(stage).clear()  # a kill may have come before this
             self.records[stage] = done
-            return engine.prepare(self._kept(stage)).eval()
+            return engine.prepare(self._kept(stage, _widths_of(network))).eval()
         self.reporter.stage(stage, f"training {what}")
         padded, notes = self._padded(network)
         history = fit(
@@ -109,16 +111,31 @@ class Trainer:
             space.finish(stage, self.records[stage], network)
         return network
 
+    def recall(self, stage: str) -> None:
+        """Take over the record of a stage, where an earlier start has finished it, without its network."""
+        done = self.workspace.finished(stage) if self.workspace is not None else None
+        if done is not None:
+            self.reporter.stage(stage, f"{WHAT[stage.split('-')[0]]}: finished before")
+            self.records[stage] = done
+
     def _record(self, history: list[Epoch], notes: list[str]) -> StageRecord:
         # Of every epoch as many images as it had: some may have been lost on the way.
         passes = sum(round(epoch.images_per_second * epoch.seconds) for epoch in history)
         varies = [] if self.problem.engine.repeats else [VARIES]
         return StageRecord(history, passes, self.problem.data.described(), (*varies, *notes))
 
-    def _kept(self, stage: str) -> nn.Module:
+    def _kept(self, stage: str, expected: Widths) -> nn.Module:
         """What the stage has trained. The first process reads it; the others build it with their own code, from its weights."""
-        problem, world = self.problem, self.problem.engine.world
-        network = self.workspace.model_of(stage, problem.model) if self.workspace is not None else None
+        problem, space, world = self.problem, self.workspace, self.problem.engine.world
+        network = space.model_of(stage, problem.model) if space is not None else None
+        if space is not None and network is not None:
+            widths = _widths_of(network)
+            other = [tie for tie in problem.graph.widths if widths.get(tie) != expected[tie]]
+            if other:
+                raise DamagedError(
+                    f"{space.folder}/stages/{stage}.json is of another network: {other[0]} has {widths.get(other[0])} channels there, not "
+                    f"{expected[other[0]]}. Restore it from a copy, or start anew with another {space.option}."
+                )
         if world.size == 1 and network is not None:
             return network
         shared = world.share((network.peel_record["widths"], network.state_dict()) if network is not None else None)  # type: ignore[index]
@@ -132,12 +149,16 @@ class Trainer:
         """The network with zero channels where the engine is faster with more; a note where that cannot be."""
         if not self.problem.engine.pads or isinstance(network, Pair):
             return None, []
-        record: dict[str, Any] = network.peel_record  # type: ignore[assignment]
-        widths = {tie: record["widths"][tie] for tie in self.problem.graph.widths}
-        graph = self.problem.graph.at(widths)
+        widths = _widths_of(network)
+        graph = self.problem.graph.at({tie: widths[tie] for tie in self.problem.graph.widths})
         raised = fast_widths(network, graph)
         padded = pad(self.problem.engine.prepare(network), graph, raised)
         return padded, [UNPADDED] if padded is None and raised != graph.widths else []
+
+
+def _widths_of(network: nn.Module) -> Widths:
+    widths: Widths = network.peel_record["widths"]  # type: ignore[index, assignment]
+    return widths
 
 
 @dataclass

@@ -147,14 +147,38 @@ class Workspace:
         # What was kept before a change belongs to the run after it too.
         self._run = before.get("run") or _hash_of(before["resolved"])
         changed = check_changes(self.folder, before["resolved"], settings["resolved"], begun, environment, force=force, option=self.option)
-        after = {**settings, "run": self._run, "forced": before.get("forced", [])}
+        after = {"forced": [], **before, **settings, "run": self._run}
         if changed:
-            change = {"changes": {name: list(pair) for name, pair in changed.items()}, "done": self.stages(), "begun": self._begun()}
-            after["forced"] = [*after["forced"], change]
+            after["forced"] = [*after["forced"], self._change(changed)]
         else:
             after["resolved"] = with_what_is_free(before["resolved"], settings["resolved"])
         if after != {"forced": [], **before}:
             self.write_json("settings.json", after)
+
+    def settle_teacher(self, weights: str, *, force: bool = False) -> None:
+        """Note the hash of the teacher's weights once it is known; from then on the teacher stays the same."""
+        settings = self.read_json("settings.json")
+        before = self.teacher_weights() or weights
+        if before != weights and not force:
+            raise RunError(
+                f"{self.folder} was begun with another teacher: its weights had the hash {before}, now it is {weights}. Bring it back "
+                f"to go on with the run, or name another {self.option} to start anew.\n"
+                "With --force it goes on all the same, and its result says so."
+            )
+        if before != weights:
+            log.warning("%s goes on with another teacher than it was started with, and its result will say so.", self.folder)
+            changed = {"teacher_weights": (before, weights)}
+            settings["forced"] = [*settings.get("forced", []), self._change(changed)]
+        if settings.get("teacher_weights") != weights:
+            self.write_json("settings.json", {**settings, "teacher_weights": weights})
+
+    def teacher_weights(self) -> str | None:
+        found: str | None = self.read_json("settings.json").get("teacher_weights")
+        return found
+
+    def _change(self, changed: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+        """What is kept of a change that was forced."""
+        return {"changes": {name: list(pair) for name, pair in changed.items()}, "done": self.stages(), "begun": self._begun()}
 
     def stages(self) -> list[str]:
         """Those that have finished, in the order of a run."""
@@ -219,7 +243,11 @@ class Workspace:
         """Bring the lines of a stage to what its checkpoint knows; a killed run may have written more, less, or half a line."""
         path = self.folder / "metrics.jsonl"
         kept = []
-        for line in path.read_bytes().split(b"\n") if path.exists() else ():
+        try:
+            lines = path.read_bytes().split(b"\n") if path.exists() else []
+        except OSError as error:
+            raise RunError(f"cannot read {path}: {error.strerror}.") from error
+        for line in lines:
             with contextlib.suppress(ValueError):
                 if parse_object(line).get("stage", stage) != stage:
                     kept.append(line.decode() + "\n")

@@ -77,6 +77,12 @@ class Pair(nn.Module):
         return functional_call(self._code, self._tensors(), (images,))
 
     @property
+    def peel_record(self) -> dict[str, Any]:
+        """That of the student."""
+        record: dict[str, Any] = self._code.peel_record  # type: ignore[assignment]
+        return record
+
+    @property
     def _code(self) -> nn.Module:
         code: nn.Module = self.__dict__["_student"]
         return code

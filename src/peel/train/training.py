@@ -46,7 +46,11 @@ def part_size(recipe: Recipe, engine: Engine) -> int:
     """Images of a batch that each process sees; an error where the batch cannot be shared so."""
     processes = engine.world.size
     if recipe.batch_size % processes:
-        raise ConfigError(f"a batch of {recipe.batch_size} images cannot be shared evenly by {processes} processes.")
+        near = max(processes, recipe.batch_size // processes * processes)
+        raise ConfigError(
+            f"a batch of {recipe.batch_size} images cannot be shared evenly by {processes} processes. Choose a multiple of {processes}, "
+            f"such as --train.batch-size {near}, or another number of processes."
+        )
     size = recipe.batch_size // processes
     if engine.parts > size:
         raise ConfigError(f"{size} images cannot go through in {engine.parts} parts. Choose at most {size} parts.")
