@@ -12,7 +12,7 @@ SOURCE = Path(peel.__file__).parent
 #: Each layer may import itself and those below it.
 LAYERS = [
     {"cli", "__main__"},
-    {"outcome", "progress", "launch"},
+    {"outcome", "progress", "launch", "terminal"},
     {"run"},
     {"stages"},
     {"estimate", "trainer"},
@@ -26,7 +26,7 @@ LAYERS = [
     {"zoo"},
     {"graph"},
     {"cost", "widths", "budget", "changes", "record", "settings"},
-    {"errors", "version", "files", "cores"},
+    {"errors", "version", "files", "surroundings"},
 ]
 
 

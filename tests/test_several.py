@@ -121,3 +121,35 @@ def test_ctrl_c_twice_stops_several_processes_at_once(tmp_path: Path) -> None:
     _, said = process.communicate(timeout=10)
     assert process.returncode == 130
     assert said.count("interrupted") == 1
+
+
+@pytest.mark.slow
+def test_a_process_that_finds_another_gone_when_both_were_told_to_stop_says_how_to_go_on(tmp_path: Path) -> None:
+    """One may end before the other, which still waits for it: no reason to speak of a crash."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["tests", *sys.path]), "PAUSE": "2"}
+    command = [sys.executable, "-m", "peel", *line(tmp_path / "run", "--gpus", "2", model="small:Slow")]
+    process = subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    wait_for(tmp_path / "run" / "settings.json")
+    time.sleep(4)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (second,) = [int(child) for child in children if b"\0RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes()]
+    began = time.monotonic()
+    process.terminate()
+    os.kill(second, signal.SIGKILL)
+    _, said = process.communicate(timeout=60)
+    assert time.monotonic() - began < 9
+    assert said.count("Go on with the same command") == 1
+    assert "waited in vain" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [1.5, 2.5, 3.5, 4.5])
+def test_when_the_starter_is_killed_early_no_process_is_left_behind(seconds: float, tmp_path: Path) -> None:
+    """They may still be on their way to meet each other."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["tests", *sys.path]), "PAUSE": "1"}
+    command = [sys.executable, "-m", "peel", *line(tmp_path / "run", "--gpus", "2", model="small:Slow")]
+    process = subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    time.sleep(seconds)
+    process.kill()
+    # What they say ends when the last of them does.
+    process.communicate(timeout=30)

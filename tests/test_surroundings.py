@@ -205,3 +205,33 @@ def test_which_checkpoint_is_newest_does_not_depend_on_the_clock(tmp_path: Path)
     os.utime(older, (2**33, 2**33))
     os.utime(newer, (0, 0))
     assert exit_code(start(run_until, folder, settings, ("original", 4))) == 0, "the fourth step, after the older one, is not repeated"
+
+
+# Nobody listens
+
+
+@pytest.mark.parametrize("closed", ["progress", "all"])
+def test_a_run_goes_on_when_nobody_reads_what_it_says(closed: str, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(["tests", *sys.path])}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "peel", *line(tmp_path / "run", model="small:Slow")],
+        env={**variables, "PAUSE": "0.05"}, stderr=writer, stdout=writer if closed == "all" else subprocess.DEVNULL,
+    )  # fmt: skip
+    os.close(writer)
+    assert os.read(reader, 1)
+    os.close(reader)
+    assert process.wait(60) == 0
+    assert (tmp_path / "run" / "result.json").exists()
+
+
+@pytest.mark.parametrize("variable", ["PEEL_PATIENCE", "WORLD_SIZE"])
+def test_a_variable_that_is_no_number_is_named(variable: str, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    variables = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", variable: "many"}
+    assert exit_code(command(line(tmp_path / "run"), said, **variables)) == 2
+    assert f"the variable {variable} is 'many': it must be a number above zero" in said.read_text()
+
+
+def test_a_rank_alone_does_not_make_a_run_silent(tmp_path: Path) -> None:
+    assert "original" in run(tmp_path / "said", "--output", str(tmp_path / "run"), RANK="1")

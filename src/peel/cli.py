@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -21,11 +21,13 @@ from cyclopts import App, CycloptsError, Parameter
 from .errors import DamagedError, DataError, DivergedError, MemoryShortError, PeelError, StoreError
 from .launch import LOST, launch
 from .settings import Method
+from .surroundings import is_first_process
+from .terminal import make_console, show_status, silence
 from .train.recipe import FIELDS, Recipe
 from .version import __version__
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    pass
 
 __all__ = ["main"]
 
@@ -90,28 +92,28 @@ def inspect(
     from .graph import verify as run_verify
     from .inspection import draw, draw_verification, inspection
 
-    console, notes = _console(), _console(stderr=True)
+    console, notes = make_console(), make_console(stderr=True)
     shape = _parse_shape(input)
-    with _status(notes, f"building {model}"):
+    with show_status(notes, f"building {model}"):
         spec = zoo.find(model)
         network = zoo.create(model, num_classes=num_classes)
     import torch
 
     example = torch.zeros(1, *(shape or spec.input_size))
-    with _status(notes, f"tracing {model}"):
+    with show_status(notes, f"tracing {model}"):
         graph = trace(network, example)
     data = inspection(model, graph)
     if not verify:
         _print_json(data) if json else draw(data, console)
         return OK
-    with _status(notes, "verifying") as status:
+    with show_status(notes, "verifying") as shown:
         example = torch.randn(1, *(shape or spec.input_size))
         verification = run_verify(
             network,
             example,
             graph=graph,
             seconds=seconds,
-            progress=lambda name, done, total: status.update(f"verifying {done}/{total}: {name}"),
+            progress=lambda name, done, total: shown.update(f"verifying {done}/{total}: {name}"),
         )
     if json:
         checks = [{"name": check.name, "passed": check.passed, "detail": check.detail} for check in verification.checks]
@@ -223,8 +225,8 @@ def run(
     from .train.stop import listening
     from .train.world import leave_world
 
-    is_first = os.environ.get("RANK", "0") == "0"
-    console, notes = _console(), _console(stderr=True)
+    is_first = is_first_process()
+    console, notes = make_console(), make_console(stderr=True)
     chosen = {name: value for name, value in vars(method or Method()).items() if value != getattr(Method(), name)}
     arguments: dict[str, Any] = {
         "budget": (method or Method()).budget,
@@ -247,6 +249,7 @@ def run(
         stack.enter_context(listening())
         stack.callback(leave_world)
         reporter = Silent() if quiet or not is_first else stack.enter_context(RunProgress(notes))
+        stack.enter_context(_stopped_rather_than_lost())
         result = prune(
             model,
             data,
@@ -274,6 +277,22 @@ def run(
     else:
         draw_outcome(result, console, with_notes=quiet)
     return OK
+
+
+@contextlib.contextmanager
+def _stopped_rather_than_lost() -> Iterator[None]:
+    """Where several processes are told to stop, one may end before another that still waits for it: that one was told as well."""
+    from .train.stop import Stopped, stop_requested
+
+    try:
+        yield
+    except RuntimeError as error:
+        if _is_lost(error):
+            time.sleep(1.0)  # the signal may be on its way
+            number = stop_requested()
+            if number is not None:
+                raise Stopped(number) from error
+        raise
 
 
 def _start_processes(count: int) -> int:
@@ -310,33 +329,6 @@ def _parse_shape(text: str | None) -> tuple[int, ...] | None:
     return shape
 
 
-def _console(*, stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    console = Console(stderr=stderr, highlight=False, soft_wrap=False)
-    # A file has no width: do not cut tables as if it were a narrow terminal.
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=160, no_color=True)
-
-
-def _status(console: Console, text: str) -> Any:
-    """A spinner on a terminal; one plain line elsewhere."""
-    from contextlib import contextmanager
-
-    if console.is_terminal:
-        return console.status(text)
-
-    class Plain:
-        def update(self, text: str) -> None:
-            console.print(text)
-
-    @contextmanager
-    def plain() -> Any:
-        console.print(text)
-        yield Plain()
-
-    return plain()
-
-
 def _print_json(data: dict[str, Any]) -> None:
     import json
 
@@ -344,7 +336,7 @@ def _print_json(data: dict[str, Any]) -> None:
 
 
 def _say(error: PeelError) -> None:
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first_process():
         # What goes wrong in all processes is said by the first, whose end is the end of the others, if they wait for it.
         time.sleep(10)
     print(f"error: {error}", file=sys.stderr)
@@ -352,7 +344,7 @@ def _say(error: PeelError) -> None:
 
 def _is_lost(error: BaseException) -> bool:
     """Whether another process did not answer: gloo's errors have no type of their own."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not isinstance(error, RuntimeError):
+    if os.environ.get("WORLD_SIZE", "1") == "1" or not isinstance(error, RuntimeError):
         return False
     from torch.distributed import DistError
 
@@ -382,10 +374,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(error)
         return WRONG_INPUT
     except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_process():
             print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
+        silence(sys.stdout)
         return OK
     except BaseException as error:
         # By their names: their home imports torch.
@@ -400,7 +393,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return LOST
         if type(error).__name__ != "Stopped":
             raise
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{error}; the state is kept. Go on with the same command:\n  {_command()}", file=sys.stderr)
+        if is_first_process():
+            way_on = "." if "--dry-run" in _arguments else f"; the state is kept. Go on with the same command:\n  {_command()}"
+            print(f"{error}{way_on}", file=sys.stderr)
         return 128 + error.signal_number  # type: ignore[attr-defined, no-any-return]
     return code if isinstance(code, int) else OK

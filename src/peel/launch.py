@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from .cores import count_cores
+from .surroundings import count_cores
 
 __all__ = ["LOST", "launch"]
 
@@ -44,6 +44,7 @@ def launch(count: int, arguments: list[str]) -> int:
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "GROUP_WORLD_SIZE": "1",
+        "PEEL_STARTED_BY": str(os.getpid()),
     }
     told: list[int] = []
     processes: list[subprocess.Popen[bytes]] = []

@@ -191,7 +191,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise StoreError(f"there is no file {path}.") from None
+        raise StoreError(f"there is no file {path}. Restore it from a copy, or name another.") from None
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}.") from error
 

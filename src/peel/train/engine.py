@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..cores import count_cores
 from ..errors import ConfigError, did_you_mean
+from ..surroundings import count_cores, number_from
 from .norms import JointNorms
 from .world import ALONE, World, join_world
 
@@ -64,7 +64,7 @@ class Engine:
 
 def _workers(device: torch.device) -> int:
     """One process per core that this one may use; on a CPU fewer, as they share the cores with training."""
-    return max(1, min(24 if device.type == "cuda" else 4, count_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return max(1, min(24 if device.type == "cuda" else 4, count_cores() // int(number_from("LOCAL_WORLD_SIZE", 1))))
 
 
 def find_engine(

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..errors import DataError
+from ..surroundings import number_from
 
 __all__ = ["Loader", "ahead"]
 
@@ -63,7 +64,7 @@ class Loader(Generic[Key]):
         """For each sequence of keys, what they make, stacked."""
         given = tries = 0
         is_cautious = False
-        patience = float(os.environ.get("PEEL_PATIENCE", PATIENCE))
+        patience = number_from("PEEL_PATIENCE", PATIENCE)
         running: Any = None
         asked = time.monotonic()
         try:

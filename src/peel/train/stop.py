@@ -12,13 +12,17 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["Stopped", "listened_to", "listening", "stop_requested"]
+__all__ = ["Stopped", "ended_when_left_alone", "listened_to", "listening", "stop_requested"]
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 
 _received: list[int] = []
 
-_STARTED_BY = os.getppid() if "LOCAL_RANK" in os.environ else None
+#: Who started this process, one of several. It may be gone already when this is read, so that it had better say so itself.
+_STARTED_BY = int(os.environ.get("PEEL_STARTED_BY", os.getppid())) if "LOCAL_RANK" in os.environ else None
+
+#: Seconds between two looks whether it is still there, and the exit code of a process that is left alone before it has done anything.
+LOOK_SECONDS, LEFT_ALONE = 0.5, 75
 
 #: How many trainings are running that will look at what was received.
 _listeners: list[None] = []
@@ -36,7 +40,28 @@ def stop_requested() -> int | None:
     """The signal that asked to stop, if any has."""
     if _received:
         return _received[0]
-    return signal.SIGTERM if _STARTED_BY not in (None, os.getppid()) else None
+    return signal.SIGTERM if _is_left_alone() else None
+
+
+def _is_left_alone() -> bool:
+    return _STARTED_BY not in (None, os.getppid())
+
+
+@contextlib.contextmanager
+def ended_when_left_alone() -> Iterator[None]:
+    """For the time in which the processes look for each other: one whose starter is gone would look for minutes, and keeps nothing yet."""
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(LOOK_SECONDS):
+            if _is_left_alone():
+                os._exit(LEFT_ALONE)
+
+    threading.Thread(target=look, daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 @contextlib.contextmanager

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
 from ..errors import ConfigError, RunError
+from ..surroundings import number_from
+from .stop import ended_when_left_alone
 
 T = TypeVar("T")
 
@@ -96,18 +98,19 @@ ALONE = World()
 
 def join_world(device: torch.device) -> World:
     """The world that `torchrun` describes in the environment; alone without it."""
-    if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+    if number_from("WORLD_SIZE", 1) == 1:
         return ALONE
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(f"WORLD_SIZE is set, but {', '.join(missing)} is not: start several processes with torchrun or with --gpus.")
     if not dist.is_initialized():
-        patience = timedelta(seconds=float(os.environ.get("PEEL_PATIENCE", PATIENCE)))
-        store, rank, size = next(rendezvous("env://", timeout=patience))
-        store = dist.PrefixStore(f"life-{_life()}", store)  # type: ignore[attr-defined]
+        patience = timedelta(seconds=number_from("PEEL_PATIENCE", PATIENCE))
         # Questions and answers go from processor to processor: over NCCL each would wait until the GPU has done all its steps.
         kind = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=patience)
+        with ended_when_left_alone():
+            store, rank, size = next(rendezvous("env://", timeout=patience))
+            store = dist.PrefixStore(f"life-{_life()}", store)  # type: ignore[attr-defined]
+            dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=patience)
     return World(dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_RANK"]))
 
 
