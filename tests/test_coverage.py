@@ -15,8 +15,8 @@ CORE = [
     ("googlenet", 96),
     ("squeezenet1_1", 96),
     ("convnext_atto", 64),
-    ("res2net50_26w_4s", 64),
-    ("dpn68", 64),
+    pytest.param("res2net50_26w_4s", 64, marks=pytest.mark.slow),
+    pytest.param("dpn68", 64, marks=pytest.mark.slow),
     ("ghostnet_100", 64),
     ("skresnet18", 64),
 ]

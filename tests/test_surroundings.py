@@ -102,10 +102,10 @@ def test_without_a_home_and_without_a_network(home: str | None, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("absent", "arguments", "code", "hint"),
     [
-        ("timm", line("run"), 0, ""),
+        pytest.param("timm", line("run"), 0, "", marks=pytest.mark.slow),
         ("timm", ["inspect", "resnet26d"], 2, "pip install timm"),
         ("matplotlib", line("run"), 0, "pip install matplotlib"),
-        ("jinja2", line("run"), 0, "pip install jinja2"),
+        pytest.param("jinja2", line("run"), 0, "pip install jinja2", marks=pytest.mark.slow),
     ],
 )
 def test_without_a_package_the_rest_works_and_one_line_says_what_to_install(
@@ -210,7 +210,7 @@ def test_which_checkpoint_is_newest_does_not_depend_on_the_clock(tmp_path: Path)
 # Nobody listens
 
 
-@pytest.mark.parametrize("closed", ["progress", "all"])
+@pytest.mark.parametrize("closed", [pytest.param("progress", marks=pytest.mark.slow), "all"])
 def test_a_run_goes_on_when_nobody_reads_what_it_says(closed: str, tmp_path: Path) -> None:
     reader, writer = os.pipe()
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(["tests", *sys.path])}
