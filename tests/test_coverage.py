@@ -17,7 +17,7 @@ CORE = [
     ("convnext_atto", 64),
     pytest.param("res2net50_26w_4s", 64, marks=pytest.mark.slow),
     pytest.param("dpn68", 64, marks=pytest.mark.slow),
-    ("ghostnet_100", 64),
+    pytest.param("ghostnet_100", 64, marks=pytest.mark.slow),
     ("skresnet18", 64),
 ]
 

@@ -71,7 +71,7 @@ def test_numbers_that_are_no_widths_stay() -> None:
     assert (small.temperature, small.image_size) == (16, 8)
 
 
-@pytest.mark.parametrize("name", ["nf_regnet_b0", "convnext_atto"])
+@pytest.mark.parametrize("name", [pytest.param("nf_regnet_b0", marks=pytest.mark.slow), "convnext_atto"])
 @pytest.mark.parametrize(("weights", "factor"), [("fresh", 0.5), ("inherit", 1.25)])
 def test_no_tensor_is_left_as_memory_was_found(name: str, weights: str, factor: float) -> None:
     model, graph = traced_zoo(name, 64)

@@ -111,13 +111,6 @@ def _exchanged(world: World, parts: int) -> int:
     return len(travelled)
 
 
-def test_gradients_travel_once_for_all_parts_of_a_batch(tmp_path: Path) -> None:
-    # Not warm: the threads that DistributedDataParallel asks torch for do not survive a fork.
-    (whole, parted), others = together(2, tmp_path, _exchanges, [1, 3], warm=False)
-    assert [whole, parted] == others
-    assert 1 <= whole == parted
-
-
 class Sometimes(nn.Module):
     """A layer that only one process happens to take, as one that is dropped by chance."""
 
@@ -139,8 +132,24 @@ def _by_chance(world: World) -> list[float]:
     return [float(parameter.detach().sum()) for parameter in model.parameters()]
 
 
-def test_paths_that_are_taken_by_chance_do_not_part_the_processes(tmp_path: Path) -> None:
-    first, second = together(2, tmp_path, _by_chance, warm=False)
+def _both(world: World) -> tuple[list[int], list[float]]:
+    return _exchanges(world, [1, 3]), _by_chance(world)
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What two processes with DistributedDataParallel found. Not warm: the threads that it asks torch for do not survive a fork."""
+    return together(2, tmp_path_factory.mktemp("averaged"), _both, warm=False)
+
+
+def test_gradients_travel_once_for_all_parts_of_a_batch(averaged: list[Any]) -> None:
+    (whole, parted), others = (exchanges for exchanges, _ in averaged)
+    assert [whole, parted] == others
+    assert 1 <= whole == parted
+
+
+def test_paths_that_are_taken_by_chance_do_not_part_the_processes(averaged: list[Any]) -> None:
+    first, second = (weights for _, weights in averaged)
     assert first == second
 
 
