@@ -137,7 +137,9 @@ def test_another_number_of_processes_does_not_go_on_with_a_run(place: Path) -> N
 @pytest.mark.slow
 def test_a_batch_that_cannot_be_shared_evenly_is_refused(place: Path) -> None:
     output = finished(start(place, "--gpus", "3", "--output", "run"), expected=2)
-    assert output.strip() == "error: a batch of 128 images cannot be shared evenly by 3 processes."
+    (said,) = output.strip().splitlines()
+    assert said.startswith("error: a batch of 128 images cannot be shared evenly by 3 processes. Choose a multiple of 3")
+    assert "--train.batch-size 126" in said
     assert not (place / "run" / "settings.json").exists()
 
 
