@@ -11,7 +11,7 @@ from typing import Any
 
 from .errors import RunError
 
-__all__ = ["check_changes", "forced_notes", "what_is_fixed", "with_what_is_free"]
+__all__ = ["NO_PATHS", "check_changes", "forced_notes", "what_is_fixed", "with_what_is_free"]
 
 log = logging.getLogger("peel")
 

@@ -14,20 +14,17 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from cyclopts import App, CycloptsError, Parameter
 
 from .errors import DamagedError, DataError, DivergedError, MemoryShortError, PeelError, StoreError
-from .launch import LOST, launch
+from .launch import launch
 from .settings import Method
-from .surroundings import is_first_process
+from .surroundings import LOST, is_first_process
 from .terminal import make_console, show_status, silence
 from .train.recipe import FIELDS, Recipe
 from .version import __version__
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["main"]
 

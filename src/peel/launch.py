@@ -15,12 +15,9 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from .surroundings import count_cores
+from .surroundings import LOST, count_cores
 
-__all__ = ["LOST", "launch"]
-
-#: The exit code of a process that waited in vain for the others; the command's own is then 1.
-LOST = 75
+__all__ = ["launch"]
 
 #: Seconds that the others have when one has ended: to write what they know, when it failed; to keep the state, when all were told to stop.
 SECONDS_AFTER_A_FAILURE, SECONDS_AFTER_A_STOP = 5.0, 600.0

@@ -6,7 +6,10 @@ import os
 
 from .errors import ConfigError
 
-__all__ = ["count_cores", "is_first_process", "number_from"]
+__all__ = ["LOST", "count_cores", "is_first_process", "number_from"]
+
+#: The exit code of a process that waited in vain for the others, or was left alone by its starter; that of `peel run --gpus` is then 1.
+LOST = 75
 
 
 def count_cores() -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .changes import NO_PATHS
 from .errors import DataError, RunError, StoreError
 from .files import is_packed
 from .problem import Problem
@@ -108,7 +109,7 @@ def _refuse_other_run(folder: Path) -> None:
     resolved = read_object(settings, "--teacher")["resolved"] if settings.is_file() else {}
     if "method" in resolved:
         named = resolved.get("teacher", "train")
-        other = "" if named in ("train", "pretrained", "given module") else f", name its teacher ({named})"
+        other = "" if named in NO_PATHS else f", name its teacher ({named})"
         raise RunError(
             f"{folder} is the folder of a run that has not trained its original. Finish that run{other}, or name another folder."
         )

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+from ..surroundings import LOST
+
 __all__ = ["Stopped", "ended_when_left_alone", "listened_to", "listening", "stop_requested"]
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
@@ -21,8 +23,8 @@ _received: list[int] = []
 #: Who started this process, one of several. It may be gone already when this is read, so that it had better say so itself.
 _STARTED_BY = int(os.environ.get("PEEL_STARTED_BY", os.getppid())) if "LOCAL_RANK" in os.environ else None
 
-#: Seconds between two looks whether it is still there, and the exit code of a process that is left alone before it has done anything.
-LOOK_SECONDS, LEFT_ALONE = 0.5, 75
+#: Seconds between two looks whether it is still there.
+LOOK_SECONDS = 0.5
 
 #: How many trainings are running that will look at what was received.
 _listeners: list[None] = []
@@ -55,7 +57,7 @@ def ended_when_left_alone() -> Iterator[None]:
     def look() -> None:
         while not is_over.wait(LOOK_SECONDS):
             if _is_left_alone():
-                os._exit(LEFT_ALONE)
+                os._exit(LOST)
 
     threading.Thread(target=look, daemon=True).start()
     try:
