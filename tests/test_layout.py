@@ -26,7 +26,7 @@ LAYERS = [
     {"zoo"},
     {"graph"},
     {"cost", "widths", "budget", "changes", "record", "settings"},
-    {"errors", "version", "files", "surroundings"},
+    {"errors", "version", "files", "fingerprint", "surroundings"},
 ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import platform
@@ -14,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from . import zoo
 from .allocation import resolve_budget
 from .errors import ConfigError, DataError, ModelError, PeelError, RunError, did_you_mean
+from .fingerprint import fingerprint
 from .graph import ChannelGraph, trace
 from .problem import Problem
 from .reporter import Reporter, Silent
@@ -315,21 +315,21 @@ def _read_json(path: str | Path, what: str) -> Any:
 
 def _fingerprint(data: Data) -> str:
     """Tells whether the images are still the same ones."""
-    digest = hashlib.sha256()
+    parts: list[Tensor | bytes] = []
     for split in (data.train, data.test):
-        digest.update(split.labels.cpu().numpy().tobytes())
+        parts.append(split.labels)
         if isinstance(split, Resident):
-            digest.update(split.pixels.cpu().numpy().tobytes())
+            parts.append(split.pixels)
         elif isinstance(split, Folder):
-            digest.update(fingerprint_of(split.paths))
-    return digest.hexdigest()[:16]
+            parts.append(fingerprint_of(split.paths))
+    return fingerprint(parts)
 
 
 def _code_of(network: nn.Module) -> dict[str, str]:
     """Tells whether the model's code still builds the same layers, and whether they have the same weights."""
     layers = [(name, type(module).__qualname__) for name, module in network.named_modules()]
     tensors = [(name, tuple(tensor.shape)) for name, tensor in network.state_dict().items()]
-    return {name: hashlib.sha256(repr(found).encode()).hexdigest()[:16] for name, found in (("layers", layers), ("tensors", tensors))}
+    return {name: fingerprint([repr(found)]) for name, found in (("layers", layers), ("tensors", tensors))}
 
 
 def _given(

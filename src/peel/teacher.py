@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from .changes import NO_PATHS
 from .errors import DataError, RunError, StoreError
 from .files import is_packed
+from .fingerprint import fingerprint
 from .problem import Problem
 from .run_files import StageRecord, read_object, read_record
 from .store import load
@@ -58,11 +58,7 @@ def find_teacher(named: nn.Module | str | Path, problem: Problem) -> Teacher | N
 
 def weights_hash(model: nn.Module) -> str:
     """Tells one trained network from another."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+    return fingerprint(part for named in model.state_dict().items() for part in named)
 
 
 def _refuse_slim(teacher: Teacher, problem: Problem) -> None:

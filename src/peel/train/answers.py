@@ -6,7 +6,6 @@ teacher, whatever its widths, budget or seed, reads them from there. They are as
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..files import write_bytes
+from ..fingerprint import fingerprint
 from .batch import Batch, at_a_time, with_what_fits
 from .crops import count_windows, draw_windows, padding_of
 from .data import Split
@@ -87,10 +87,8 @@ class Answers:
     @staticmethod
     def name_of(teacher: nn.Module, split: Resident, augment: str, engine: Engine, code: str = "") -> str:
         """A file name that tells teachers, images and views apart. `code` is what the teacher computes with its weights."""
-        digest = hashlib.sha256(f"{augment} {split.shape} {split.mean} {split.std} {engine.bf16} {code}".encode())
-        for tensor in [*teacher.state_dict().values(), split.pixels, split.labels]:
-            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return f"answers-{digest.hexdigest()[:16]}.safetensors"
+        settings = f"{augment} {split.shape} {split.mean} {split.std} {engine.bf16} {code}"
+        return f"answers-{fingerprint([settings, *teacher.state_dict().values(), split.pixels, split.labels])}.safetensors"
 
 
 @dataclass(frozen=True)
