@@ -11,7 +11,7 @@ others   the same for networks that the rule of train/fast_widths.py was not cho
 layers   the same for the convolutions of ResNet-18 alone: what a GPU makes of fewer channels, whatever the rest of a step does
 memory   GPU memory of the search stage and of training with a teacher, beside that of the original
 large    224 pixels from JPEG files: images/s of the real loop over the ceiling, and over what can be decoded
-curves   losses of the plain loop and of the fast one, with several seeds each: the same but for chance (needs --data)
+curves   losses and accuracy of the fast loop and of the plain one, with several seeds each: the same but for chance (needs --data)
 repeats  how far apart two trainings with the same seed end, by default and with --deterministic (needs --data)
 
 The ceiling is written here on its own: bfloat16, channels-last, fused SGD, the step replayed as a CUDA graph; with `compiled`, compiled by
@@ -64,6 +64,9 @@ UNITS = dict.fromkeys(PARTS, "images/s") | {"memory": "MiB", "curves": "fast min
 #: After the point, in the tables.
 DIGITS = {"curves": 3, "repeats": 2}
 
+#: What a line of the results has besides its ratios.
+NO_RATIOS = ("part", "what", "rate", "of_each", "device", "torch")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -77,6 +80,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, help="processes that decode images; by default as many as training would use")
     parser.add_argument("--data", help="CIFAR-10 as a folder, or the word cifar10, for the curves")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="two or more, for the curves")
+    parser.add_argument("--epochs", type=int, default=2, help="for the curves")
     parser.add_argument("--tuned", action="store_true", help="cuDNN tries all its kernels for each shape and takes the fastest")
     parser.add_argument("--compiled", action="store_true", help="with compiled networks too; minutes longer")
     parser.add_argument("--results", type=Path, help="append what was measured to this file, one JSON object per line")
@@ -99,12 +103,14 @@ class Bench:
     def __init__(self, engine: Engine, options: argparse.Namespace) -> None:
         self.engine, self.options = engine, options
 
-    def say(self, part: str, what: str, rate: float, **ratios: float) -> None:
+    def say(self, part: str, what: str, rate: float, of_each: dict[str, list[float]] | None = None, **ratios: float) -> None:
+        """Print a line and keep it in the results, where `of_each` holds what its means are of."""
         what += ", tuned" if self.options.tuned else ""
-        text = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in ratios.items())
-        print(f"{part:7} {what:58} {rate:12,.1f}   {text}", flush=True)
+        text = ", ".join(f"{name.replace('_', ' ')} {value:.{DIGITS.get(part, 2)}f}" for name, value in ratios.items())
+        print(f"{part:7} {what:58} {rate:12,.{DIGITS.get(part, 1)}f}   {text}", flush=True)
         if self.options.results is not None:
-            line = {"part": part, "what": what, "rate": rate, **ratios, "device": self.engine.description, "torch": torch.__version__}
+            measured = {"part": part, "what": what, "rate": rate, **ratios} | ({"of_each": of_each} if of_each else {})
+            line = {**measured, "device": self.engine.description, "torch": torch.__version__}
             with self.options.results.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
@@ -342,28 +348,38 @@ class Bench:
 
     def curves(self) -> None:
         data = self.cifar("curves")
-        recipe = Recipe(epochs=2, batch_size=512, lr=0.2, augment="crop-flip", weight_decay=5e-4, label_smoothing=0.1)
-        found: dict[str, list[list[float]]] = {"plain": [], "fast": []}
+        epochs = self.options.epochs
+        recipe = Recipe(epochs=epochs, batch_size=512, lr=0.2, augment="crop-flip", weight_decay=5e-4, label_smoothing=0.1)
+        seen = {f"loss of epoch {epoch} of {epochs}": epoch - 1 for epoch in sorted({1, (epochs + 1) // 2, epochs})}
+        top1 = f"top-1 in %, after epoch {epochs}"
+        found: dict[str, dict[str, list[float]]] = {what: {"plain": [], "fast": []} for what in (*seen, top1)}
+
+        def note(kind: str, losses: list[float], model: nn.Module) -> None:
+            for what, epoch in seen.items():
+                found[what][kind].append(losses[epoch])
+            found[top1][kind].append(100 * evaluate(model, data.test.to(self.engine.device), self.engine).top1)
+
         for seed in self.options.seeds:
             torch.manual_seed(seed)
             model = zoo.create("cifar_resnet18", num_classes=10)
             weights = {name: value.clone() for name, value in model.state_dict().items()}
             history = fit(model, CrossEntropy(0.1), data.train.to(self.engine.device), recipe, engine=self.engine, seed=seed)
-            found["fast"].append([epoch.train["loss"] for epoch in history])
+            note("fast", [epoch.train["loss"] for epoch in history], model)
             model.load_state_dict(weights)
             steps = data.train.size // recipe.batch_size
             assert isinstance(data.train, Resident)
             each = [loss for loss, _ in plain_loop(model, data.train, recipe, self.engine.device, seed, self.engine.workers, None)]
-            found["plain"].append([statistics.mean(each[i : i + steps]) for i in range(0, len(each), steps)])
-        for epoch in range(recipe.epochs):
-            plain, fast = ([run[epoch] for run in found[kind]] for kind in ("plain", "fast"))
-            gap = statistics.mean(fast) - statistics.mean(plain)
-            error = math.sqrt((statistics.variance(fast) + statistics.variance(plain)) / len(plain))
+            note("plain", [statistics.mean(each[i : i + steps]) for i in range(0, len(each), steps)], model)
+        for what, kinds in found.items():
+            plain, fast = kinds["plain"], kinds["fast"]
             self.say(
                 "curves",
-                f"loss of epoch {epoch + 1}, plain: {rounded(plain)}, fast: {rounded(fast)}",
-                gap,
-                standard_error=error,
+                f"{what}, seeds {' '.join(map(str, self.options.seeds))}",
+                statistics.mean(fast) - statistics.mean(plain),
+                of_each=kinds,
+                standard_error=math.sqrt((statistics.variance(fast) + statistics.variance(plain)) / len(plain)),
+                plain=statistics.mean(plain),
+                fast=statistics.mean(fast),
                 spread_plain=max(plain) - min(plain),
                 spread_fast=max(fast) - min(fast),
             )
@@ -403,12 +419,10 @@ def render(results: Path, target: Path) -> None:
         found.setdefault(line["part"], {})[line["what"]] = line
     page = target.read_text()
     for part, lines in found.items():
-        ratios = list(
-            dict.fromkeys(key for line in lines.values() for key in line if key not in ("part", "what", "rate", "device", "torch"))
-        )
+        ratios = list(dict.fromkeys(key for line in lines.values() for key in line if key not in NO_RATIOS))
         rows = [f"| | {UNITS[part]} | " + " | ".join(key.replace("_", " ") for key in ratios) + " |", "|---" * (len(ratios) + 2) + "|"]
         for what, line in lines.items():
-            cells = [f"{line[key]:.2f}" if key in line else "" for key in ratios]
+            cells = [f"{line[key]:.{DIGITS.get(part, 2)}f}" if key in line else "" for key in ratios]
             rows.append(f"| {what} | {line['rate']:,.{DIGITS.get(part, 0)}f} | " + " | ".join(cells) + " |")
         before, opening, rest = page.partition(f"<!-- {part} -->\n")
         _, closing, after = rest.partition(f"<!-- /{part} -->")
@@ -438,10 +452,6 @@ def draw_photograph(task: tuple[Path, int]) -> None:
     folder = place / f"class{number % 10}"
     folder.mkdir(exist_ok=True)
     Image.fromarray(np.clip(image, 0, 255).astype(np.uint8)).save(folder / f"{number}.jpg", quality=92)
-
-
-def rounded(values: list[float]) -> str:
-    return " ".join(f"{value:.3f}" for value in values)
 
 
 if __name__ == "__main__":
