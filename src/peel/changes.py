@@ -28,12 +28,24 @@ TEACHER, NO_PATHS = "teacher", ("train", "pretrained", "given module")
 FROM = {"pads": " (zero channels, which a GPU is faster with: go on with the kind of --device that began the run)"}
 
 #: What the network computes, in the words of torch: it tells whether the code of the model changed, unless it is torch that did.
-OPERATORS = "original.operators"
+OPERATORS, CONSTANTS = "original.operators", "original.constants"
 
 #: Settings with which `--force` goes on although they changed: the rates and the like of the recipes, the images, the code of the model.
 #: Others would leave a run whose parts do not fit: a plan of one budget beside a uniform network of another, trainings of different
 #: lengths, labels that mean one class before and another after, or weights that have no place.
-FORCED = ("train.", "search.", "input.", "data", "fingerprint", "images", "original.layers", OPERATORS, "sync_bn", "deterministic")
+FORCED = (
+    "train.",
+    "search.",
+    "input.",
+    "data",
+    "fingerprint",
+    "images",
+    "original.layers",
+    OPERATORS,
+    CONSTANTS,
+    "sync_bn",
+    "deterministic",
+)
 FIXED = (*(f"{recipe}.{name}" for recipe in ("train", "search") for name in ("epochs", "batch_size")), "input.classes", "input.shape")
 
 #: Parts of the settings whose names are the program's own; others hold names of the user's, such as those of groups.
@@ -66,6 +78,10 @@ def check_changes(
     if OPERATORS in changed and is_other_torch and all(isinstance(operators, str) for operators in changed[OPERATORS]):
         other = _other_operators(*changed.pop(OPERATORS))
         log.warning("%s goes on with a torch that runs other operators where the model's code is the same: %s.", folder, other)
+    if is_other_torch and OPERATORS not in changed:
+        changed.pop(CONSTANTS, None)  # it may call them with other numbers too
+    if "data" in changed and before.get("fingerprint") and before["fingerprint"] == now.get("fingerprint"):
+        log.info("%s goes on with the same images from another place: %s -> %s.", folder, *changed.pop("data"))
     if changed and not (force and all(_may_be_forced(name) for name in changed)):
         raise RunError(f"{folder} was started with other settings:\n{_refusal(folder, changed, now, force, option)}")
     if changed:
@@ -109,7 +125,7 @@ def what_is_fixed(settings: Mapping[str, Any], prefix: str = "") -> dict[str, An
     return {
         name: what_is_fixed(value, f"{prefix}{name}.") if isinstance(value, Mapping) else value
         for name, value in settings.items()
-        if f"{prefix}{name}" not in (*FREE, *SAID, OPERATORS)
+        if f"{prefix}{name}" not in (*FREE, *SAID, OPERATORS, CONSTANTS)
     }
 
 

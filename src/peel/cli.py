@@ -21,7 +21,7 @@ from cyclopts import App, CycloptsError, Parameter
 from .errors import DamagedError, DataError, DivergedError, MemoryShortError, PeelError, StoreError
 from .launch import launch
 from .settings import Method
-from .surroundings import LOST, is_first_process
+from .surroundings import LOST, is_first_process, is_lost
 from .terminal import make_console, show_status, silence
 from .train.recipe import FIELDS, Recipe
 from .version import __version__
@@ -284,7 +284,7 @@ def _stopped_rather_than_lost() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if _is_lost(error):
+        if is_lost(error):
             time.sleep(1.0)  # the signal may be on its way
             number = stop_requested()
             if number is not None:
@@ -339,15 +339,6 @@ def _say(error: PeelError) -> None:
     print(f"error: {error}", file=sys.stderr)
 
 
-def _is_lost(error: BaseException) -> bool:
-    """Whether another process did not answer: gloo's errors have no type of their own."""
-    if os.environ.get("WORLD_SIZE", "1") == "1" or not isinstance(error, RuntimeError):
-        return False
-    from torch.distributed import DistError
-
-    return isinstance(error, DistError) or "gloo" in str(error)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     _arguments[:] = sys.argv[1:] if argv is None else argv
@@ -379,10 +370,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
     except BaseException as error:
         # By their names: their home imports torch.
-        if type(error).__name__ == "OutOfMemoryError":
+        if type(error).__name__ == "OutOfMemoryError" or "CPUAllocator" in str(error):
             _say(MemoryShortError(f"{str(error).splitlines()[0]} Choose a smaller batch, smaller images, or more parts (--parts)."))
             return MEMORY_SHORT
-        if _is_lost(error):
+        if is_lost(error):
             # Whoever was lost has said why, or whoever started the processes says it.
             time.sleep(10)
             place = f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"

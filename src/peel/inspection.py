@@ -67,11 +67,12 @@ def inspection(name: str, graph: ChannelGraph) -> dict[str, Any]:
 
 def draw(data: dict[str, Any], console: Console) -> None:
     """The inspection as tables."""
+    from rich.markup import escape
     from rich.table import Table
 
     size = ", ".join("x".join(map(str, shape[1:])) for shape in data["input_shapes"])
     console.print(
-        f"[bold]{data['model']}[/] at {size}: {format_count(data['macs'])} MACs, {format_count(data['params'])} params, about "
+        f"[bold]{escape(data['model'])}[/] at {size}: {format_count(data['macs'])} MACs, {format_count(data['params'])} params, about "
         f"{data['activation_bytes_estimate'] / 2**20:.1f} MiB of activations (estimate)"
     )
     free = [tie for tie in data["ties"] if tie["fixed"] is None]
@@ -87,7 +88,7 @@ def draw(data: dict[str, Any], console: Console) -> None:
         rows.append({"name": "(fixed)", "ties": [], "layers": "", "channels": "", **data["outside_groups"]})
     for group in rows:
         groups.add_row(
-            group["name"],
+            escape(group["name"]),
             str(len(group["ties"]) or ""),
             str(group["layers"]),
             str(group["channels"]),
@@ -100,10 +101,11 @@ def draw(data: dict[str, Any], console: Console) -> None:
     console.print(_ties_table(free))
     console.print(_fixed_table([tie for tie in data["ties"] if tie["fixed"] is not None]))
     for operator, place in data["unknown_operators"].items():
-        console.print(f"[yellow]no channel rule for {operator}[/] (first met in {place}): what reaches it is fixed")
+        console.print(f"[yellow]no channel rule for {escape(operator)}[/] (first met in {escape(place)}): what reaches it is fixed")
 
 
 def _ties_table(ties: list[dict[str, Any]]) -> Any:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title="\nTies (channels that keep the same number)", title_justify="left", title_style="bold")
@@ -120,11 +122,17 @@ def _ties_table(ties: list[dict[str, Any]]) -> Any:
             remarks.insert(0, f"cutting is not exactly zeroing: {tie['inexact']}")
         others = [layer for layer in tie["layers"] if layer != tie["name"]]
         layers = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-        table.add_row(tie["name"], tie["group"], str(tie["width"]), layers and f"+ {layers}", "; ".join(list(dict.fromkeys(remarks))[:4]))
+        table.add_row(
+            *map(
+                escape,
+                (tie["name"], tie["group"], str(tie["width"]), layers and f"+ {layers}", "; ".join(list(dict.fromkeys(remarks))[:4])),
+            )
+        )
     return table
 
 
 def _fixed_table(ties: list[dict[str, Any]]) -> Any:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title="\nFixed", title_justify="left", title_style="bold")
@@ -132,7 +140,7 @@ def _fixed_table(ties: list[dict[str, Any]]) -> Any:
     table.add_column("width", justify="right")
     table.add_column("why", overflow="fold")
     for tie in ties:
-        table.add_row(tie["name"], str(tie["width"]), tie["fixed"])
+        table.add_row(escape(tie["name"]), str(tie["width"]), escape(tie["fixed"]))
     return table
 
 
@@ -146,7 +154,9 @@ def _shorten(cause: str) -> str:
 
 
 def draw_verification(verification: Verification, console: Console) -> None:
+    from rich.markup import escape
+
     words = {True: "[green]passed[/]", False: "[bold red]FAILED[/]", None: "[yellow]skipped[/]"}
     console.print("\n[bold]Verification[/]")
     for check in verification.checks:
-        console.print(f"{words[check.passed]}  {check.name}: {check.detail}")
+        console.print(f"{words[check.passed]}  {check.name}: {escape(check.detail)}")

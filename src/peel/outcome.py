@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .budget import format_count
@@ -47,7 +48,7 @@ def read_groups(path: Path) -> dict[str, Iterable[str]]:
 
 def draw_outcome(result: Result, console: Console, *, with_notes: bool = False) -> None:
     for note in result.notes if with_notes else ():
-        console.print(f"note: {note}")
+        console.print(f"note: {note}", markup=False)
     if result.rows:
         table = Table(title=None, box=None, padding=(0, 2, 0, 0))
         for name, side in (("", "left"), ("top-1", "right"), ("top-5", "right"), ("MACs", "right"), ("params", "right"), ("time", "right")):
@@ -68,10 +69,10 @@ def draw_outcome(result: Result, console: Console, *, with_notes: bool = False) 
         files = [
             name for name in ("report.html", "slim.json", "plan.json", "metrics.jsonl", "result.json") if (result.folder / name).exists()
         ]
-        console.print(f"\nfiles in {result.folder}: {', '.join(files)}")
+        console.print(f"\nfiles in {result.folder}: {', '.join(files)}", markup=False)
         if (result.folder / "slim.json").exists():
-            is_own = result.model is not None and not hasattr(result.model, "peel_source")
-            console.print(f'the slim network: peel.load("{result.folder / "slim"}"{", model=..." if is_own else ""})')
+            is_own = "class" in json.loads((result.folder / "slim.json").read_text())["model"]
+            console.print(f'the slim network: peel.load("{result.folder / "slim"}"{", model=..." if is_own else ""})', markup=False)
 
 
 def draw_estimate(result: Result, console: Console) -> None:
@@ -83,7 +84,7 @@ def draw_estimate(result: Result, console: Console) -> None:
         table.add_column(name, justify="left" if name == "tie" else "right")
     backbone = plan.get("backbone", {}).get("widths", {})
     for tie, width in plan["original"]["widths"].items():
-        table.add_row(tie, str(width), str(backbone.get(tie, "")), str(plan["uniform"]["widths"][tie]), str(plan["widths"][tie]))
+        table.add_row(escape(tie), str(width), str(backbone.get(tie, "")), str(plan["uniform"]["widths"][tie]), str(plan["widths"][tie]))
     for cost in ("macs", "params"):
         values = (plan["original"], plan.get("backbone", {}), plan["uniform"], plan)
         table.add_row(cost, *(format_count(value[cost]) if cost in value else "" for value in values))

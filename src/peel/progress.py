@@ -61,7 +61,7 @@ class RunProgress:
         self.fraction = self.first_fraction = 0.0
         self.began = time.perf_counter()
         text = f"{self._place()}{what}"
-        self.console.print(text)
+        self.console.print(text, markup=False)
         if self.live is not None:
             if self.task is not None:
                 self.live.remove_task(self.task)
@@ -75,7 +75,7 @@ class RunProgress:
     def begin(self, history: list[Epoch]) -> None:
         self.first_fraction = history[-1].epoch / history[-1].of if history else 0.0
         if history:
-            self.console.print(f"  going on after epoch {history[-1].epoch} of {history[-1].of}")
+            self.console.print(f"  going on after epoch {history[-1].epoch} of {history[-1].of}", markup=False)
         self.began = time.perf_counter()
 
     def step(self, done: int, total: int, images: int) -> None:
@@ -100,7 +100,9 @@ class RunProgress:
             return
         scores = f"test {epoch.test['top1']:.2%}, " if epoch.test is not None else ""
         loss = f"loss {epoch.train['loss']:.4f}"
-        self.console.print(f"  epoch {epoch.epoch}/{epoch.of}: {loss}, {scores}{epoch.images_per_second:,.0f} images/s{self._eta()}")
+        self.console.print(
+            f"  epoch {epoch.epoch}/{epoch.of}: {loss}, {scores}{epoch.images_per_second:,.0f} images/s{self._eta()}", markup=False
+        )
 
     def note(self, text: str) -> None:
-        self.console.print(f"note: {text}")
+        self.console.print(f"note: {text}", markup=False)

@@ -6,8 +6,9 @@ import contextlib
 import json
 import logging
 import platform
+import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from .result import Result
 from .settings import Method
 from .stages import STEPS, Stages
 from .steps.grouping import group_layers
+from .surroundings import is_lost
 from .train.chance import derive
 from .train.data import Data, load_data
 from .train.engine import Engine, find_engine
@@ -95,6 +97,7 @@ def prune(
     wanted = _check_steps(steps)
     torch.manual_seed(derive("original", seed))
     loaded, network = _model_and_data(model, data, image_size, data_root, skip_bad, teacher == "pretrained")
+    _check_weights(network)
     graph = group_layers(trace(network, torch.zeros(1, *loaded.shape)), groups)
     _check_classes(network, loaded)
     recipes = _recipes(recipe, loaded, network, train, search)
@@ -103,7 +106,7 @@ def prune(
     engine = find_engine(device, workers=workers, deterministic=deterministic, parts=parts, compile=compile, sync_bn=sync_bn)
     resolved: dict[str, Any] = {
         "model": model if isinstance(model, str) else f"{type(model).__module__}:{type(model).__qualname__}",
-        "original": {"macs": graph.macs(), "params": graph.params(), **_code_of(network), "operators": " ".join(graph.operators)},
+        "original": {"macs": graph.macs(), "params": graph.params(), **_code_of(network, graph), "operators": " ".join(graph.operators)},
         "data": loaded.name,
         "image_shape": list(loaded.shape),
         "images": [loaded.train.size, loaded.test.size],
@@ -150,6 +153,7 @@ def prune(
         environment=_environment(engine),
         force=force,
     )
+    run.notes += _frozen_notes(network)
     run.check()
     engine.world.check_equal("a setting", json.dumps({**resolved, "device": None, "taken": run.taken is not None}, sort_keys=True))
     if dry_run:
@@ -182,6 +186,8 @@ def _go_in(folder: str | Path, run: Stages, settings: dict[str, Any]) -> Result:
             return run.go()
         except Exception as error:
             said = str(error) if isinstance(error, PeelError) else f"{type(error).__name__}: {error}"
+            if is_lost(error):
+                said = f"another process of this run ended, and has said why, or did not answer ({said.splitlines()[0]})"
             with contextlib.suppress(RunError):  # the disk may be full
                 workspace.write_json("stopped.json", {"format": "peel-stopped", "version": 1, "error": said})
             raise
@@ -211,25 +217,29 @@ def _check_steps(steps: Iterable[str] | None) -> list[str]:
 def _model_and_data(
     model: nn.Module | str, data: Data | str | Path, image_size: int | None, root: str | Path | None, skip_bad: bool, pretrained: bool
 ) -> tuple[Data, nn.Module]:
-    if isinstance(model, str):
-        channels = zoo.find(model).input_size[0]
-    else:
-        first = next((layer for layer in model.modules() if isinstance(layer, nn.Conv2d)), None)
-        channels = first.in_channels if first is not None else 3
-
     def load(channels: int) -> Data:
         if isinstance(data, Data):
             return data
         return load_data(str(data), image_size=image_size, channels=channels, root=root, skip_bad=skip_bad)
 
-    loaded = load(channels)
-    if not isinstance(model, str):
-        return loaded, model
-    network = _create(model, len(loaded.classes), pretrained)
-    first = next((layer for layer in network.modules() if isinstance(layer, nn.Conv2d)), None)
-    if first is not None and first.in_channels != loaded.shape[0]:
-        loaded = load(first.in_channels)
-    return loaded, network
+    loaded = load(zoo.find(model).input_size[0] if isinstance(model, str) else next(_convolved(model), 3))
+    network = _create(model, len(loaded.classes), pretrained) if isinstance(model, str) else model
+    channels = _channels_of(network, loaded.shape)
+    return (load(channels) if channels != loaded.shape[0] else loaded), network
+
+
+def _channels_of(network: nn.Module, shape: tuple[int, int, int]) -> int:
+    """How many channels the network takes of images of this shape: those of its first convolution, which need not be the first to run."""
+    taken = [*_convolved(network)] or [shape[0]]
+    for channels in dict.fromkeys(taken):
+        with contextlib.suppress(Exception):  # whatever its code makes of other images
+            _scores_of(network, (channels, *shape[1:]))
+            return channels
+    return taken[0]
+
+
+def _convolved(network: nn.Module) -> Iterator[int]:
+    return (layer.in_channels for layer in network.modules() if isinstance(layer, nn.Conv2d))
 
 
 def _create(model: str, classes: int, pretrained: bool) -> nn.Module:
@@ -242,13 +252,42 @@ def _create(model: str, classes: int, pretrained: bool) -> nn.Module:
         raise
 
 
-def _check_classes(network: nn.Module, data: Data) -> None:
+def _check_weights(network: nn.Module) -> None:
+    kinds = {parameter.dtype for parameter in network.parameters()}
+    if not kinds:
+        raise ModelError(f"{type(network).__name__} has no parameters: there is nothing to train.")
+    own_state = next((name for name in network.state_dict() if name.endswith("_extra_state")), None)
+    if own_state is not None:
+        raise ModelError(
+            f"{own_state} is a state of the model that is no tensor of its own (get_extra_state): peel could not keep it. Make it a buffer."
+        )
+    other = next(iter(kinds - {torch.float32}), None)
+    if other is not None:
+        raise ModelError(f"the model has weights of type {other}; peel trains in float32, or bfloat16 with float32 weights: call .float().")
+
+
+def _scores_of(network: nn.Module, shape: tuple[int, ...]) -> Tensor:
+    """The class scores of one black image; the network is left as it was."""
     modes = {name: module.training for name, module in network.named_modules()}
-    with torch.inference_mode():
-        parameter = next(network.parameters())
-        scores = class_scores(network.eval()(torch.zeros(1, *data.shape, device=parameter.device, dtype=parameter.dtype)))
-    for name, module in network.named_modules():
-        module.training = modes[name]
+    try:
+        with torch.inference_mode():
+            return class_scores(network.eval()(torch.zeros(1, *shape, device=next(network.parameters()).device)))
+    finally:
+        for name, module in network.named_modules():
+            module.training = modes[name]
+
+
+def _frozen_notes(network: nn.Module) -> list[str]:
+    """A network that is frozen as a whole was only looked at; one with frozen parts was made so."""
+    frozen = [name for name, parameter in network.named_parameters() if not parameter.requires_grad]
+    if not frozen or len(frozen) == len(list(network.parameters())):
+        return []
+    more = f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
+    return [f"Frozen parameters ({', '.join(frozen[:3])}{more}) are initialised and trained like all others."]
+
+
+def _check_classes(network: nn.Module, data: Data) -> None:
+    scores = _scores_of(network, data.shape)
     if scores.ndim != 2 or scores.shape[1] != len(data.classes):
         raise DataError(
             f"the model gives scores of shape {tuple(scores.shape[1:])}, the data {data.name} has {len(data.classes)} classes. Build the "
@@ -325,11 +364,19 @@ def _fingerprint(data: Data) -> str:
     return fingerprint(parts)
 
 
-def _code_of(network: nn.Module) -> dict[str, str]:
-    """Tells whether the model's code still builds the same layers, and whether they have the same weights."""
-    layers = [(name, type(module).__qualname__) for name, module in network.named_modules()]
-    tensors = [(name, tuple(tensor.shape)) for name, tensor in network.state_dict().items()]
-    return {name: fingerprint([repr(found)]) for name, found in (("layers", layers), ("tensors", tensors))}
+def _code_of(network: nn.Module, graph: ChannelGraph) -> dict[str, str]:
+    """Tells whether the model's code still builds the same layers, with the same weights, and calls operators with the same numbers."""
+    found = {
+        "layers": [(name, type(module).__qualname__, _settings_of(module)) for name, module in network.named_modules()],
+        "tensors": [(name, tuple(tensor.shape)) for name, tensor in network.state_dict().items()],
+        "constants": graph.constants,
+    }
+    return {name: fingerprint([repr(value)]) for name, value in found.items()}
+
+
+def _settings_of(layer: nn.Module) -> str:
+    """What a layer says of itself, but for what may differ from one start to the next: addresses, and whether it saves memory."""
+    return re.sub(r" at 0x[0-9a-f]+|,? ?inplace=(True|False)", "", layer.extra_repr())
 
 
 def _given(

@@ -22,7 +22,6 @@ from .result import Result
 from .run_files import StageRecord, read_object
 from .settings import Method
 from .steps.distillation import Distillation, InPlace, in_place_pair
-from .store import save
 from .teacher import Teacher, find_teacher, weights_hash
 from .train.answers import Answers, Taught, remember_answers
 from .train.chance import derive
@@ -161,7 +160,7 @@ class Stages:
                 # That of its training, which may not be that of now.
                 fed = self.trainer.records["peel"].input or self.problem.data.described()
                 slimmed.peel_record = {**slimmed.peel_record, "input": fed}  # type: ignore[assignment, dict-item]
-                save(slimmed, self.workspace.folder / "slim")
+                self.workspace.save_model("slim", slimmed)
             search = self._search()
             result = {
                 "format": "peel-result",
@@ -345,7 +344,7 @@ class Stages:
         problem = self.problem
         images, augment, classes = problem.data.train, self.recipe.augment, len(problem.data.classes)
         if self.answers is None and problem.engine.remembers:
-            code = " ".join(problem.graph.operators)
+            code = " ".join([*problem.graph.operators, *problem.graph.constants])
             self.answers = remember_answers(teacher, images, augment, classes, problem.engine, self.teacher_folder, code)
         return images if self.answers is None else Taught(images, self.answers)
 

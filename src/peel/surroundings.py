@@ -6,7 +6,7 @@ import os
 
 from .errors import ConfigError
 
-__all__ = ["LOST", "count_cores", "is_first_process", "number_from"]
+__all__ = ["LOST", "count_cores", "is_first_process", "is_lost", "number_from"]
 
 #: The exit code of a process that waited in vain for the others, or was left alone by its starter; that of `peel run --gpus` is then 1.
 LOST = 75
@@ -32,3 +32,12 @@ def number_from(variable: str, default: float) -> float:
     if not 0 < value < float("inf"):
         raise ConfigError(f"the variable {variable} is {text!r}: it must be a number above zero. Set another one, or unset it.")
     return value
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether another process did not answer: gloo's errors have no type of their own."""
+    if os.environ.get("WORLD_SIZE", "1") == "1" or not isinstance(error, RuntimeError):
+        return False
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError) or "gloo" in str(error)

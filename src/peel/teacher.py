@@ -81,6 +81,10 @@ def _check(teacher: nn.Module, problem: Problem) -> None:
             scores = class_scores(teacher.to(device).eval()(torch.zeros(2, *problem.data.shape, device=device)))
     except (RuntimeError, ValueError, TypeError) as error:
         raise DataError(f"the teacher cannot take images of shape {problem.data.shape}: {error}") from error
+    if not torch.isfinite(scores).all():
+        raise DataError(
+            "the teacher answers with numbers that are not finite: its weights are damaged, or it diverged in its own training."
+        )
     if scores.shape[1] != len(problem.data.classes):
         raise DataError(f"the teacher knows {scores.shape[1]} classes, the data has {len(problem.data.classes)}.")
 

@@ -57,15 +57,17 @@ def silence(stream: TextIO) -> None:
 def show_status(console: Console, text: str) -> Any:
     """A spinner on a terminal; one plain line elsewhere."""
     if console.is_terminal:
-        return console.status(text)
+        from rich.text import Text
+
+        return console.status(Text(text))
 
     class Plain:
         def update(self, text: str) -> None:
-            console.print(text)
+            console.print(text, markup=False)
 
     @contextlib.contextmanager
     def plain() -> Any:
-        console.print(text)
+        console.print(text, markup=False)
         yield Plain()
 
     return plain()

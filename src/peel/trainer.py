@@ -17,6 +17,7 @@ from .reporter import Reporter
 from .run_files import StageRecord
 from .steps.distillation import Pair
 from .train.chance import derive
+from .train.checkpoint import passing_buffers
 from .train.data import Split
 from .train.fast_widths import fast_widths
 from .train.history import Epoch
@@ -138,11 +139,14 @@ class Trainer:
                 )
         if world.size == 1 and network is not None:
             return network
-        shared = world.share((network.peel_record["widths"], network.state_dict()) if network is not None else None)  # type: ignore[index]
+        known = (_widths_of(network), network.state_dict(), passing_buffers(network)) if network is not None else None
+        shared = world.share(known)
         if network is None:
-            widths, weights = shared
+            widths, weights, passing = shared
             network = slim(problem.model, {tie: widths[tie] for tie in problem.graph.widths}, graph=problem.graph)
             network.load_state_dict(weights)
+            for name, buffer in passing_buffers(network).items():
+                buffer.copy_(passing[name])
         return network
 
     def _padded(self, network: nn.Module) -> tuple[Padded | None, list[str]]:

@@ -27,7 +27,7 @@ from typing import IO, Any
 from torch import nn
 
 from .changes import check_changes, what_is_fixed, with_what_is_free
-from .errors import RunError
+from .errors import RunError, StoreError
 from .files import parse_object, room_named, write_bytes, write_json
 from .run_files import StageRecord, read_object, read_record
 from .store import load, save
@@ -223,11 +223,18 @@ class Workspace:
 
     def finish(self, stage: str, record: StageRecord, model: nn.Module) -> None:
         """Keep the model and the record of a stage. The record comes last: where it is, the stage is whole."""
-        with self._written(f"stages/{stage}"):
-            (self.folder / "stages").mkdir(exist_ok=True)
-            save(model, self.folder / "stages" / stage)
+        self.save_model(f"stages/{stage}", model)
         self.write_json(f"stages/{stage}.record.json", record.described())
         self.checkpoints(stage).clear()
+
+    def save_model(self, name: str, model: nn.Module) -> None:
+        with self._written(name):
+            try:
+                save(model, self.folder / name)
+            except StoreError as error:
+                if isinstance(error.__cause__, OSError):
+                    raise error.__cause__ from None
+                raise
 
     def model_of(self, stage: str, original: nn.Module) -> nn.Module:
         return load(self.folder / "stages" / stage, model=original)

@@ -103,6 +103,8 @@ class ChannelGraph:
     """Shapes of the example input, one sample."""
     operators: tuple[str, ...]
     """What the forward pass runs, in order: `conv2d`, `batch_norm`, `relu` and so on."""
+    constants: tuple[str, ...]
+    """What each of them is called with that is no tensor: strides, slopes, factors."""
     unknown_operators: Mapping[str, str]
     """Operators without a channel rule -> where they were met."""
     mac_terms: tuple[Term, ...]

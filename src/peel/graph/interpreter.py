@@ -66,6 +66,8 @@ class Findings:
     """(module, numbers, axes): whole lists of lengths, likewise."""
     operators: list[str] = field(default_factory=list)
     """Every operator that runs, in order, as `operator_name` calls it."""
+    constants: list[str] = field(default_factory=list)
+    """The numbers and words that each of them is called with."""
     unknown_operators: dict[str, str] = field(default_factory=dict)
     """Operator without a rule -> the first place it was met."""
 
@@ -103,6 +105,17 @@ def operator_name(target: Any) -> str:
     if getattr(target, "_schema", None) is None:
         return str(getattr(target, "__name__", target))  # the text of a function of Python would hold an address
     return _rule_name(target).removeprefix("aten::").rstrip("_")
+
+
+def _constants_of(node: Node) -> str:
+    """`[1, 1], 0.5`: what an operator is called with that is no tensor, nor where or in which type it computes."""
+    given = [*node.args, *node.kwargs.values()]
+    lists = [[*item] if isinstance(item, list | tuple) else item for item in given]
+    return ", ".join(str(item) for item in lists if all(isinstance(part, int | float | str) for part in _listed(item)))
+
+
+def _listed(item: Any) -> list[Any]:
+    return item if isinstance(item, list) else [item]
 
 
 class Interpreter:
@@ -195,6 +208,7 @@ class Interpreter:
             return result
         if self._counting:
             self.findings.operators.append(operator_name(node.target))
+            self.findings.constants.append(_constants_of(node))
         rule = self.rules.get(name)
         args = [self._read(arg) for arg in node.args]
         options = {key: self._read(arg) for key, arg in node.kwargs.items()}

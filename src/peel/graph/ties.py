@@ -130,6 +130,7 @@ class Builder:
             num_atoms=len(self.atoms),
             input_shapes=input_shapes,
             operators=tuple(self.findings.operators),
+            constants=tuple(self.findings.constants),
             unknown_operators=dict(self.findings.unknown_operators),
             mac_terms=self._mac_terms(),
             param_terms=self._param_terms(),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..files import write_bytes
 from ..fingerprint import fingerprint
-from .batch import Batch, at_a_time, with_what_fits
+from .batch import Batch, at_a_time, is_short_memory, with_what_fits
 from .crops import count_windows, draw_windows, padding_of
 from .data import Split
 from .engine import Engine
@@ -149,7 +149,9 @@ def remember_answers(
         return None
     try:
         answers = Answers(teacher, split.size, views, classes, engine)
-    except torch.OutOfMemoryError:
+    except Exception as error:
+        if not is_short_memory(error):
+            raise
         log.info("there is no memory for what the teacher says: it is asked at every step.")
         return None
     # Images on disk are known by their names only: what is said about them is not kept.

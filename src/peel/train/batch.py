@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import MemoryShortError
 
-__all__ = ["Batch", "at_a_time", "with_what_fits"]
+__all__ = ["Batch", "at_a_time", "is_short_memory", "with_what_fits"]
 
 T = TypeVar("T")
 
@@ -26,12 +26,19 @@ def at_a_time(shape: tuple[int, int, int]) -> int:
     return min(FORWARD_IMAGES, max(1, FORWARD_PIXELS // (shape[1] * shape[2])))
 
 
+def is_short_memory(error: Exception) -> bool:
+    """Whether it says that there is no memory left: what a GPU lacks has an error of its own, what a CPU lacks only its words."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and "CPUAllocator" in str(error))
+
+
 def with_what_fits(work: Callable[[int], T], size: int, device: torch.device) -> T:
     """Do the work with so many images at a time, or with fewer where memory is short."""
     while True:
         try:
             return work(size)
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            if not is_short_memory(error):
+                raise
             if size == 1:
                 raise MemoryShortError(f"not one image fits into the memory of {device}.") from None
             size = -(-size // 2)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import random
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["derive", "epoch_order", "uniform"]
+__all__ = ["derive", "draw_from", "epoch_order", "state_of_chance", "take_up_chance", "uniform"]
 
 
 def _signed(constant: int) -> int:
@@ -22,6 +25,33 @@ def derive(*parts: int | str) -> int:
     """A seed made of several numbers or names."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+def draw_from(seed: int) -> None:
+    """What a model draws while it trains, from torch, numpy or Python, begins with this seed."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def state_of_chance(device: torch.device) -> dict[str, Any]:
+    """Where a model has come in what it draws."""
+    kind, numbers, *rest = np.random.get_state(legacy=True)
+    return {
+        "random": torch.get_rng_state(),
+        "device random": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "random of python": random.getstate(),
+        "random of numpy": (kind, numbers.tolist(), *rest),  # type: ignore[union-attr]
+    }
+
+
+def take_up_chance(state: dict[str, Any], device: torch.device) -> None:
+    """Go on drawing from there."""
+    torch.set_rng_state(state["random"])
+    if state["device random"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["device random"], device)
+    random.setstate(state["random of python"])
+    np.random.set_state(state["random of numpy"])
 
 
 def epoch_order(size: int, seed: int, epoch: int) -> Tensor:

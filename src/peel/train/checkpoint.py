@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ..errors import DamagedError, RunError
 from ..files import is_packed, write_bytes
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "passing_buffers"]
 
 log = logging.getLogger("peel")
 
@@ -35,8 +36,7 @@ class Checkpoints:
         buffer = io.BytesIO()
         torch.save({**state, "run": self.run}, buffer)
         data = buffer.getvalue()
-        place = f"{self.name}-{epoch:05d}-{step:07d}-"
-        path = self.folder / f"{place}{hashlib.sha256(data).hexdigest()}.pt"
+        path = self.folder / f"{self.name}-{epoch:05d}-{step:07d}-{hashlib.sha256(data).hexdigest()}.pt"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_bytes(path, data)
@@ -45,10 +45,11 @@ class Checkpoints:
                 f"cannot write the checkpoint {path.name[:40]} to {self.folder}: {error.strerror}. "
                 "The checkpoints before it are kept; make room and run the same command again."
             ) from error
-        for later in [found for found in self._found() if goes_back and found.name > place and found != path]:
+        here = self._place(path)
+        for later in [found for found in self._found() if goes_back and self._place(found)[:2] >= here[:2] and found != path]:
             later.unlink(missing_ok=True)
         # Files that call themselves newer are damaged or someone else's: they do not push out what is good.
-        for old in [found for found in self._found() if found.name <= path.name][self.keep :]:
+        for old in [found for found in self._found() if self._place(found) <= here][self.keep :]:
             old.unlink(missing_ok=True)
         return path
 
@@ -92,5 +93,15 @@ class Checkpoints:
 
     def _found(self) -> list[Path]:
         """Newest first."""
-        pattern = re.compile(re.escape(self.name) + r"-\d{5}-\d{7}-[0-9a-f]{64}\.pt")
-        return sorted((path for path in self.folder.glob("*.pt") if pattern.fullmatch(path.name)), reverse=True)
+        return sorted((path for path in self.folder.glob("*.pt") if self._place(path)), key=self._place, reverse=True)
+
+    def _place(self, path: Path) -> tuple[Any, ...]:
+        """Epoch, step and checksum; nothing where it is no checkpoint of this stage."""
+        found = re.fullmatch(re.escape(self.name) + r"-(\d{5,})-(\d{7,})-([0-9a-f]{64})\.pt", path.name)
+        return (int(found[1]), int(found[2]), found[3]) if found else ()
+
+
+def passing_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that are no part of the model's own state (`persistent=False`): it may change them in training all the same."""
+    kept = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name not in kept}

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import DataError, DivergedError
 from .batch import at_a_time, with_what_fits
-from .chance import derive, epoch_order
+from .chance import derive, draw_from, epoch_order
 from .checkpoint import Checkpoints
 from .data import Split
 from .engine import Engine
@@ -71,12 +71,14 @@ def fit(
             f"a batch of {recipe.batch_size} images is larger than the training set of {train.size}. "
             f"Choose a batch size of at most {train.size}."
         )
+    if recipe.retries and checkpoints is None:
+        log.warning("retries %d: there is no folder to go back to, so a training that diverges ends; name one with output.", recipe.retries)
     engine.prepare(model)
     slower = 1.0
     with listened_to():
         while True:
             training = Training(model, objective, recipe, engine, checkpoints, steps)
-            torch.manual_seed(derive("model", seed, engine.world.rank))
+            draw_from(derive("model", seed, engine.world.rank))
             start = training.start(slower)
             if watcher is not None:
                 watcher.begin(start.history)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import MemoryShortError
-from .batch import Batch
+from ..errors import ConfigError, MemoryShortError, ModelError
+from .batch import Batch, is_short_memory
 from .engine import Engine
 from .objective import Losses, Objective
 from .pace import Pace
@@ -102,12 +102,14 @@ class Step:
                 self._run(batch)
                 self.is_proved = self.is_compiled
                 return
-            except torch.OutOfMemoryError:
-                self._halve(len(batch.images))
             except Exception as error:
-                if not self.is_compiled or self.is_proved:
+                if is_short_memory(error):
+                    self._halve(len(batch.images))
+                elif self.is_compiled and not self.is_proved:
+                    self._give_up_compiling(error)
+                else:
+                    self._explain(error, len(batch.images))
                     raise
-                self._give_up_compiling(error)
             # Weights, momenta and sums have not moved yet, and gradients begin anew; so do random numbers, as those of dropout.
             self.before.restore()
 
@@ -127,7 +129,7 @@ class Step:
                 return
             try:
                 self._record(batch)
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError:  # on a GPU alone
                 # A recording keeps its memory for itself. Steps fitted without one, so they do again.
                 self._forget_recording()
                 self.replays = False
@@ -194,13 +196,34 @@ class Step:
             _pretend_short_memory(len(part.images))
             # What is not there yet: momenta, and gradients on their way to the others.
             coming = [torch.empty_like(parameter) for parameter in trained for _ in range(2)]
-            with torch.random.fork_rng(devices=devices), self.engine.autocast():
+            with torch.random.fork_rng(devices=devices), self.engine.joint_norms(), self.engine.autocast():
                 total, _, _ = self.loss(*part)
                 gradients = torch.autograd.grad(total, trained, allow_unused=True)
             del coming
             return gradients
-        except torch.OutOfMemoryError:
-            return None
+        except Exception as error:
+            if is_short_memory(error):
+                return None
+            self._explain(error, len(part.images) * self.parts)
+            raise
+
+    def _explain(self, error: Exception, size: int) -> None:
+        """An error that says what to do, where torch's own does not."""
+        if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
+            if self.parts > self.engine.parts:
+                raise MemoryShortError(
+                    f"{-(-size // (self.parts // 2))} images do not fit into the memory of {self.engine.device}, and a part of one image "
+                    "is too small for a batch norm layer of this network. Choose smaller images."
+                ) from error
+            raise ConfigError(
+                f"a batch norm layer of this network has one value per channel where one image goes through by itself, and a process sees "
+                f"{size} images of a batch in {self.parts} parts. Choose a larger batch or fewer parts, at least two images in each."
+            ) from error
+        if "Expected to have finished reduction" in str(error):
+            raise ModelError(
+                "a layer of the network had no part in a step of this process, as where layers are left out by chance, and processes that "
+                "share gradients wait for each other's. Train it with one process, or let such layers always take part, multiplied by zero."
+            ) from error
 
     def _compile(self) -> None:
         """Turn the network and its loss into fused kernels from the next step on."""

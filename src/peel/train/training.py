@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, DamagedError, DivergedError
-from .checkpoint import Checkpoints
+from .chance import state_of_chance, take_up_chance
+from .checkpoint import Checkpoints, passing_buffers
 from .engine import Engine
 from .history import Epoch
 from .objective import Objective
@@ -140,19 +141,18 @@ class Training:
         self.world.wait()
 
     def _own(self) -> dict[str, Any]:
-        """What each process has for itself: random numbers, and statistics of norm layers between the ends of epochs."""
-        device = self.engine.device
-        return {
-            "random": torch.get_rng_state(),
-            "device random": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-            "buffers": {name: value.cpu() for name, value in self.model.named_buffers()} if self.world.size > 1 else {},
-        }
+        """What each process has for itself: random numbers, statistics of norm layers between the ends of epochs, and buffers that are no
+        part of the network's own state.
+        """
+        buffers = dict(self.model.named_buffers()) if self.world.size > 1 else passing_buffers(self.model)
+        return {**state_of_chance(self.engine.device), "buffers": {name: value.cpu() for name, value in buffers.items()}}
 
     def start(self, slower: float) -> Start:
         """Begin, or go on from the newest checkpoint, with the rate as much slower as it says, or more."""
         where = self._resume(slower)
         # A mask of infinities that belongs to the network is none of our business.
-        floats = [tensor for tensor in self.model.state_dict().values() if tensor.is_floating_point()]
+        tensors = [*self.model.state_dict().values(), *passing_buffers(self.model).values()]
+        floats = [tensor for tensor in tensors if tensor.is_floating_point()]
         self.finite = [tensor for tensor in floats if bool(torch.isfinite(tensor).all())]
         return where
 
@@ -164,7 +164,7 @@ class Training:
                 self.keep(0, 0, [], 0.0, slower)
             return Start(slower=slower)
         assert self.checkpoints is not None
-        if "steps" not in state or not isinstance(state["optimiser"], dict):
+        if "steps" not in state or not isinstance(state["optimiser"], dict) or "random of python" not in state["own"][0]:
             raise DamagedError(
                 f"the newest checkpoint in {self.checkpoints.folder} is not as this version of peel writes it. "
                 "Go on with the version that wrote it, or start anew with another --output."
@@ -185,9 +185,7 @@ class Training:
             # They were added up over all processes.
             self.running.sums[name] = (value if self.world.is_first else torch.zeros_like(value)).to(self.engine.device)
         own = state["own"][self.world.rank]
-        torch.set_rng_state(own["random"])
-        if own["device random"] is not None and self.engine.device.type == "cuda":
-            torch.cuda.set_rng_state(own["device random"], self.engine.device)
+        take_up_chance(own, self.engine.device)
         for name, value in self.model.named_buffers():
             if name in own["buffers"]:
                 value.copy_(own["buffers"][name])
