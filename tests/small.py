@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import time
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -58,6 +60,34 @@ WIDTHS = {"conv1": 5, "conv2": 3, "conv3": 11, "conv4": 7}
 class Dropping(Small):
     def __init__(self) -> None:
         super().__init__(dropout=0.5)
+
+
+class Restless(Dropping):
+    """Draws from Python and numpy too, and has a buffer that is no part of its state but moves in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("contrast", torch.ones(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.contrast.mul_(0.9).add_(0.1 * x.std())
+            x = x * (0.8 + 0.2 * random.random() + 0.2 * np.random.random())
+        return super().forward(x / (self.contrast + 0.5))
+
+
+class Pooled(Small):
+    """Its last norm layer has one value per channel of an image."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__(num_classes)
+        self.last = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm2(self.conv2(self.norm1(self.conv1(x)).relu())).relu()
+        x = self.norm4(self.conv4(self.norm3(self.conv3(x)).relu())).relu()
+        return self.fc(self.last(x.mean((2, 3))))
 
 
 class Slow(Small):

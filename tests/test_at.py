@@ -21,7 +21,11 @@ def unnamed(graph: peel.ChannelGraph) -> peel.ChannelGraph:
 
 def differences(kept: peel.ChannelGraph, traced: peel.ChannelGraph) -> list[str]:
     kept, traced = unnamed(kept), unnamed(traced)
-    found = [field.name for field in fields(kept) if field.name != "ties" and getattr(kept, field.name) != getattr(traced, field.name)]
+    found = [
+        field.name
+        for field in fields(kept)
+        if field.name not in ("ties", "constants") and getattr(kept, field.name) != getattr(traced, field.name)
+    ]
     if list(kept.ties) != list(traced.ties):
         return [*found, f"{list(kept.ties)} and {list(traced.ties)}"]
     for name, tie in kept.ties.items():

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import nn
 
 from peel.cli import main
-from peel.errors import BudgetError, ConfigError, DataError, PeelError, WidthsError
+from peel.errors import BudgetError, ConfigError, DataError, ModelError, PeelError, WidthsError
 from peel.reporter import Silent
 from peel.train.data import load_data
 from peel.train.loop import fit
@@ -218,6 +218,29 @@ def test_a_module_whose_head_has_other_classes_is_refused(tmp_path: Path) -> Non
 def test_a_wrong_argument_is_explained(settings: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=message):
         small_run(output=tmp_path / "out", **settings)
+    assert not (tmp_path / "out").exists()
+
+
+class Stateful(Small):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"steps": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Small().half(), "weights of type torch.float16.*float32"),
+        (nn.Flatten(), "no parameters"),
+        (Stateful(), "_extra_state is a state.*Make it a buffer"),
+    ],
+    ids=["half", "nothing", "stateful"],
+)
+def test_a_module_that_cannot_be_trained_or_kept_is_refused(model: nn.Module, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        small_run(model, output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

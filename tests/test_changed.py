@@ -119,7 +119,12 @@ def model(num_classes=10):
 
 @pytest.mark.parametrize(
     ("old", "new", "difference"),
-    [("12", "16", "original.params: "), ("ReLU()", "SiLU()", "original.layers: "), ("padding=1", "stride=2, padding=1", "original.macs: ")],
+    [
+        ("12", "16", "original.params: "),
+        ("ReLU()", "SiLU()", "original.layers: "),
+        ("padding=1", "stride=2, padding=1", "original.macs: "),
+        ("BatchNorm2d(12)", "BatchNorm2d(12, momentum=0.5)", "original.layers: "),
+    ],
 )
 def test_a_run_does_not_go_on_with_a_model_whose_code_changed(old: str, new: str, difference: str, tmp_path: Path) -> None:
     path = tmp_path / "own.py"
@@ -147,7 +152,7 @@ class Net(nn.Module):
     def forward(self, x):
         x = F.relu(self.norm(self.first(x)))
         x = F.relu(self.second(x))
-        return self.fc(x.mean((2, 3)))
+        return self.fc(x.mean((2, 3)) * 0.5)
 """
 
 
@@ -157,13 +162,18 @@ def test_a_run_does_not_go_on_with_a_model_that_computes_something_else(tmp_path
     path.write_text(FUNCTIONAL)
     assert run(tmp_path / "run", model=model, PEEL_FAULT="15:kill")[0] == KILLED
     for old, new, difference in (
-        ("F.relu(self.second", "F.silu(self.second", "relu 2 -> 1, silu 0 -> 1"),
-        ("F.relu(self.norm(self.first(x)))", "self.norm(F.relu(self.first(x)))", "the same ones in another order, from number 2 on"),
+        ("F.relu(self.second", "F.silu(self.second", "operators: relu 2 -> 1, silu 0 -> 1"),
+        (
+            "F.relu(self.norm(self.first(x)))",
+            "self.norm(F.relu(self.first(x)))",
+            "operators: the same ones in another order, from number 2 on",
+        ),
+        ("0.5", "50.0", "constants: "),
     ):
         path.write_text(FUNCTIONAL.replace(old, new))
         code, said = run(tmp_path / "run", model=model)
         assert code == 2, said
-        assert f"original.operators: {difference}" in said
+        assert f"original.{difference}" in said
         assert "What the network computes has changed" in said
         assert f"the code of {model}" in said
     path.write_text(FUNCTIONAL.replace("F.relu(self.second(x))", "F.relu(self.second(x), inplace=True)  # the same"))
@@ -207,7 +217,8 @@ def test_a_run_does_not_go_on_with_images_that_changed(side: int, kind: str, tmp
     assert code == 2
     assert "fingerprint: " in said
     path.write_bytes(good)
-    assert run(tmp_path / "run", *options)[0] == 0
+    (tmp_path / "data").rename(tmp_path / "moved")
+    assert run(tmp_path / "run", "--data", str(tmp_path / "moved"), *options[2:])[0] == 0, "the same images in another place are the same"
 
 
 # Versions and threads

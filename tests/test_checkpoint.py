@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import os
 import pickle
 import signal
 from pathlib import Path
@@ -66,9 +67,21 @@ def test_the_two_newest_are_kept(tmp_path: Path) -> None:
 
 def test_later_steps_are_newer_than_earlier_ones_and_later_epochs_than_either(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, "peel")
-    for number, (epoch, step) in enumerate([(0, 9), (0, 10), (1, 0), (2, 999), (10, 0), (10, 1000), (100, 0)]):
+    for number, (epoch, step) in enumerate(
+        [(0, 9), (0, 10), (1, 0), (2, 999), (10, 0), (10, 1000), (100, 0), (99_999, 0), (100_000, 0), (100_000, 10_000_000)]
+    ):
         checkpoints.save(state(number), epoch, step)
         assert newest_number(checkpoints) == number
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_files_are_for_those_whom_the_user_lets_read_them(mask: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        write_bytes(tmp_path / "file", b"content")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o666 & ~mask
 
 
 def test_without_checkpoints_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from commands import line, run
 from disks import small_disk_at
 from folders import content, weights
 from killing import command, exit_code, start, wait_for
-from peel.errors import PeelError, RunError
+from peel.errors import DamagedError, PeelError, RunError
 from peel.result import Result
 from peel.workspace import Workspace
 from small import same_weights, small_run
@@ -134,7 +135,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_stops_the_run_and_room_lets_it_go_on(small_disk: Path, finished: tuple[Path, Result]) -> None:
-    with pytest.raises(PeelError, match="No space left on device"):
+    with pytest.raises(RunError, match="No space left on device"):
         small_run(output=small_disk / "run", seed=3)
     assert (small_disk / "run" / "settings.json").exists()
     assert not list(small_disk.rglob(".writing-*"))
@@ -143,6 +144,14 @@ def test_a_full_disk_stops_the_run_and_room_lets_it_go_on(small_disk: Path, fini
     assert result.model is not None
     assert finished[1].model is not None
     assert same_weights(result.model, finished[1].model)
+
+
+def test_a_disk_without_room_for_a_trained_network_is_no_damaged_file(tmp_path: Path) -> None:
+    with small_disk_at(tmp_path / "disk", "64k") as disk, Workspace(disk) as space:
+        with pytest.raises(RunError, match=r"No space left on device \([\d,]+ bytes are needed.*the same command goes on") as caught:
+            space.save_model("large", nn.Linear(200, 200))
+        assert not isinstance(caught.value, DamagedError)
+        space.save_model("small", nn.Linear(2, 2))
 
 
 def test_a_read_only_disk_is_refused(small_disk: Path) -> None:

@@ -54,7 +54,7 @@ LONGER: dict[str, Any] = {"train": {"epochs": 4, "batch_size": 64}, "search": {"
 
 VARIANTS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "a checkpoint after every step, ten times in every stage": (LONGER, "Small", STAGES),
-    "a checkpoint after every epoch, dropout": ({"checkpoint_seconds": 600.0}, "Dropping", STAGES),
+    "a checkpoint after every epoch, everything that is random": ({"checkpoint_seconds": 600.0}, "Restless", STAGES),
     "two rounds, by gradient": ({"rounds": 2, "criterion": "gradient"}, "Dropping", ("original", "backbone", "backbone-2", "peel")),
     "in-place distillation, learned ranking": (
         {"distill": "in-place", "criterion": "legr", "evaluations": 3},

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import peel
 from folders import content, read
@@ -297,3 +297,47 @@ def test_output_of_a_run_into_a_pipe_has_no_escape_codes(place: Path) -> None:
     found = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert "\x1b" not in found.stdout + found.stderr
     assert "original" in found.stdout
+
+
+# Models of one's own
+
+
+class HeadFirst(Small):
+    """Its first convolution, as it was written down, is the last to run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = dict(self.named_children())
+        for name in layers:
+            delattr(self, name)
+        self.head = nn.Conv2d(16, 16, 1)
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm3(self.conv3(self.norm1(self.conv1(x)).relu())).relu()
+        return self.fc(self.head(x).relu().mean((2, 3)))
+
+
+def test_images_have_the_channels_that_the_network_takes_whatever_it_names_first() -> None:
+    net = HeadFirst()
+    assert next(layer for layer in net.modules() if isinstance(layer, nn.Conv2d)) is net.head
+    assert peel.prune(net, "digits", dry_run=True).plan is not None
+
+
+def test_parameters_that_were_frozen_are_said_to_be_trained() -> None:
+    net = Small()
+    net.conv1.weight.requires_grad_(False)
+    assert any("Frozen parameters (conv1.weight)" in note for note in small_run(net, steps=["original"]).notes)
+    assert not any("Frozen" in note for note in small_run(net.requires_grad_(False), steps=["original"]).notes)
+
+
+def test_names_in_brackets_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    groups = tmp_path / "groups.json"
+    groups.write_text(json.dumps({"[/early]": ["conv1", "conv2"], "[bold]": ["conv3", "conv4"]}))
+    folder = tmp_path / "[bold]run[/]"
+    options = ["--train.epochs", "1", "--search.epochs", "1", "--device", "cpu", "--groups", str(groups), "--output", str(folder)]
+    assert main(["run", "small:Small", *options]) == 0
+    said = capsys.readouterr()
+    assert f'peel.load("{folder / "slim"}"' in " ".join((said.out + said.err).split())
+    assert main(["inspect", "small:Small", "--input", "3,8,8"]) == 0

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 import peel
 from killing import command, exit_code
 from peel.cli import main
+from peel.errors import ConfigError, MemoryShortError
+from peel.train.batch import with_what_fits
 from peel.train.checkpoint import Checkpoints
 from peel.train.engine import Engine
 from peel.train.loop import fit
 from peel.train.objective import CrossEntropy
 from peel.train.recipe import Recipe
-from small import CPU, Small, few_digits, same_weights, small_run
+from small import CPU, Pooled, Small, few_digits, same_weights, small_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -168,6 +170,34 @@ def test_a_backward_pass_without_memory_for_one_image_ends_the_command_with_code
         "a part of 1 images does not fit into the memory of cpu. Choose a smaller batch, smaller images, or more parts (--parts)." in said
     )
     assert [parts for parts in (2, 4, 8, 16, 32) if f"go through in {parts} parts" in caplog.text] == [2, 4, 8, 16, 32]
+
+
+def test_what_a_cpu_says_of_too_little_memory_is_understood() -> None:
+    asked = []
+
+    def work(size: int) -> int:
+        asked.append(size)
+        torch.empty(size * 2**50)
+        return size
+
+    with pytest.raises(MemoryShortError, match="not one image fits"):
+        with_what_fits(work, 4, torch.device("cpu"))
+    assert asked == [4, 2, 1]
+    with pytest.raises(RuntimeError, match="size"):
+        with_what_fits(lambda size: torch.zeros(size) + torch.zeros(size + 1), 4, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("size", "parts"), [(1, 1), (8, 8), (8, 6)])
+def test_a_norm_layer_that_would_see_one_value_is_explained(size: int, parts: int) -> None:
+    with pytest.raises(ConfigError, match=f"sees {size} images of a batch in {parts} parts. Choose a larger batch or fewer parts"):
+        small_run(Pooled(), steps=["original"], train={"epochs": 1, "batch_size": size}, parts=parts)
+
+
+def test_short_memory_does_not_end_in_parts_that_a_norm_layer_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEEL_FAULT", "0:oom")
+    monkeypatch.setenv("PEEL_FAULT_OOM", "")
+    with pytest.raises(MemoryShortError, match=r"2 images do not fit .* one image is too small for a batch norm"):
+        small_run(Pooled(), steps=["original"], train={"epochs": 1, "batch_size": 2})
 
 
 def test_memory_for_not_even_one_image_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,8 @@ def write_teacher(kind: str, path: Path) -> None:
         return
     elif kind == "missing":
         return
+    elif kind == "diverged":
+        weights["conv3.weight"][2, 1, 0, 0] = float("nan")
     torch.save(weights, path)
 
 
@@ -147,12 +149,13 @@ def write_teacher(kind: str, path: Path) -> None:
         ("numbers", "teacher.pt holds no state_dict"),
         ("text", "teacher.pt cannot be read"),
         ("missing", "there is no teacher at .*teacher.pt"),
+        ("diverged", "the teacher answers with numbers that are not finite"),
     ],
 )
 def test_a_teacher_that_cannot_be_used_is_refused_before_anything_is_written(kind: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "teacher.pt"
     write_teacher(kind, path)
-    with pytest.raises((StoreError, RunError), match=message):
+    with pytest.raises((StoreError, RunError, DataError), match=message):
         small_run(teacher=path, output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "canary").exists()

@@ -155,6 +155,9 @@ class Step:
                 with self.engine.autocast():
                     total, terms, scores = self.loss(*part)
                 (total * share).backward()
+            if isinstance(self.loss, DistributedDataParallel) and is_last:
+                # Whoever left a layer out finds out here: the others would wait for its gradients, and it for their answers.
+                self.loss._check_reducer_finalized()  # type: ignore[no-untyped-call]
             found.append((Losses(total.detach(), terms, scores.detach()), part.labels, share))
         self.optimiser.step()
         # Only now: a step for which memory is short until here is done again, and would count twice.
