@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ConfigError, MemoryShortError, ModelError
 from .batch import Batch, is_short_memory
+from .chance import state_of_chance, take_up_chance
 from .engine import Engine
 from .objective import Losses, Objective
 from .pace import Pace
@@ -194,12 +195,12 @@ class Step:
     def _gradients(self, part: Batch) -> tuple[Tensor | None, ...] | None:
         """Of each parameter, None for one that does not reach the loss; None instead of all where memory is short."""
         trained = [parameter for parameter in self.loss.parameters() if parameter.requires_grad]
-        devices = [self.engine.device] if self.engine.device.type == "cuda" else []
+        drawn = state_of_chance(self.engine.device)
         try:
             _pretend_short_memory(len(part.images))
             # What is not there yet: momenta, and gradients on their way to the others.
             coming = [torch.empty_like(parameter) for parameter in trained for _ in range(2)]
-            with torch.random.fork_rng(devices=devices), self.engine.joint_norms(), self.engine.autocast():
+            with self.engine.joint_norms(), self.engine.autocast():
                 total, _, _ = self.loss(*part)
                 gradients = torch.autograd.grad(total, trained, allow_unused=True)
             del coming
@@ -209,6 +210,9 @@ class Step:
                 return None
             self._explain(error, len(part.images) * self.parts)
             raise
+        finally:
+            # The step itself draws what the trial drew, also after a stop.
+            take_up_chance(drawn, self.engine.device)
 
     def _explain(self, error: Exception, size: int) -> None:
         """An error that says what to do, where torch's own does not."""
