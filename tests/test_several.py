@@ -200,3 +200,18 @@ def test_a_teacher_has_its_passing_buffers_in_every_process_after_a_restart(tmp_
         done = in_two_processes(tmp_path / "twice", "small:Restless", **{**whole, "--steps": steps})
         assert done.returncode == 0, done.stderr
     assert (tmp_path / "once" / "slim.safetensors").read_bytes() == (tmp_path / "twice" / "slim.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_network_that_draws_from_python_and_numpy_ends_with_the_same_bits_in_several_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial before the first step of a process must leave no trace: a run that was killed has one more of them."""
+    assert in_two_processes(tmp_path / "whole", "small:Restless").returncode == 0
+    monkeypatch.setenv("PEEL_FAULT", "15:kill:1")
+    assert in_two_processes(tmp_path / "killed", "small:Restless").returncode != 0
+    monkeypatch.delenv("PEEL_FAULT")
+    done = in_two_processes(tmp_path / "killed", "small:Restless")
+    assert done.returncode == 0, done.stderr
+    assert "going on after epoch 1 of 2" in done.stderr
+    assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
