@@ -16,7 +16,7 @@ LAYERS = [
     {"run"},
     {"stages"},
     {"estimate", "trainer"},
-    {"method", "teacher", "workspace"},
+    {"method", "teacher", "workspace", "inputs", "identity"},
     {"run_files"},
     {"problem"},
     {"reporter", "result"},
