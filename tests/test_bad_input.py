@@ -256,7 +256,7 @@ def test_a_network_without_norm_layers_is_told_so_before_anything_is_trained(tmp
 
 
 def spoil(root: Path) -> list[str]:
-    """Four kinds of broken files, in both splits; their names."""
+    """Five kinds of broken files, in both splits; their names."""
     truncated = root / "train" / "cat" / "cut.jpg"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (120, 110, 3), dtype=np.uint8)).save(truncated)
     truncated.write_bytes(truncated.read_bytes()[:2000])
@@ -264,14 +264,15 @@ def spoil(root: Path) -> list[str]:
     (root / "val" / "cat" / "text.jpg").write_text("this is no image")
     half = root / "val" / "dog" / "half.png"
     half.write_bytes((root / "val" / "dog" / "0.png").read_bytes()[:-200])
-    return ["train/cat/cut.jpg", "train/dog/empty.png", "val/cat/text.jpg", "val/dog/half.png"]
+    (root / "val" / "dog" / "away.png").symlink_to(root / "nowhere.png")
+    return ["train/cat/cut.jpg", "train/dog/empty.png", "val/cat/text.jpg", "val/dog/half.png", "val/dog/away.png"]
 
 
 @pytest.mark.parametrize("size", SIZE)
 def test_broken_images_of_both_splits_are_named_at_once_and_left_out_on_request(size: str, tmp_path: Path) -> None:
     write_set(tmp_path, SIZE[size])
     broken = spoil(tmp_path)
-    with pytest.raises(DataError, match=r"4 of 28 images cannot be read") as caught:
+    with pytest.raises(DataError, match=r"5 of 29 images cannot be read") as caught:
         load_data(str(tmp_path))
     for name in broken:
         assert name in str(caught.value)
@@ -284,6 +285,13 @@ def test_broken_images_of_both_splits_are_named_at_once_and_left_out_on_request(
 def test_a_folder_that_cannot_be_read_as_an_image_is_no_image(tmp_path: Path) -> None:
     write_set(tmp_path)
     (tmp_path / "train" / "cat" / "folder.png").mkdir()
+    assert load_data(str(tmp_path)).train.size == 12
+
+
+def test_copies_that_an_editor_hides_are_no_images(tmp_path: Path) -> None:
+    write_set(tmp_path)
+    (tmp_path / "train" / "cat" / ".ipynb_checkpoints").mkdir()
+    write_image(tmp_path / "train" / "cat" / ".ipynb_checkpoints" / "0-checkpoint.png", SIZE["small"])
     assert load_data(str(tmp_path)).train.size == 12
 
 
@@ -322,7 +330,7 @@ def test_in_a_huge_set_the_beginning_and_the_end_of_each_file_are_looked_at(tmp_
     monkeypatch.setattr("peel.train.folder.FULL_SCAN", 10)
     write_set(tmp_path, SIZE["large"])
     broken = spoil(tmp_path)
-    with pytest.raises(DataError, match=r"4 of 28") as caught:
+    with pytest.raises(DataError, match=r"5 of 29") as caught:
         load_data(str(tmp_path))
     assert all(name in str(caught.value) for name in broken)
 

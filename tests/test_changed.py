@@ -180,6 +180,55 @@ def test_a_run_does_not_go_on_with_a_model_that_computes_something_else(tmp_path
     assert run(tmp_path / "run", model=model)[0] == 0
 
 
+TENSORS = """
+import random
+
+import numpy as np
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, num_classes=10):
+        super().__init__()
+        self.first, self.norm, self.fc = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, num_classes)
+        self.register_buffer("mean", torch.tensor([0.25]))
+        self.register_buffer("scale", torch.tensor([0.75]), persistent=False)
+        self.slope = torch.tensor(1.5)
+        self.drawn = random.uniform(1.0, 2.0) + np.random.uniform()
+
+    def forward(self, x):
+        x = self.norm(self.first((x - self.mean) * self.scale * self.slope)).relu()
+        return self.fc(x.mean((2, 3)) * torch.tensor([0.5, 3.5]).sum() * self.drawn)
+"""
+
+
+def test_numbers_in_tensors_of_the_code_are_known_and_those_drawn_are_the_same_at_every_start(tmp_path: Path) -> None:
+    path, model = tmp_path / "net.py", f"{tmp_path / 'net.py'}:Net"
+    path.write_text(TENSORS)
+    assert run(tmp_path / "run", model=model, PEEL_FAULT="15:kill")[0] == KILLED
+    for number in ("0.25", "0.75", "1.5", "3.5"):
+        path.write_text(TENSORS.replace(number, "0.875"))
+        code, said = run(tmp_path / "run", model=model)
+        assert code == 2, said
+        assert "What the network computes has changed" in said
+    path.write_text(TENSORS)
+    code, said = run(tmp_path / "run", model=model)
+    assert code == 0, said
+
+
+def test_a_model_file_that_was_moved_is_the_same_model(tmp_path: Path) -> None:
+    path, moved, other = tmp_path / "net.py", tmp_path / "moved" / "net.py", tmp_path / "other" / "net.py"
+    for place in (path, moved, other):
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(FUNCTIONAL if place != other else FUNCTIONAL.replace("0.5", "50.0"))
+    assert run(tmp_path / "run", model=f"{path}:Net", PEEL_FAULT="15:kill")[0] == KILLED
+    code, said = run(tmp_path / "run", model=f"{other}:Net")
+    assert code == 2, said
+    code, said = run(tmp_path / "run", model=f"{moved}:Net")
+    assert code == 0, said
+    assert "going on after epoch 1" in said
+
+
 # Images
 
 

@@ -159,6 +159,31 @@ def test_when_the_starter_is_killed_early_no_process_is_left_behind(seconds: flo
     assert time.monotonic() - began < 30
 
 
+class Late(Small):
+    """One process is busy with it when the other waits already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if os.environ.get("RANK") == os.environ["LATE"]:
+            time.sleep(100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("late", ["0", "1"])
+def test_processes_that_have_not_met_yet_stop_soon(late: str, number: signal.Signals, tmp_path: Path) -> None:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["tests", *sys.path]), "LATE": late}
+    command = [sys.executable, "-m", "peel", *line(tmp_path / "run", "--gpus", "2", model="test_several:Late")]
+    process = subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    time.sleep(12)
+    began = time.monotonic()
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert time.monotonic() - began < 10
+    assert process.returncode == 128 + number
+    assert said.count(f"stopped by {number.name}") == 1
+
+
 class Skipping(Small):
     """Leaves a layer out now and then."""
 

@@ -21,6 +21,7 @@ from peel.train.engine import Engine
 from peel.train.loop import fit
 from peel.train.objective import CrossEntropy
 from peel.train.recipe import Recipe
+from peel.train.stop import Stopped, listening
 from small import CPU, Pooled, Small, few_digits, same_weights, small_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -59,6 +60,21 @@ def test_a_run_that_is_told_to_stop_keeps_its_state_and_goes_on_with_the_same_bi
     assert run(tmp_path / "stopped")[0] == 0
     assert run(tmp_path / "whole")[0] == 0
     assert (tmp_path / "stopped" / "slim.safetensors").read_bytes() == (tmp_path / "whole" / "slim.safetensors").read_bytes()
+
+
+class Vanishing:
+    """Python drops what is raised while an object is taken away."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_at_a_moment_when_nothing_can_be_raised_is_not_lost() -> None:
+    with listening():
+        Vanishing()
+        with pytest.raises(Stopped, match="SIGTERM"):
+            fit(Small(), CrossEntropy(), few_digits().train, RECIPE, engine=CPU, seed=0)
 
 
 def test_short_memory_halves_the_parts_and_the_batch_stays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

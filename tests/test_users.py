@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 import peel
 from peel.cli import main
 from peel.train.resident import Resident
-from small import Small, few_digits, small_run
+from small import Small, few_digits, same_weights, small_run
 
 OWN = """
 from torch import nn
@@ -179,3 +180,14 @@ def test_pull_is_that_of_all_rounds_together(tmp_path: Path) -> None:
     rates = sum(Recipe(**{**recipe, "milestones": (), "epochs": epochs}).rate_sum(steps) for epochs in (2, 1))
     assert {line["stage"] for line in lines} == {"backbone", "backbone-2"}
     assert plan["penalty"] * rates / (1 - recipe["momentum"]) == pytest.approx(2.0)
+
+
+def test_runs_in_several_threads_have_the_bits_of_runs_one_after_the_other() -> None:
+    with ThreadPoolExecutor() as pool:
+        seeds = [0, 1, 0]
+        found = [result.model for result in pool.map(lambda seed: small_run(seed=seed), seeds)]
+    for seed, model in zip(seeds, found, strict=True):
+        assert model is not None
+        alone = small_run(seed=seed).model
+        assert alone is not None
+        assert same_weights(model, alone)

@@ -80,6 +80,8 @@ def check_changes(
         log.warning("%s goes on with a torch that runs other operators where the model's code is the same: %s.", folder, other)
     if is_other_torch and OPERATORS not in changed:
         changed.pop(CONSTANTS, None)  # it may call them with other numbers too
+    if "model" in changed and _is_moved(*changed["model"]) and not any(name.startswith("original.") for name in changed):
+        log.info("%s goes on with the same model from another place: %s -> %s.", folder, *changed.pop("model"))
     if "data" in changed and before.get("fingerprint") and before["fingerprint"] == now.get("fingerprint"):
         log.info("%s goes on with the same images from another place: %s -> %s.", folder, *changed.pop("data"))
     if changed and not (force and all(_may_be_forced(name) for name in changed)):
@@ -93,6 +95,11 @@ def check_changes(
                 "%s was begun with %s %s and goes on with %s: the bits may differ.", folder, name, begun[name], environment.get(name)
             )
     return changed
+
+
+def _is_moved(old: Any, new: Any) -> bool:
+    """Whether two names of models name the same function of a file of the same name, `./net.py:small` and `/home/me/net.py:small`."""
+    return ".py:" in str(old) and Path(str(old)).name == Path(str(new)).name
 
 
 def _may_be_forced(name: str) -> bool:

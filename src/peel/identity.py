@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from .fingerprint import fingerprint
 from .graph import ChannelGraph
@@ -34,7 +35,9 @@ def fingerprint_of_images(data: Data) -> str:
 def code_of(network: nn.Module, graph: ChannelGraph) -> dict[str, str]:
     """Tells whether the model's code still builds the same layers, with the same weights, and calls operators with the same numbers."""
     found = {
-        "layers": [(name, type(module).__qualname__, _settings_of(module)) for name, module in network.named_modules()],
+        "layers": [
+            (name, type(module).__qualname__, _settings_of(module), _numbers_of(module)) for name, module in network.named_modules()
+        ],
         "tensors": [(name, tuple(tensor.shape)) for name, tensor in network.state_dict().items()],
         "constants": graph.constants,
     }
@@ -44,6 +47,11 @@ def code_of(network: nn.Module, graph: ChannelGraph) -> dict[str, str]:
 def _settings_of(layer: nn.Module) -> str:
     """What a layer says of itself, but for what may differ from one start to the next: addresses, and whether it saves memory."""
     return re.sub(r" at 0x[0-9a-f]+|,? ?inplace=(True|False)", "", layer.extra_repr())
+
+
+def _numbers_of(layer: nn.Module) -> str:
+    """Those that its code puts into buffers: means of images, kernels that blur. Statistics are what training finds."""
+    return "" if isinstance(layer, _NormBase) else fingerprint(layer.buffers(recurse=False))
 
 
 def environment_of(engine: Engine) -> dict[str, Any]:

@@ -92,11 +92,13 @@ def _ended(processes: list[subprocess.Popen[bytes]], told: list[int]) -> int:
     deadline = float("inf")
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         if failed is None and (failed := _first_failed(processes)) is not None:
-            deadline = time.monotonic() + (SECONDS_AFTER_A_STOP if told else SECONDS_AFTER_A_FAILURE)
+            deadline = min(deadline, time.monotonic() + (SECONDS_AFTER_A_STOP if told else SECONDS_AFTER_A_FAILURE))
+        if told.count(signal.SIGINT) > 1:
+            deadline = min(deadline, time.monotonic() + SECONDS_AFTER_A_FAILURE)  # at once, whether they hear it or not
         time.sleep(0.05)
     failed = _first_failed(processes) if failed is None else failed
     if failed is None:
-        return 0
+        return 128 + told[0] if any(process.returncode is None for process in processes) else 0
     code: int = processes[failed].returncode
     if told and code in (-told[0], 128 + told[0]):
         return 128 + told[0]

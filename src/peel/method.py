@@ -18,7 +18,7 @@ from .steps.backbone import backbone
 from .steps.criteria import find_criterion
 from .steps.importance import Importance, Measured, Penalised, Subject, penalty_of_pull, scale_weights, summarise
 from .steps.reallocation import Reallocation, add_evenly, grow_at_random, reallocation, shares_of
-from .train.chance import derive
+from .train.chance import derive, draw_from
 from .train.data import hold_out
 from .train.objective import CrossEntropy, Objective
 from .train.recipe import Recipe
@@ -120,7 +120,7 @@ class _Planner:
 
     def grown(self, before: nn.Module | None, graph: ChannelGraph | None, widths: Widths) -> nn.Module:
         """The backbone of this round: fresh in the first, widened with its weights kept in later ones."""
-        torch.manual_seed(derive("backbone", self.problem.seed))
+        draw_from(derive("backbone", self.problem.seed))
         if before is not None and graph is not None:
             return slim(before, widths, graph=graph, weights="inherit")
         network = slim(self.problem.model, widths, graph=self.problem.graph).requires_grad_(True)

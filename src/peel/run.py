@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -25,7 +27,7 @@ from .settings import Method
 from .stages import STEPS, Stages
 from .steps.grouping import group_layers
 from .surroundings import is_lost
-from .train.chance import derive
+from .train.chance import derive, draw_from
 from .train.data import Data
 from .train.engine import find_engine
 from .trainer import Trainer
@@ -35,7 +37,23 @@ __all__ = ["prune"]
 
 log = logging.getLogger("peel")
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+def _one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
+    """Threads take turns: they would draw from the same random numbers, and torch captures one network at a time."""
+    turn = threading.RLock()
+
+    @functools.wraps(function)
+    def take_turns(*args: P.args, **kwargs: P.kwargs) -> R:
+        with turn:
+            return function(*args, **kwargs)
+
+    return take_turns
+
+
+@_one_at_a_time
 def prune(
     model: nn.Module | str,
     data: Data | str | Path = "digits",
@@ -86,7 +104,7 @@ def prune(
         raise ConfigError(f"checkpoint_seconds must be a number of 0 or more, not {checkpoint_seconds!r}.")
     chosen = _method(budget, method)
     wanted = _check_steps(steps)
-    torch.manual_seed(derive("original", seed))
+    draw_from(derive("original", seed))
     loaded, network = model_and_data(model, data, image_size, data_root, skip_bad, teacher == "pretrained")
     check_weights(network)
     graph = group_layers(trace(network, torch.zeros(1, *loaded.shape)), groups)

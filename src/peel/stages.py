@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from .changes import forced_notes
@@ -24,7 +23,7 @@ from .settings import Method
 from .steps.distillation import Distillation, InPlace, in_place_pair
 from .teacher import Teacher, find_teacher, weights_hash
 from .train.answers import Answers, Taught, remember_answers
-from .train.chance import derive
+from .train.chance import derive, draw_from
 from .train.data import Split, held_out_size
 from .train.history import Scores
 from .train.loop import evaluate
@@ -246,7 +245,7 @@ class Stages:
                 return self._trained_original()
 
     def _trained_original(self) -> nn.Module:
-        torch.manual_seed(derive("init", "original", self.problem.seed))
+        draw_from(derive("init", "original", self.problem.seed))
         fresh = slim(self.problem.model, self.problem.graph.widths, graph=self.problem.graph).requires_grad_(True)
         objective = CrossEntropy(self.recipe.label_smoothing)
         trained = self.trainer.train("original", fresh, objective, self.recipe, self.problem.data.train)
@@ -321,7 +320,7 @@ class Stages:
     def _final(self, name: str, widths: Widths, teacher: nn.Module | None) -> nn.Module:
         """Step 5: a network of these widths, trained from scratch with the recipe that all share."""
         problem, method = self.problem, self.method
-        torch.manual_seed(derive("init", name, problem.seed))
+        draw_from(derive("init", name, problem.seed))
         objective: Objective = CrossEntropy(self.recipe.label_smoothing)
         weight = method.kd_weight
         if method.distill == "in-place":

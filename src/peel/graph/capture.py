@@ -34,6 +34,8 @@ class Capture:
     nodes: tuple[Node, ...]
     tensors: dict[str, str]
     """Placeholder name -> name of the parameter or buffer it stands for."""
+    constants: dict[str, Tensor]
+    """Placeholder name -> the tensor of the code that it stands for, with its numbers."""
     inputs: frozenset[str]
     """Placeholders that the caller's input enters by."""
     outputs: tuple[Node, ...]
@@ -136,11 +138,16 @@ def capture(model: nn.Module, example_input: Any, *, training: bool = False) -> 
         for spec in signature.input_specs
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target is not None
     }
+    constants = {
+        spec.arg.name: program.constants[spec.target]
+        for spec in signature.input_specs
+        if spec.kind is InputKind.CONSTANT_TENSOR and isinstance(program.constants.get(spec.target or ""), Tensor)
+    }
     leaving = {spec.arg.name for spec in signature.output_specs if spec.kind == OutputKind.USER_OUTPUT}
     nodes = tuple(program.graph.nodes)
     outputs = tuple(node for node in nodes if node.name in leaving)
     inputs = frozenset(spec.arg.name for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT)
-    return Capture(nodes, tensors, inputs, outputs)
+    return Capture(nodes, tensors, constants, inputs, outputs)
 
 
 def _explain(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

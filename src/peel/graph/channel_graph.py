@@ -104,7 +104,8 @@ class ChannelGraph:
     operators: tuple[str, ...]
     """What the forward pass runs, in order: `conv2d`, `batch_norm`, `relu` and so on."""
     constants: tuple[str, ...]
-    """What each of them is called with that is no tensor: strides, slopes, factors; lengths are those of the network that was traced."""
+    """Fingerprints of tensors that the code brings along, and what each operator is called with that is no tensor: strides, slopes,
+    factors; lengths are those of the network that was traced."""
     unknown_operators: Mapping[str, str]
     """Operators without a channel rule -> where they were met."""
     mac_terms: tuple[Term, ...]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.nn.modules.conv import _ConvNd
 
+from ..fingerprint import fingerprint
 from .axes import Axis, AxisSolver, axis_size, constant, is_free, unknown
 from .capture import Capture
 from .channel_graph import OUTPUT
@@ -67,7 +68,7 @@ class Findings:
     operators: list[str] = field(default_factory=list)
     """Every operator that runs, in order, as `operator_name` calls it."""
     constants: list[str] = field(default_factory=list)
-    """The numbers and words that each of them is called with."""
+    """The numbers and words that each of them is called with, and the fingerprints of tensors that the code brings along."""
     unknown_operators: dict[str, str] = field(default_factory=dict)
     """Operator without a rule -> the first place it was met."""
 
@@ -153,6 +154,8 @@ class Interpreter:
                     self._values[node] = self.tensors[name]
                     self._tensor_of[node] = name
                 else:
+                    if counting and node.name in capture.constants:
+                        self.findings.constants.append(fingerprint([capture.constants[node.name]]))
                     self._values[node] = self._constants(
                         node, "it enters the model" if node.name in capture.inputs else "a constant of the code"
                     )

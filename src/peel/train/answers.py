@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..files import write_bytes
 from ..fingerprint import fingerprint
 from .batch import Batch, at_a_time, is_short_memory, with_what_fits
+from .checkpoint import passing_buffers
 from .crops import count_windows, draw_windows, padding_of
 from .data import Split
 from .engine import Engine
@@ -87,8 +88,9 @@ class Answers:
     @staticmethod
     def name_of(teacher: nn.Module, split: Resident, augment: str, engine: Engine, code: str = "") -> str:
         """A file name that tells teachers, images and views apart. `code` is what the teacher computes with its weights."""
+        tensors = (*teacher.state_dict().values(), *passing_buffers(teacher).values())
         settings = f"{augment} {split.shape} {split.mean} {split.std} {engine.bf16} {code}"
-        return f"answers-{fingerprint([settings, *teacher.state_dict().values(), split.pixels, split.labels])}.safetensors"
+        return f"answers-{fingerprint([settings, *tensors, split.pixels, split.labels])}.safetensors"
 
 
 @dataclass(frozen=True)

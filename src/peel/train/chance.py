@@ -28,7 +28,7 @@ def derive(*parts: int | str) -> int:
 
 
 def draw_from(seed: int) -> None:
-    """What a model draws while it trains, from torch, numpy or Python, begins with this seed."""
+    """What a model draws, from torch, numpy or Python, begins with this seed."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

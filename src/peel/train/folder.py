@@ -224,12 +224,18 @@ def find_images(root: Path) -> tuple[list[Path], list[int], list[str]]:
     paths: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        found = sorted(path for path in (root / name).rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+        found = _images_in(root / name)
         if not found:
             raise DataError(f"{root / name} holds no images. Remove the folder, or put images of that class into it.")
         paths += found
         labels += [label] * len(found)
     return paths, labels, classes
+
+
+def _images_in(folder: Path) -> list[Path]:
+    """Also links that lead nowhere, which are named with all that cannot be read; not what hides, such as copies that an editor keeps."""
+    found = [path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and not path.is_dir()]
+    return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts[:-1]))
 
 
 def scan(paths: Sequence[Path], *, skip: bool) -> list[int]:

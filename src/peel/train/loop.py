@@ -180,7 +180,8 @@ def evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int | N
 @torch.inference_mode()
 def _evaluated(model: nn.Module, split: Split, engine: Engine, batch_size: int, stop_early: bool) -> Scores:
     sums = torch.zeros(3, dtype=torch.float64, device=engine.device)
-    mine = torch.arange(engine.world.rank, split.size, engine.world.size)
+    # Nothing where there are more processes than images.
+    mine = torch.arange(min(engine.world.rank, split.size), split.size, engine.world.size)
     stop = None
     for images, labels, _ in split.batches(mine, batch_size, AS_IT_IS, engine.device, engine.workers):
         with engine.autocast():

@@ -8,13 +8,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from types import FrameType
 
-from ..surroundings import LOST
+from ..surroundings import LOST, is_first_process
 
-__all__ = ["Stopped", "ended_when_left_alone", "listened_to", "listening", "stop_requested"]
+__all__ = ["Stopped", "ended_from_outside", "listened_to", "listening", "stop_requested"]
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 
@@ -25,6 +28,9 @@ _STARTED_BY = int(os.environ.get("PEEL_STARTED_BY", os.getppid())) if "LOCAL_RAN
 
 #: Seconds between two looks whether it is still there.
 LOOK_SECONDS = 0.5
+
+#: Seconds in which Python hears of a signal, unless it waits for something outside of it.
+SECONDS_TO_HEAR = 2.0
 
 #: How many trainings are running that will look at what was received.
 _listeners: list[None] = []
@@ -50,20 +56,58 @@ def _is_left_alone() -> bool:
 
 
 @contextlib.contextmanager
-def ended_when_left_alone() -> Iterator[None]:
-    """For the time in which the processes look for each other: one whose starter is gone would look for minutes, and keeps nothing yet."""
+def ended_from_outside() -> Iterator[None]:
+    """For the time in which the processes look for each other, minutes perhaps: Python hears nothing meanwhile, and there is nothing to
+    keep yet. A process that is told to stop ends, and so does one whose starter is gone.
+    """
     is_over = threading.Event()
+    with _signals_told() as told:
 
-    def look() -> None:
-        while not is_over.wait(LOOK_SECONDS):
-            if _is_left_alone():
-                os._exit(LOST)
+        def look() -> None:
+            while not is_over.is_set():
+                number = told(LOOK_SECONDS)
+                if number is not None and not is_over.wait(SECONDS_TO_HEAR):
+                    _end_here(number)
+                if _is_left_alone() and not is_over.is_set():
+                    os._exit(LOST)
 
-    threading.Thread(target=look, daemon=True).start()
-    try:
-        yield
-    finally:
-        is_over.set()
+        watcher = threading.Thread(target=look, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            watcher.join()
+
+
+@contextlib.contextmanager
+def _signals_told() -> Iterator[Callable[[float], int | None]]:
+    """A function that waits so many seconds for a signal to stop, and has it even where Python itself is not heard."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda seconds: time.sleep(seconds)
+        return
+    reading, writing = socket.socketpair()
+    with reading, writing:
+        writing.setblocking(False)
+        before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+
+        def told(seconds: float) -> int | None:
+            reading.settimeout(seconds)
+            with contextlib.suppress(TimeoutError):
+                return next((number for number in reading.recv(64) if number in _SIGNALS), None)
+            return None
+
+        try:
+            yield told
+        finally:
+            signal.set_wakeup_fd(before)
+
+
+def _end_here(number: int) -> None:
+    if is_first_process():
+        sys.stderr.write(f"stopped by {signal.Signals(number).name} before the processes had met; the same command begins again.\n")
+        sys.stderr.flush()
+    os._exit(128 + number)
 
 
 @contextlib.contextmanager
@@ -95,8 +139,10 @@ def listened_to() -> Iterator[None]:
 
 
 def _note(number: int, _: FrameType | None) -> None:
+    is_second = number == signal.SIGINT and signal.SIGINT in _received
+    # First of all: Python drops what is raised here while an object is being taken away, and the next training must still hear of it.
+    _received.append(number)
     if not _listeners:
         raise Stopped(number)
-    if number == signal.SIGINT and signal.SIGINT in _received:
+    if is_second:
         raise KeyboardInterrupt
-    _received.append(number)

@@ -15,7 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..errors import ConfigError, RunError
 from ..surroundings import number_from
-from .stop import ended_when_left_alone
+from .stop import ended_from_outside
 
 T = TypeVar("T")
 
@@ -107,7 +107,7 @@ def join_world(device: torch.device) -> World:
         patience = timedelta(seconds=number_from("PEEL_PATIENCE", PATIENCE))
         # Questions and answers go from processor to processor: over NCCL each would wait until the GPU has done all its steps.
         kind = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        with ended_when_left_alone():
+        with ended_from_outside():
             store, rank, size = next(rendezvous("env://", timeout=patience))
             store = dist.PrefixStore(f"life-{_life()}", store)  # type: ignore[attr-defined]
             dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=patience)
