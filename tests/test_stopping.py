@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,11 @@ class Vanishing:
         signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_at_a_moment_when_nothing_can_be_raised_is_not_lost() -> None:
+    """Neither where nobody asks for it, nor in a training that begins right after it."""
+    with listening(), pytest.raises(Stopped, match="SIGTERM"):
+        Vanishing()
+        time.sleep(10)
     with listening():
         Vanishing()
         with pytest.raises(Stopped, match="SIGTERM"):

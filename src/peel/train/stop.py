@@ -117,15 +117,27 @@ def listening() -> Iterator[None]:
         yield
         return
     before = {number: signal.getsignal(number) for number in _SIGNALS}
+    complain = sys.unraisablehook
+
+    def tell_again(dropped: sys.UnraisableHookArgs) -> None:
+        """Python drops what is raised while an object is taken away, as there are many while a network is captured."""
+        if not isinstance(dropped.exc_value, Stopped):
+            complain(dropped)
+            return
+        number = dropped.exc_value.signal_number
+        threading.Timer(0.05, lambda: None if _listeners or not _received else os.kill(os.getpid(), number)).start()
+
     _received.clear()
+    sys.unraisablehook = tell_again
     for number in _SIGNALS:
         signal.signal(number, _note)
     try:
         yield
     finally:
+        _received.clear()
         for number, handler in before.items():
             signal.signal(number, handler)
-        _received.clear()
+        sys.unraisablehook = complain
 
 
 @contextlib.contextmanager
@@ -140,7 +152,7 @@ def listened_to() -> Iterator[None]:
 
 def _note(number: int, _: FrameType | None) -> None:
     is_second = number == signal.SIGINT and signal.SIGINT in _received
-    # First of all: Python drops what is raised here while an object is being taken away, and the next training must still hear of it.
+    # First of all: should what is raised here be dropped, the next training still hears of it.
     _received.append(number)
     if not _listeners:
         raise Stopped(number)
