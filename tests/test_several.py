@@ -23,6 +23,11 @@ from small import Small, same_weights
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+def surroundings(**variables: str) -> dict[str, str]:
+    """The environment of a process of its own that finds the networks of the tests."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["tests", *sys.path]), **variables}
+
+
 def ends_as_an_uninterrupted_one(folder: Path, whole: Path, started: Callable[[Path], list[str]], variables: dict[str, str]) -> None:
     for output in (folder, whole):
         subprocess.run(started(output), env=variables, check=True, capture_output=True, timeout=120)
@@ -34,7 +39,7 @@ def ends_as_an_uninterrupted_one(folder: Path, whole: Path, started: Callable[[P
 def test_a_process_killed_once_is_started_again_by_torchrun_and_the_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     def torchrun(output: str, **environment: str) -> str:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["tests", *sys.path]), **environment}
+        variables = surroundings(**environment)
         done = subprocess.run(
             [sys.executable, *launcher, "-m", "peel", *line(tmp_path / output)],
             env=variables, capture_output=True, text=True, timeout=120, check=False,
@@ -57,14 +62,14 @@ def test_a_process_killed_once_is_started_again_by_torchrun_and_the_run_ends_wit
 )
 def test_several_processes_that_are_told_to_stop_keep_their_state(number: signal.Signals, pause: float, tmp_path: Path) -> None:
     """Soon, however long their steps are; and when the one that started them is killed, nobody is left behind."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["tests", *sys.path])}
+    variables = surroundings()
     folder = tmp_path / "stopped"
 
     def started(output: Path) -> list[str]:
         return [sys.executable, "-m", "peel", *line(output, "--gpus", "2", model="small:Slow")]
 
     process = subprocess.Popen(
-        started(folder), env={**variables, "PAUSE": str(pause)}, stderr=subprocess.PIPE, text=True, start_new_session=True
+        started(folder), env=surroundings(PAUSE=str(pause)), stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     wait_for(folder / ("settings.json" if pause > 1 else "metrics.jsonl"))
     time.sleep(0.5)
@@ -89,7 +94,7 @@ def test_processes_of_torchrun_that_are_told_to_stop_keep_their_state(
     number: signal.Signals, pause: float, code: int, tmp_path: Path
 ) -> None:
     """With the exit codes of torchrun, which does not know of SIGUSR1 and dies of it; its processes notice."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["tests", *sys.path])}
+    variables = surroundings()
     folder = tmp_path / "stopped"
 
     def started(output: Path) -> list[str]:
@@ -97,7 +102,7 @@ def test_processes_of_torchrun_that_are_told_to_stop_keep_their_state(
         return [sys.executable, *launcher, "-m", "peel", *line(output, model="small:Slow")]
 
     process = subprocess.Popen(
-        started(folder), env={**variables, "PAUSE": str(pause)}, stderr=subprocess.PIPE, text=True, start_new_session=True
+        started(folder), env=surroundings(PAUSE=str(pause)), stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     wait_for(folder / ("settings.json" if pause > 1 else "metrics.jsonl"))
     time.sleep(0.5)
@@ -112,7 +117,7 @@ def test_processes_of_torchrun_that_are_told_to_stop_keep_their_state(
 
 def two_slow_processes(folder: Path, *, pause: int) -> subprocess.Popen[str]:
     """`peel run --gpus 2`, whose steps take so many seconds."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["tests", *sys.path]), "PAUSE": str(pause)}
+    variables = surroundings(PAUSE=str(pause))
     command = [sys.executable, "-m", "peel", *line(folder, "--gpus", "2", model="small:Slow")]
     return subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
@@ -172,7 +177,7 @@ class Late(Small):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.parametrize("late", ["0", "1"])
 def test_processes_that_have_not_met_yet_stop_soon(late: str, number: signal.Signals, tmp_path: Path) -> None:
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["tests", *sys.path]), "LATE": late}
+    variables = surroundings(LATE=late)
     command = [sys.executable, "-m", "peel", *line(tmp_path / "run", "--gpus", "2", model="test_several:Late")]
     process = subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True, start_new_session=True)
     time.sleep(12)
@@ -195,7 +200,7 @@ class Skipping(Small):
 
 
 def in_two_processes(output: Path, model: str, *options: str, **chosen: str) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["tests", *sys.path])}
+    variables = surroundings()
     command = [*line(output, *(part for pair in chosen.items() for part in pair), model=model), "--gpus", "2", *options]
     return subprocess.run([sys.executable, "-m", "peel", *command], env=variables, capture_output=True, text=True, timeout=200, check=False)
 

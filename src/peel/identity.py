@@ -19,6 +19,8 @@ from .train.folder import Folder, fingerprint_of
 from .train.resident import Resident
 from .version import __version__
 
+__all__ = ["code_of", "environment_of", "fingerprint_of_images"]
+
 
 def fingerprint_of_images(data: Data) -> str:
     """Tells whether the images are still the same ones."""

@@ -20,6 +20,8 @@ from .train.recipe import Recipe, backbone_recipe, named_recipe
 from .train.resident import Resident
 from .widths import Widths
 
+__all__ = ["check_classes", "check_weights", "frozen_notes", "held_ties", "model_and_data", "read_json", "read_plan", "recipes_for"]
+
 
 def model_and_data(
     model: nn.Module | str, data: Data | str | Path, image_size: int | None, root: str | Path | None, skip_bad: bool, pretrained: bool
