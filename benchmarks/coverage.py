@@ -76,7 +76,7 @@ def built_as_predicted(model: Any, graph: Any, widths: Any, size: tuple[int, int
     import torch
 
     import peel
-    from peel.graph.count import count_macs
+    from peel.cost.count import count_macs
 
     small = peel.slim(model, widths, graph=graph)
     macs = count_macs(small.eval(), (torch.randn(1, *size),), {})
@@ -157,7 +157,7 @@ def check_torch_pruning(name: str) -> dict[str, Any]:
     import torch_pruning as tp
 
     from peel import zoo
-    from peel.graph.count import count_macs
+    from peel.cost.count import count_macs
 
     torch.manual_seed(0)
     model = zoo.create(name).eval()

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
+from peel.data.in_memory import Resident
 from peel.train.recipe import Recipe
-from peel.train.resident import Resident
 
 
 def plain_loop(

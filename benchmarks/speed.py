@@ -24,8 +24,8 @@ import torch
 
 import peel
 from peel import zoo
+from peel.cost.count import count_macs
 from peel.graph.capture import capture
-from peel.graph.count import count_macs
 
 NETWORKS = ["resnet50", "mobilenet_v2", "efficientnet_b0", "densenet121"]
 

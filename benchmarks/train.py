@@ -38,19 +38,19 @@ from torch import Tensor, nn
 
 import peel
 from peel import zoo
-from peel.graph.padding import pad
+from peel.data.datasets import Data, load_data
+from peel.data.image_folder import Folder, Paths, find_images
+from peel.data.in_memory import Resident
+from peel.data.view import View
 from peel.steps.distillation import Distillation
 from peel.steps.importance import Penalised
-from peel.train.answers import Taught, remember_answers
-from peel.train.data import Data, load_data
+from peel.surgery.fast_widths import fast_widths
+from peel.surgery.padding import pad
 from peel.train.engine import Engine, find_engine
-from peel.train.fast_widths import fast_widths
-from peel.train.folder import Folder, Paths, find_images
 from peel.train.loop import evaluate, fit
 from peel.train.objective import CrossEntropy, Objective
 from peel.train.recipe import Recipe
-from peel.train.resident import Resident
-from peel.train.view import View
+from peel.train.teacher_cache import Taught, remember_answers
 from plain_loop import plain_loop
 from stopwatch import replayed, timed
 
@@ -327,7 +327,7 @@ class Bench:
 
     def files(self, place: Path, size: int) -> Folder:
         """Photographs of about ImageNet's size, as files, each several times in the list."""
-        from peel.train.data import IMAGENET_MEAN, IMAGENET_STD
+        from peel.data.datasets import IMAGENET_MEAN, IMAGENET_STD
 
         count = self.options.files
         with ProcessPoolExecutor() as pool:

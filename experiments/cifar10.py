@@ -85,8 +85,8 @@ def load(options: argparse.Namespace) -> Any:
     """The data, decoded once: a folder of many small files is kept as one tensor file beside the results."""
     import torch
 
-    from peel.train.data import Data, load_data
-    from peel.train.resident import Resident
+    from peel.data.datasets import Data, load_data
+    from peel.data.in_memory import Resident
 
     kept = options.teachers / "images.pt"
     if not kept.exists():
@@ -111,7 +111,7 @@ def settings(options: argparse.Namespace, seed: int) -> dict[str, Any]:
 
 
 def train_teacher(options: argparse.Namespace) -> None:
-    from peel.run import prune
+    from peel.run.prune import prune
 
     folder = options.teachers / f"{options.net}-{options.epochs}"
     result = prune(options.net, load(options), teacher=folder, steps=["original"], distill="none", **settings(options, 0))
@@ -126,7 +126,7 @@ def run_cell(options: argparse.Namespace, budget: str, seed: int) -> None:
 
     import peel
     from peel import zoo
-    from peel.run import prune
+    from peel.run.prune import prune
 
     began = time.time()
     data = load(options)

@@ -12,7 +12,7 @@ import torch
 
 import peel
 from peel import zoo
-from peel.budget import format_count
+from peel.cost.budget import format_count
 from peel.steps.reallocation import reallocation
 
 #: Network -> budgets of the paper's tables (multiply-adds).

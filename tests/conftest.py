@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,32 +14,16 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import peel
-from commands import run
-from folders import kept, weights
-from killing import KILLED
-from nets import Net
-from peel import zoo
-from peel.result import Result
-from small import small_run
+from helpers.commands import run
+from helpers.folders import kept, weights
+from helpers.graphs import single_thread, traced_zoo
+from helpers.killing import KILLED
+from helpers.small import small_run
+from peel.run.result import Result
 
 settings.register_profile("peel", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.load_profile("peel")
 torch.set_num_threads(2)
-
-
-@functools.cache
-def traced_net(kind: type[Net]) -> tuple[Net, peel.ChannelGraph]:
-    torch.manual_seed(0)
-    net = kind().eval()
-    return net, peel.trace(net, torch.randn(1, *kind.shape))
-
-
-@functools.cache
-def traced_zoo(name: str, size: int | None = None) -> tuple[torch.nn.Module, peel.ChannelGraph]:
-    torch.manual_seed(0)
-    model = zoo.create(name).eval()
-    channels, height, width = zoo.find(name).input_size
-    return model, peel.trace(model, torch.randn(1, channels, size or height, size or width))
 
 
 @pytest.fixture
@@ -52,16 +34,6 @@ def resnet18() -> tuple[torch.nn.Module, peel.ChannelGraph]:
 @pytest.fixture
 def cifar_net() -> tuple[torch.nn.Module, peel.ChannelGraph]:
     return traced_zoo("cifar_resnet20")
-
-
-@contextlib.contextmanager
-def single_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

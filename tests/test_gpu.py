@@ -16,27 +16,27 @@ import torch
 from torch import nn
 
 import peel
+from helpers.small import Small, few_digits, same_weights, small_run
 from peel import zoo
-from peel.graph.padding import pad
+from peel.data.batch import Batch
+from peel.data.crops import draw_windows, seen_through
+from peel.data.datasets import load_data
+from peel.data.image_folder import Folder, Paths
+from peel.data.in_memory import Resident
+from peel.data.transforms import draw_changes, jittered_and_mirrored
+from peel.data.view import AS_IT_IS, View
 from peel.steps.distillation import Distillation
-from peel.train.answers import Taught, remember_answers
-from peel.train.batch import Batch
+from peel.surgery.fast_widths import fast_widths
+from peel.surgery.padding import pad
 from peel.train.checkpoint import Checkpoints
-from peel.train.crops import draw_windows, seen_through
-from peel.train.data import load_data
 from peel.train.engine import Engine, find_engine
-from peel.train.fast_widths import fast_widths
-from peel.train.folder import Folder, Paths
 from peel.train.history import Epoch
 from peel.train.loop import fit
 from peel.train.objective import CrossEntropy
 from peel.train.recipe import Recipe
-from peel.train.resident import Resident
+from peel.train.signals import Stopped, listening
 from peel.train.step import Step
-from peel.train.stop import Stopped, listening
-from peel.train.transforms import draw_changes, jittered_and_mirrored
-from peel.train.view import AS_IT_IS, View
-from small import Small, few_digits, same_weights, small_run
+from peel.train.teacher_cache import Taught, remember_answers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
@@ -345,7 +345,7 @@ def test_the_colour_kernel_shows_what_the_cpu_shows() -> None:
     images = torch.randint(0, 256, (100, 224, 224, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     index, mean, scale = torch.arange(100) * 3, torch.tensor([120.0, 110.0, 100.0]), torch.full((3,), 0.02)
     wanted = jittered_and_mirrored(images.permute(0, 3, 1, 2), index, 5).permute(0, 2, 3, 1)
-    from peel.train.colour_kernel import fused_colours
+    from peel.data.colour_kernel import fused_colours
 
     made = fused_colours(images.cuda(), draw_changes(index.cuda(), 5), mean.cuda(), scale.cuda())
     gap = (made.cpu() / scale + mean - wanted).abs()

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .allocation import round_to_budget, uniform
-    from .budget import parse_budget
+    from .cost.budget import parse_budget
+    from .cost.rounding import round_to_budget, uniform
+    from .cost.widths import Widths
+    from .data.datasets import load_data
     from .errors import (
         BudgetError,
         ConfigError,
@@ -33,14 +35,13 @@ if TYPE_CHECKING:
         TraceError,
         WidthsError,
     )
-    from .graph import ChannelGraph, Tie, Verification, slim, trace, verify
-    from .result import Result
-    from .run import prune
+    from .graph import ChannelGraph, Tie, trace
+    from .run.prune import prune
+    from .run.result import Result
     from .steps.backbone import backbone
     from .steps.reallocation import reallocate
-    from .store import load, save
-    from .train.data import load_data
-    from .widths import Widths
+    from .surgery import Verification, slim, verify
+    from .surgery.serialization import load, save
 
 _HOME = {
     "BudgetError": "errors",
@@ -52,26 +53,26 @@ _HOME = {
     "MemoryShortError": "errors",
     "ModelError": "errors",
     "PeelError": "errors",
-    "Result": "result",
+    "Result": "run.result",
     "RunError": "errors",
     "StoreError": "errors",
     "Tie": "graph",
     "TraceError": "errors",
-    "Verification": "graph",
-    "Widths": "widths",
+    "Verification": "surgery",
+    "Widths": "cost.widths",
     "WidthsError": "errors",
     "backbone": "steps.backbone",
-    "load": "store",
-    "load_data": "train.data",
-    "parse_budget": "budget",
-    "prune": "run",
+    "load": "surgery.serialization",
+    "load_data": "data.datasets",
+    "parse_budget": "cost.budget",
+    "prune": "run.prune",
     "reallocate": "steps.reallocation",
-    "round_to_budget": "allocation",
-    "save": "store",
-    "slim": "graph",
+    "round_to_budget": "cost.rounding",
+    "save": "surgery.serialization",
+    "slim": "surgery",
     "trace": "graph",
-    "uniform": "allocation",
-    "verify": "graph",
+    "uniform": "cost.rounding",
+    "verify": "surgery",
 }
 
 __all__ = [

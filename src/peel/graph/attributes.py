@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ..cost import Form
+from ..cost.polynomial import Form
 
 #: A list of integers longer than this is data, not a description of widths.
 _MAX_LIST = 16

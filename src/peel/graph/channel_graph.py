@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..cost import CostModel, Form, IntArray, Term
+from ..cost.polynomial import CostModel, Form, IntArray, Term
+from ..cost.widths import Widths
 from ..errors import WidthsError, did_you_mean
-from ..widths import Widths
 
 #: Why channels that leave the model are fixed.
 OUTPUT = "it leaves the model (its output)"
@@ -192,6 +192,12 @@ class ChannelGraph:
     @cached_property
     def param_cost(self) -> CostModel:
         return CostModel(len(self.widths), self.param_terms)
+
+    def cost(self, resource: str) -> Callable[[Sequence[float]], float]:
+        """The cost function of a resource, in units of the ties: exact on whole units, continuous between them."""
+        if resource == "macs":
+            return self.mac_cost.total
+        return self.param_cost.total if resource == "params" else self.peak_bytes
 
     def macs(self, widths: Mapping[str, int] | None = None) -> int:
         """Multiply-adds of one sample: convolutions, linear layers and matrix products."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.nn.modules.conv import _ConvNd
 
-from ..fingerprint import fingerprint
+from ..utils.fingerprint import fingerprint
 from .axes import Axis, AxisSolver, axis_size, constant, is_free, unknown
 from .capture import Capture
 from .channel_graph import OUTPUT

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..cost.count import OperatorCount, plain_attention
 from .capture import PEEL, TORCH, untouched, with_batch
 from .channel_graph import ChannelGraph
-from .count import OperatorCount, plain_attention
-from .surgery import rebuild
+from .rebuild import rebuild
 
 _GOLDEN = 0.6180339887
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from ..cost import Form, Term, product
+from ..cost.polynomial import Form, Term, product
 from .axes import Atom, Axis, Unit, axis_size, expand, leaves, root
 from .capture import Capture
 from .channel_graph import Buffered, ChannelGraph, Layout, Member, Run, Tie

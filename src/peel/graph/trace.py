@@ -20,8 +20,8 @@ from .capture import TORCH, Capture, as_args, capture, with_batch
 from .channel_graph import ChannelGraph
 from .interpreter import Interpreter, module_of
 from .probe import Failure, probe, probing_units
+from .rebuild import empty_as, rebuild
 from .rules import RULES, Rule
-from .surgery import empty_as, rebuild
 from .ties import Builder, input_shapes
 
 __all__ = ["trace"]

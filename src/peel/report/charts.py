@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from ..budget import format_count
+from ..cost.budget import format_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

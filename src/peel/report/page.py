@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from ..budget import format_count
-from ..changes import forced_notes
+from ..cost.budget import format_count
 from ..errors import PeelError
-from ..record import RunRecord
+from ..run.resume import forced_notes
 from .charts import curves_chart, groups_chart, importance_chart, label, widths_chart
+from .record import RunRecord
 
 __all__ = ["render"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from ..allocation import cost_of, resolve_budget, round_to_budget, uniform
-from ..budget import Budget, format_count
+from ..cost.budget import Budget, format_count
+from ..cost.rounding import cost_of, resolve_budget, round_to_budget, uniform
+from ..cost.widths import Widths
 from ..errors import BudgetError, ConfigError
 from ..graph import ChannelGraph
-from ..settings import STARTS
-from ..widths import Widths
+from ..methods.settings import STARTS
 
 __all__ = ["backbone"]
 

@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ..cost.widths import Widths
+from ..data.batch import Batch
 from ..errors import ConfigError
-from ..graph import ChannelGraph, slim
+from ..graph import ChannelGraph
 from ..graph.channel_graph import Run
-from ..train.batch import Batch
+from ..surgery import slim
 from ..train.objective import Losses, Objective, class_scores
-from ..widths import Widths
 
 __all__ = ["Distillation", "InPlace", "Pair", "in_place_pair", "soft_loss"]
 

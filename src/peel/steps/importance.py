@@ -14,10 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ..data.batch import Batch
+from ..data.datasets import Split
 from ..errors import ConfigError
 from ..graph import ChannelGraph
-from ..train.batch import Batch
-from ..train.data import Split
 from ..train.engine import Engine
 from ..train.objective import Losses, Objective
 from ..train.recipe import Recipe

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..allocation import cost_of, resolve_budget, round_to_budget
-from ..budget import Budget, format_count
-from ..cost import CostModel
+from ..cost.budget import Budget, format_count
+from ..cost.polynomial import CostModel
+from ..cost.rounding import cost_of, resolve_budget, round_to_budget
+from ..cost.widths import Widths
 from ..errors import BudgetError, ConfigError, did_you_mean
 from ..graph import ChannelGraph
-from ..settings import SOLVES
-from ..widths import Widths
+from ..methods.settings import SOLVES
 
 __all__ = ["Reallocation", "add_evenly", "group_factors", "grow_at_random", "reallocate", "reallocation", "shares_of"]
 

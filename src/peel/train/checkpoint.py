@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DamagedError, RunError
-from ..files import is_packed, write_bytes
+from ..utils.files import is_packed, write_bytes
 
 __all__ = ["Checkpoints", "passing_buffers"]
 

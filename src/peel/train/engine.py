@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, did_you_mean
-from ..surroundings import count_cores, number_from
-from .norms import JointNorms
-from .world import ALONE, World, join_world
+from ..utils.environment import count_cores, number_from
+from .distributed import ALONE, World, join_world
+from .sync_batch_norm import JointNorms
 
 __all__ = ["COMPILE", "Engine", "find_engine"]
 

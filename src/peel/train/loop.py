@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..data.datasets import Split
+from ..data.view import AS_IT_IS, View
 from ..errors import DataError, DivergedError
-from .batch import at_a_time, with_what_fits
-from .chance import derive, draw_from, epoch_order
+from ..utils.rng import derive, draw_from, epoch_order
 from .checkpoint import Checkpoints
-from .data import Split
 from .engine import Engine
 from .faults import fault
 from .history import Epoch, Scores, Watcher
+from .memory import at_a_time, with_what_fits
 from .objective import Objective, class_scores
 from .recipe import Recipe
-from .stop import Stopped, listened_to, stop_requested
-from .training import Start, Training
-from .view import AS_IT_IS, View
+from .signals import Stopped, listened_to, stop_requested
+from .state import Start, Training
 
 __all__ = ["evaluate", "fit"]
 

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..data.batch import Batch
 from ..errors import ModelError
-from .batch import Batch
 
 __all__ = ["CrossEntropy", "Losses", "Objective"]
 

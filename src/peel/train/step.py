@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..data.batch import Batch
 from ..errors import ConfigError, MemoryShortError, ModelError
-from .batch import Batch, is_short_memory
-from .chance import state_of_chance, take_up_chance
+from ..utils.rng import state_of_chance, take_up_chance
+from .auto_compile import Pace
 from .engine import Engine
+from .memory import is_short_memory
 from .objective import Losses, Objective
-from .pace import Pace
 from .recipe import Recipe
 
 __all__ = ["Step"]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...data.view import AS_IT_IS
 from ...errors import ConfigError
-from ...train.chance import epoch_order
-from ...train.view import AS_IT_IS
+from ...utils.rng import epoch_order
 from ..importance import Measured, Subject, along_ties, scale_weights
 from .weights import filters
 

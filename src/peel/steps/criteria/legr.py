@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
-from ...graph import ChannelGraph, slim
+from ...graph import ChannelGraph
+from ...surgery import slim
 from ...train.loop import evaluate
 from ..importance import Measured, Subject, along_ties
 from .weights import filters

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...data.view import AS_IT_IS
 from ...errors import ConfigError
-from ...train.chance import derive, epoch_order
-from ...train.view import AS_IT_IS
+from ...utils.rng import derive, epoch_order
 from ..importance import Measured, Subject
 
 __all__ = ["Reconstruction"]

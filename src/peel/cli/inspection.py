@@ -1,0 +1,163 @@
+"""What a person wants to see before pruning: as plain data, and drawn for a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..cost.budget import format_count
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..graph import ChannelGraph
+    from ..surgery import Verification
+
+__all__ = ["draw", "draw_verification", "inspection"]
+
+
+def inspection(name: str, graph: ChannelGraph) -> dict[str, Any]:
+    """Groups, ties and what is fixed, as numbers and words that go into JSON."""
+    macs_by_group, params_by_group = graph.macs_by_group(), graph.params_by_group()
+    group_of = {tie: group for group, ties in graph.groups.items() for tie in ties}
+    return {
+        "model": name,
+        "input_shapes": [list(shape) for shape in graph.input_shapes],
+        "macs": graph.macs(),
+        "params": graph.params(),
+        "activation_bytes_estimate": graph.activation_bytes(),
+        "free_channel_share": graph.free_share,
+        "smallest_macs": graph.macs(graph.steps),
+        "groups": [
+            {
+                "name": group,
+                "ties": list(ties),
+                "layers": sum(len(graph.ties[tie].layers) for tie in ties),
+                "channels": sum(graph.widths[tie] for tie in ties),
+                "macs": macs_by_group[group],
+                "params": params_by_group[group],
+            }
+            for group, ties in graph.groups.items()
+        ],
+        "outside_groups": {"macs": macs_by_group.get("(fixed)", 0), "params": params_by_group.get("(fixed)", 0)},
+        "ties": [
+            {
+                "name": tie.name,
+                "width": tie.width,
+                "step": tie.step,
+                "group": group_of.get(tie.name),
+                "fixed": tie.fixed,
+                "inexact": tie.inexact,
+                "layers": list(tie.layers),
+                "tied_by": list(tie.causes),
+                "members": [
+                    {
+                        "tensor": member.tensor,
+                        "axis": member.axis,
+                        "offset": member.offset,
+                        "size": member.size,
+                        "multiplicity": member.multiplicity,
+                    }
+                    for member in tie.members
+                ],
+            }
+            for tie in graph.ties.values()
+        ],
+        "unknown_operators": dict(graph.unknown_operators),
+    }
+
+
+def draw(data: dict[str, Any], console: Console) -> None:
+    """The inspection as tables."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    size = ", ".join("x".join(map(str, shape[1:])) for shape in data["input_shapes"])
+    console.print(
+        f"[bold]{escape(data['model'])}[/] at {size}: {format_count(data['macs'])} MACs, {format_count(data['params'])} params, about "
+        f"{data['activation_bytes_estimate'] / 2**20:.1f} MiB of activations (estimate)"
+    )
+    free = [tie for tie in data["ties"] if tie["fixed"] is None]
+    console.print(
+        f"{len(free)} free ties, {data['free_channel_share']:.0%} of all channels; the smallest network has "
+        f"{format_count(data['smallest_macs'])} MACs ({data['smallest_macs'] / max(1, data['macs']):.1%})\n"
+    )
+    groups = Table(title="Groups (by spatial size)", title_justify="left", title_style="bold")
+    for column in ("group", "ties", "layers", "channels", "MACs", "share", "params", "share"):
+        groups.add_column(column, justify="left" if column == "group" else "right")
+    rows = [*data["groups"]]
+    if any(data["outside_groups"].values()):
+        rows.append({"name": "(fixed)", "ties": [], "layers": "", "channels": "", **data["outside_groups"]})
+    for group in rows:
+        groups.add_row(
+            escape(group["name"]),
+            str(len(group["ties"]) or ""),
+            str(group["layers"]),
+            str(group["channels"]),
+            format_count(group["macs"]),
+            f"{group['macs'] / max(1, data['macs']):.1%}",
+            format_count(group["params"]),
+            f"{group['params'] / max(1, data['params']):.1%}",
+        )
+    console.print(groups)
+    console.print(_ties_table(free))
+    console.print(_fixed_table([tie for tie in data["ties"] if tie["fixed"] is not None]))
+    for operator, place in data["unknown_operators"].items():
+        console.print(f"[yellow]no channel rule for {escape(operator)}[/] (first met in {escape(place)}): what reaches it is fixed")
+
+
+def _ties_table(ties: list[dict[str, Any]]) -> Any:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title="\nTies (channels that keep the same number)", title_justify="left", title_style="bold")
+    table.add_column("tie", overflow="fold")
+    table.add_column("group")
+    table.add_column("width", justify="right")
+    table.add_column("layers", overflow="fold")
+    table.add_column("tied by, remarks", overflow="fold")
+    for tie in ties:
+        remarks = [_shorten(cause) for cause in tie["tied_by"] if _is_telling(cause)]
+        if tie["step"] > 1:
+            remarks.insert(0, f"multiple of {tie['step']}")
+        if tie["inexact"]:
+            remarks.insert(0, f"cutting is not exactly zeroing: {tie['inexact']}")
+        others = [layer for layer in tie["layers"] if layer != tie["name"]]
+        layers = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+        table.add_row(
+            *map(
+                escape,
+                (tie["name"], tie["group"], str(tie["width"]), layers and f"+ {layers}", "; ".join(list(dict.fromkeys(remarks))[:4])),
+            )
+        )
+    return table
+
+
+def _fixed_table(ties: list[dict[str, Any]]) -> Any:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title="\nFixed", title_justify="left", title_style="bold")
+    table.add_column("tie", overflow="fold")
+    table.add_column("width", justify="right")
+    table.add_column("why", overflow="fold")
+    for tie in ties:
+        table.add_row(escape(tie["name"]), str(tie["width"]), escape(tie["fixed"]))
+    return table
+
+
+def _is_telling(cause: str) -> bool:
+    """Norms and convolutions along the way tie what everyone expects them to tie."""
+    return not cause.startswith(("batch_norm", "conv", "linear", "layer_norm"))
+
+
+def _shorten(cause: str) -> str:
+    return cause.replace("depthwise conv2d in", "depthwise").replace("grouped conv2d in", "grouped conv")
+
+
+def draw_verification(verification: Verification, console: Console) -> None:
+    from rich.markup import escape
+
+    words = {True: "[green]passed[/]", False: "[bold red]FAILED[/]", None: "[yellow]skipped[/]"}
+    console.print("\n[bold]Verification[/]")
+    for check in verification.checks:
+        console.print(f"{words[check.passed]}  {check.name}: {escape(check.detail)}")

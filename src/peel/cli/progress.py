@@ -1,0 +1,108 @@
+"""How a run shows itself: live bars on a terminal, one plain line per epoch elsewhere, or nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from ..train.history import Epoch
+
+__all__ = ["RunProgress", "clock"]
+
+
+def clock(seconds: float) -> str:
+    """Seconds as people say them: 8 s, 3 min 20 s, 2 h 05 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+class RunProgress:
+    """Tells a person how a run goes, with the time that the whole of it will still take."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.work: dict[str, float] = {}
+        self.done_work = 0.0
+        self.name, self.what = "", ""
+        self.fraction = self.first_fraction = 0.0
+        self.rate: float | None = None
+        self.began = self.last_line = time.perf_counter()
+        self.live: Progress | None = None
+        self.task: Any = None
+
+    def __enter__(self) -> RunProgress:
+        if self.console.is_terminal:
+            self.live = Progress(
+                TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TextColumn("{task.fields[detail]}"),
+                console=self.console, transient=True,
+            )  # fmt: skip
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.live is not None:
+            self.live.stop()
+
+    def plan_stages(self, stages: Sequence[tuple[str, float]]) -> None:
+        self.work = dict(stages)
+
+    def stage(self, name: str, what: str) -> None:
+        if self.name in self.work:
+            self.done_work += self.work[self.name]
+        self.name, self.what = name, what
+        self.fraction = self.first_fraction = 0.0
+        self.began = time.perf_counter()
+        text = f"{self._place()}{what}"
+        self.console.print(text, markup=False)
+        if self.live is not None:
+            if self.task is not None:
+                self.live.remove_task(self.task)
+            self.task = self.live.add_task(name, total=1.0, detail="")
+
+    def _place(self) -> str:
+        if self.name not in self.work:
+            return ""
+        return f"stage {list(self.work).index(self.name) + 1} of {len(self.work)}: "
+
+    def begin(self, history: list[Epoch]) -> None:
+        self.first_fraction = history[-1].epoch / history[-1].of if history else 0.0
+        if history:
+            self.console.print(f"  going on after epoch {history[-1].epoch} of {history[-1].of}", markup=False)
+        self.began = time.perf_counter()
+
+    def step(self, done: int, total: int, images: int) -> None:
+        self.fraction = done / total
+        spent = time.perf_counter() - self.began
+        gained = self.fraction - self.first_fraction
+        if self.name in self.work and spent > 0.2 and gained > 0:
+            self.rate = self.work[self.name] * gained / spent
+        if self.live is not None and self.task is not None:
+            self.live.update(
+                self.task, completed=self.fraction, detail=f"{gained * total * images / max(spent, 1e-9):,.0f} images/s{self._eta()}"
+            )
+
+    def _eta(self) -> str:
+        if self.rate is None:
+            return ""
+        left = sum(self.work.values()) - self.done_work - self.work.get(self.name, 0.0) * self.fraction
+        return f", about {clock(max(0.0, left / self.rate))} left in all"
+
+    def epoch(self, epoch: Epoch) -> None:
+        if self.live is not None and epoch.epoch < epoch.of:
+            return
+        scores = f"test {epoch.test['top1']:.2%}, " if epoch.test is not None else ""
+        loss = f"loss {epoch.train['loss']:.4f}"
+        self.console.print(
+            f"  epoch {epoch.epoch}/{epoch.of}: {loss}, {scores}{epoch.images_per_second:,.0f} images/s{self._eta()}", markup=False
+        )
+
+    def note(self, text: str) -> None:
+        self.console.print(f"note: {text}", markup=False)

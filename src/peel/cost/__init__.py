@@ -1,0 +1,1 @@
+"""What widths cost: MACs, parameters, activation memory; budgets, and widths that meet them."""

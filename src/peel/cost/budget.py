@@ -1,0 +1,67 @@
+"""Budgets as people write them."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from ..errors import BudgetError
+
+__all__ = ["RESOURCES", "Budget", "format_count", "parse_budget"]
+
+Budget = str | int | float
+
+RESOURCES: dict[str, str] = {
+    "macs": "multiply-adds of one sample",
+    "params": "number of parameters",
+    "memory": "bytes of activations at the peak of a forward pass (an estimate)",
+}
+
+_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
+_NUMBER = re.compile(r"((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*)(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|\.[0-9]+)\s*(%|[kmgbt]?)", re.IGNORECASE)
+_HELP = 'Write "1.1G", "87M", "50%", a fraction such as 0.5, or a whole number such as 1_100_000_000.'
+
+
+def parse_budget(budget: Budget, original: int) -> int:
+    """The budget as a whole number, given what the original network costs.
+
+    >>> parse_budget("50%", 4_089_184_256)
+    2044592128
+    >>> parse_budget("1.1G", 4_089_184_256)
+    1100000000
+    """
+    if isinstance(budget, bool) or not isinstance(budget, str | int | float):
+        raise BudgetError(f"cannot read {budget!r} as a budget. {_HELP}")
+    if isinstance(budget, str):
+        match = _NUMBER.fullmatch(budget.strip())
+        if match is None:
+            raise BudgetError(f"cannot read {budget!r} as a budget. {_HELP}")
+        number = float(match[1].replace("_", "").replace(",", ""))
+        if match[2] == "%":
+            value = number / 100 * original
+        elif match[2] or number > 1:
+            value = number * _SUFFIXES[match[2].lower()]
+        else:
+            value = number * original
+    elif isinstance(budget, int):
+        value = budget
+    elif math.isfinite(budget) and (0 < budget <= 1 or budget.is_integer()):
+        value = budget * original if budget <= 1 else budget
+    else:
+        raise BudgetError(f"{budget!r} is neither a fraction of the original (0 to 1) nor a whole number. {_HELP}")
+    if not math.isfinite(value):
+        raise BudgetError(f"{budget!r} is not a finite budget.")
+    # Rounding down keeps the promise never to exceed the budget; the small addition takes back what floating point lost.
+    whole = math.floor(value + 1e-6) if value < 1e15 else int(value)
+    if whole < 1:
+        raise BudgetError(f"the budget must be positive, not {budget!r}.")
+    return whole
+
+
+def format_count(count: float) -> str:
+    """A count as people say it: 1.81G, 300.8M, 56.5k."""
+    for suffix, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= size:
+            digits = 2 if count < 10 * size else 1
+            return f"{count / size:.{digits}f}{suffix}"
+    return str(int(count))

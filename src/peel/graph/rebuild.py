@@ -1,0 +1,56 @@
+"""A model rebuilt at other widths: the same classes and code, with tensors of other shapes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .attributes import evaluate, set_attributes
+from .capture import computed_tensors, structural_copy
+from .channel_graph import ChannelGraph, Run
+
+__all__ = ["empty_as", "new_shapes", "rebuild", "tensors_of"]
+
+
+def new_shapes(graph: ChannelGraph, units: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Parameter or buffer name -> its shape at the given units."""
+    return {name: tuple(_length(runs, units) for runs in layout) for name, layout in graph.layouts.items()}
+
+
+def _length(runs: tuple[Run, ...], units: Sequence[int]) -> int:
+    return sum((run.size if run.tie < 0 else units[run.tie]) * run.inner for run in runs)
+
+
+def rebuild(
+    model: nn.Module,
+    graph: ChannelGraph,
+    units: list[int],
+    make: Callable[[Tensor, tuple[int, ...]], Tensor],
+    *,
+    keep_hooks: bool = True,
+) -> nn.Module:
+    """The model with tensors of new shapes, made by `make(original, shape)`, and attributes to match."""
+    shapes = new_shapes(graph, units)
+    replaced = computed_tensors(model)
+    for name, tensor in tensors_of(model).items():
+        replaced[id(tensor)] = make(tensor, shapes[name])
+    twin = copy.deepcopy(model, dict(replaced)) if keep_hooks else structural_copy(model, replaced)
+    for name, attributes in evaluate(graph.attributes, units).items():
+        set_attributes(twin.get_submodule(name), attributes)
+    return twin
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def empty_as(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    new = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous():
+        new = new.to(memory_format=torch.channels_last)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(new, requires_grad=tensor.requires_grad)
+    return new

@@ -1,0 +1,1 @@
+"""A method gets a `Problem` and answers with widths."""

@@ -1,0 +1,46 @@
+"""What every method receives: a network, its graph and costs, a budget, data and the means to train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..cost.rounding import cost_of, uniform
+from ..cost.widths import Widths
+from ..data.datasets import Data
+from ..graph import ChannelGraph
+from ..train.engine import Engine
+from ..train.recipe import Recipe
+
+__all__ = ["Problem"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    model: nn.Module
+    graph: ChannelGraph
+    budget: int
+    """In units of the resource."""
+    resource: str
+    divisor: int
+    hold: tuple[str, ...]
+    data: Data
+    search: Recipe
+    """How a method may train while it searches."""
+    engine: Engine
+    seed: int
+
+    def cost(self, widths: Widths) -> int:
+        return int(cost_of(self.graph, self.resource)(self.graph.units(widths)))
+
+    def described(self, widths: Widths) -> dict[str, Any]:
+        """Widths and what they cost, for plan.json."""
+        costs = {"macs": self.graph.macs(widths), "params": self.graph.params(widths), self.resource: self.cost(widths)}
+        return {"widths": dict(widths), **costs}
+
+    def uniform(self) -> Widths:
+        """The network that every result is compared with: one factor for all layers, the same budget."""
+        cap = 1.0 if self.budget <= self.cost(self.graph.widths) else None
+        return uniform(self.graph, self.budget, resource=self.resource, divisor=self.divisor, hold=self.hold, cap=cap)

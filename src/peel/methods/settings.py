@@ -1,0 +1,152 @@
+"""The settings of the method: every choice that the paper makes or leaves open, with what each value means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..cost.budget import RESOURCES
+from ..errors import ConfigError, did_you_mean
+
+__all__ = ["CRITERIA", "DISTILLATIONS", "POLICIES", "SOLVES", "STARTS", "Method"]
+
+STARTS: dict[str, str] = {
+    "uniform": "every tie at the same fraction of its original width",
+    "equal": "the same number of channels in every tie",
+}
+
+CRITERIA: dict[str, str] = {
+    "bn": "the absolute scale of norm layers, the paper's choice",
+    "weight": "the mean absolute weight of each filter",
+    "legr": "the filter norm with layer-wise affine transformations, learned by evolution on held-out images",
+    "reconstruction": "the error of the next layer's output when half of the channels are taken away",
+    "gradient": "the first-order effect of each channel on the loss",
+}
+
+POLICIES: dict[str, str] = {
+    "importance": "each group by its importance",
+    "winner-take-all": "everything to the most important group",
+    "uniform": "the same number of channels to every tie",
+    "random": "half of the ties, drawn at random, grow by a common factor",
+}
+
+SOLVES: dict[str, str] = {
+    "telescoped": "each group adds its share to the cost of the whole network",
+    "triangular": "each group adds its share to the cost of the layers that write its channels",
+}
+
+DISTILLATIONS: dict[str, str] = {
+    "teacher": "labels, and the class probabilities of the original network",
+    "in-place": "a wider network that shares its weights with the student and learns beside it is the teacher",
+    "none": "labels only",
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """PEEL as published, unless changed. docs/paper.md says where each of these stands in the paper."""
+
+    budget: str = "50%"
+    """What the slim network may cost: 1.1G, 87M, 50%, 0.5 or a whole number."""
+    resource: str = "macs"
+    """What the budget counts: macs, params or memory."""
+    keep: float = 0.8
+    """Step 1: the part of the budget that the backbone costs (lambda)."""
+    start: str = "uniform"
+    """Step 1: the backbone's widths: uniform, equal (the same number of channels everywhere), or a JSON file with widths of your own."""
+    criterion: str = "bn"
+    """Step 2: bn, weight, legr, reconstruction or gradient."""
+    reduce: str = "mean"
+    """Step 2: a group's importance is the mean or the sum over its channels."""
+    penalty: float | None = None
+    """Step 2: the coefficient of the L1 term (alpha_s). Default: 1e-4 for the criterion bn, none for others."""
+    pull: float | None = None
+    """Step 2: instead of the penalty, how far the L1 term pulls a scale over the whole schedule: 12.5 in the paper."""
+    gamma_init: float = 1.0
+    """Step 2: what the scales of the backbone's norm layers start from."""
+    ignore: tuple[str, ...] = ()
+    """Step 2: layers whose importance is not counted, as patterns such as `*downsample*`."""
+    evaluations: int = 400
+    """Step 2: candidates that legr tries."""
+    policy: str = "importance"
+    """Step 4: importance, winner-take-all, uniform or random."""
+    solve: str = "telescoped"
+    """Step 4: telescoped or triangular."""
+    rounds: int = 1
+    """Step 4: in how many parts the pool is given away; the backbone is widened and trained on between them."""
+    cap: float | None = None
+    """Step 4: no layer grows beyond this multiple of its original width."""
+    divisor: int = 1
+    """Widths are multiples of this."""
+    hold: tuple[str, ...] | None = None
+    """Ties that keep their width. Default: the last convolution of MobileNetV2, as the literature has it."""
+    distill: str = "teacher"
+    """Step 5: teacher, in-place or none."""
+    kd_weight: float | None = None
+    """Step 5: the weight of the teacher's term (alpha_d). Default: 0.1; in place 1."""
+    temperature: float = 1.0
+    """Step 5: the temperature of the soft labels."""
+    hard_weight: float = 0.0
+    """Step 5: with in-place distillation, the weight of the labels for the student."""
+
+    def __post_init__(self) -> None:
+        for name in ("ignore", "hold"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, (getattr(self, name),))
+        self._check_names()
+        self._check_pairs()
+        if not 0 < _number("keep (lambda)", self.keep) <= 1:
+            raise ConfigError(
+                f"keep (lambda) is the part of the budget that the backbone may cost, above 0 and at most 1, not {self.keep!r}."
+            )
+        if self.penalty is not None and self.pull is not None:
+            raise ConfigError("penalty and pull say the same thing in two ways: give one of them.")
+        for name in ("penalty", "pull", "kd_weight", "hard_weight"):
+            value = getattr(self, name)
+            if value is not None and _number(name, value) < 0:
+                raise ConfigError(f"{name} must not be negative, not {value!r}.")
+        for name in ("temperature", "gamma_init", "cap"):
+            value = getattr(self, name)
+            if value is not None and not _number(name, value) > 0:
+                raise ConfigError(f"{name} must be positive, not {value!r}.")
+        for name in ("rounds", "divisor", "evaluations"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
+
+    def _check_names(self) -> None:
+        for name, known in (
+            ("resource", RESOURCES),
+            ("start", STARTS),
+            ("criterion", CRITERIA),
+            ("reduce", ("mean", "sum")),
+            ("policy", POLICIES),
+            ("solve", SOLVES),
+            ("distill", DISTILLATIONS),
+        ):
+            value = getattr(self, name)
+            if name == "start" and isinstance(value, Mapping):
+                continue
+            if not isinstance(value, str) or value not in known:
+                raise ConfigError(f"{name} is one of {', '.join(known)}, not {value!r}.{did_you_mean(str(value), known)}")
+
+    def _check_pairs(self) -> None:
+        """A setting that would have no effect is refused, so that nobody takes it for one that had."""
+        if self.policy in ("uniform", "random"):
+            for name in ("cap", "pull", "penalty"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"the policy {self.policy} has no use for {name}: leave it out.")
+            if self.rounds > 1:
+                raise ConfigError(f"the policy {self.policy} gives the pool away at once: leave out rounds.")
+        if self.hard_weight and self.distill != "in-place":
+            raise ConfigError(f"hard_weight belongs to in-place distillation, not to distill={self.distill!r}.")
+        if self.kd_weight is not None and self.distill == "none":
+            raise ConfigError('kd_weight has no use without a teacher: distill="none".')
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{name} must be a finite number, not {value!r}.")
+    return float(value)

@@ -1,0 +1,1 @@
+"""Helpers that know nothing of pruning: files, hashes, random numbers, environment variables."""

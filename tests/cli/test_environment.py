@@ -1,0 +1,232 @@
+"""Where a run may find itself: any path, no home, no network, no terminal, a package less, a clock that jumps. It works everywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from helpers.commands import line
+from helpers.killing import command, exit_code, run_until, start
+from helpers.small import small_run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+RUN = ["run", "helpers.small:Small", "--steps", "original", "--train.epochs", "1", "--device", "cpu"]
+
+
+def joined(place: Path, name: bytes) -> Path:
+    """A path that need not be text."""
+    return Path(os.fsdecode(os.fsencode(place) + b"/" + name))
+
+
+def run(said: Path, *options: str, **environment: str) -> str:
+    """What the command said."""
+    said.write_text("")
+    code = exit_code(command([*RUN, *options], said, **environment))
+    text = said.read_text(errors="replace")
+    assert code == 0, text
+    assert "Traceback" not in text
+    return text
+
+
+def assert_no_escapes(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file() and path.suffix != ".safetensors":
+            assert b"\x1b" not in path.read_bytes(), path
+
+
+# Paths
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])
+@pytest.mark.parametrize("name", [b"a b  c", b"caf\xe9 \xff", "größe ✓".encode()], ids=["spaces", "no UTF-8", "letters"])
+def test_any_path_will_do_for_the_output_whatever_can_be_printed(name: bytes, encoding: str, tmp_path: Path) -> None:
+    folder, said = joined(tmp_path, name), tmp_path / "said"
+    assert "original" in run(said, "--output", str(folder), PYTHONIOENCODING=encoding)
+    assert (folder / "result.json").exists()
+    assert "original" in (folder / "report.html").read_text(encoding="utf-8")
+    again = run(said, "--output", str(folder), "--json", "--quiet", PYTHONIOENCODING=encoding)
+    assert json.loads(again)["folder"] == str(folder), "it is found again"
+
+
+def test_folders_of_images_and_classes_may_have_any_name(tmp_path: Path) -> None:
+    root = joined(tmp_path, b"the im\xe4ges")
+    for split in ("train", "val"):
+        for label in (b"c\xe4t", "große Hunde".encode()):
+            folder = joined(root / split, label)
+            folder.mkdir(parents=True)
+            for i in range(3):
+                pixels = np.random.default_rng(i).integers(0, 256, (12, 12, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{i} .png")
+    options = ["--data", str(root), "--output", str(tmp_path / "run"), "--train.batch-size", "6"]
+    run(tmp_path / "said", *options, PYTHONIOENCODING="utf-8:strict")
+    assert (tmp_path / "run" / "report.html").exists()
+    assert len(json.loads((tmp_path / "run" / "settings.json").read_text())["resolved"]["input"]["classes"]) == 2
+
+
+# What is missing
+
+
+@pytest.mark.parametrize("home", [None, pytest.param("/proc/nowhere", marks=pytest.mark.slow)])
+def test_without_a_home_and_without_a_network(home: str | None, tmp_path: Path) -> None:
+    alone = ["unshare", "-n"] if shutil.which("unshare") else []
+    if alone and subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+        alone = []  # not everyone may cut a process off
+    path = os.pathsep.join(os.path.abspath(place) for place in sys.path if place)
+    variables = {name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
+    variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | ({"HOME": home} if home else {})
+    done = subprocess.run(
+        [*alone, sys.executable, "-m", "peel", *RUN],
+        cwd=tmp_path,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"\x1b" not in done.stdout + done.stderr
+    assert len(list(tmp_path.glob("runs/*/report.html"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("absent", "arguments", "code", "hint"),
+    [
+        pytest.param("timm", line("run"), 0, "", marks=pytest.mark.slow),
+        ("timm", ["inspect", "resnet26d"], 2, "pip install timm"),
+        ("matplotlib", line("run"), 0, "pip install matplotlib"),
+        pytest.param("jinja2", line("run"), 0, "pip install jinja2", marks=pytest.mark.slow),
+    ],
+)
+def test_without_a_package_the_rest_works_and_one_line_says_what_to_install(
+    absent: str, arguments: list[str], code: int, hint: str, tmp_path: Path
+) -> None:
+    (tmp_path / f"{absent}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{absent}'\", name={absent!r})")
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(tmp_path), *map(os.path.abspath, sys.path)])}
+    done = subprocess.run(
+        [sys.executable, "-m", "peel", *arguments], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("pip install") == bool(hint)
+    assert hint in done.stderr
+    if code == 0:
+        assert (tmp_path / "run" / "result.json").exists()
+        assert (tmp_path / "run" / "report.html").exists() is (not hint)
+
+
+# Terminals
+
+
+@pytest.mark.parametrize("environment", [{}, {"TERM": "dumb"}, {"NO_COLOR": "1"}, {"TERM": "xterm-256color", "COLUMNS": "20"}])
+def test_into_a_file_there_are_no_escape_codes(environment: dict[str, str], tmp_path: Path) -> None:
+    said = run(tmp_path / "said", "--output", str(tmp_path / "run"), **environment)
+    assert "\x1b" not in said
+    assert "epoch 1/1: loss" in said
+    assert "files in " in said
+    assert_no_escapes(tmp_path / "run")
+
+
+def on_a_terminal(output: Path, **environment: str) -> str:
+    """What a person would get to see."""
+    mine, theirs = pty.openpty()
+    seen: list[bytes] = []
+
+    def watch() -> None:
+        try:
+            while part := os.read(mine, 65536):
+                seen.append(part)
+        except OSError:  # the other end is closed
+            pass
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    code = exit_code(command([*RUN, "--output", str(output)], Path(os.ttyname(theirs)), **environment))
+    os.close(theirs)
+    watching.join(10)
+    os.close(mine)
+    assert code == 0
+    return b"".join(seen).decode()
+
+
+def test_a_dumb_terminal_gets_no_escape_codes(tmp_path: Path) -> None:
+    seen = on_a_terminal(tmp_path / "run", TERM="dumb")
+    assert "\x1b" not in seen
+    assert "epoch 1/1: loss" in seen
+    assert_no_escapes(tmp_path / "run")
+
+
+def test_a_terminal_gets_bars_and_the_files_no_escape_codes_and_no_colours_where_none_are_wanted(tmp_path: Path) -> None:
+    coloured = on_a_terminal(tmp_path / "run", TERM="xterm-256color")
+    plain = on_a_terminal(tmp_path / "plain", TERM="xterm-256color", NO_COLOR="1")
+    assert "\x1b[38;5;" in coloured
+    assert "\x1b[38;5;" not in plain
+    assert "\x1b[3" not in plain, "foreground colours"
+    assert "━" in plain
+    for name in ("run", "plain"):
+        assert_no_escapes(tmp_path / name)
+
+
+# Clocks
+
+
+def test_a_clock_that_jumps_back_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_run(output=tmp_path / "straight")
+    now = time.time()
+
+    def jumping() -> float:
+        nonlocal now
+        now -= 3600
+        return now
+
+    monkeypatch.setattr(time, "time", jumping)
+    small_run(output=tmp_path / "jumped")
+    for epoch in (tmp_path / "jumped" / "metrics.jsonl").read_text().splitlines():
+        assert json.loads(epoch)["seconds"] >= 0
+        assert json.loads(epoch)["images_per_second"] > 0
+    assert (tmp_path / "jumped" / "slim.safetensors").read_bytes() == (tmp_path / "straight" / "slim.safetensors").read_bytes()
+
+
+def test_which_checkpoint_is_newest_does_not_depend_on_the_clock(tmp_path: Path) -> None:
+    settings = {"train": {"epochs": 2, "batch_size": 64}, "search": {"epochs": 1}, "steps": ["original"], "checkpoint_seconds": 0.0}
+    folder = tmp_path / "run"
+    assert exit_code(start(run_until, folder, settings, ("original", 5))) != 0
+    older, newer = sorted((folder / "checkpoints").glob("*.pt"))
+    os.utime(older, (2**33, 2**33))
+    os.utime(newer, (0, 0))
+    assert exit_code(start(run_until, folder, settings, ("original", 4))) == 0, "the fourth step, after the older one, is not repeated"
+
+
+# Nobody listens
+
+
+def test_a_run_goes_on_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    process = command(line(tmp_path / "run", model="helpers.small:Slow"), pipe, PAUSE="0.05")
+    with pipe.open("rb", buffering=0) as reader:
+        assert reader.read(1)
+    assert exit_code(process) == 0
+    assert (tmp_path / "run" / "result.json").exists()
+
+
+@pytest.mark.parametrize("variable", ["PEEL_PATIENCE", "WORLD_SIZE"])
+def test_a_variable_that_is_no_number_is_named(variable: str, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    variables = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", variable: "many"}
+    assert exit_code(command(line(tmp_path / "run"), said, **variables)) == 2
+    assert f"the variable {variable} is 'many': it must be a number above zero" in said.read_text()
+
+
+def test_a_rank_alone_does_not_make_a_run_silent(tmp_path: Path) -> None:
+    assert "original" in run(tmp_path / "said", "--output", str(tmp_path / "run"), RANK="1")

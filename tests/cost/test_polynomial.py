@@ -1,0 +1,197 @@
+"""Predicted costs against counts on built models and against the recounts of the paper's networks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import peel
+from helpers.graphs import traced_net, traced_zoo
+from helpers.nets import NETS, Chain, Flattened, Grouped, Net
+from peel.cost.count import count_macs
+from peel.cost.widths import make_divisible
+
+
+@st.composite
+def net_and_widths(draw: st.DrawFn) -> tuple[type[Net], dict[str, int]]:
+    kind = draw(st.sampled_from(NETS))
+    _, graph = traced_net(kind)
+    widths = {
+        name: step * draw(st.integers(1, 2 * width // step))
+        for (name, width), step in zip(graph.widths.items(), graph.steps.values(), strict=False)
+    }
+    return kind, widths
+
+
+@given(net_and_widths())
+def test_a_built_model_costs_exactly_what_was_predicted(case: tuple[type[Net], dict[str, int]]) -> None:
+    kind, widths = case
+    net, graph = traced_net(kind)
+    small = peel.slim(net, widths, graph=graph).eval()
+    assert count_macs(small, (torch.randn(1, *kind.shape),), {}) == graph.macs(widths)
+    assert sum(parameter.numel() for parameter in small.parameters()) == graph.params(widths)
+
+
+def test_costs_are_what_one_works_out_by_hand() -> None:
+    _, graph = traced_net(Chain)
+    # conv1: 8 filters of 3x3x3 at 8x8; conv2: 12 of 8x3x3 at 3x3; fc: 12 x 5
+    assert graph.macs_by_layer() == {"conv1": 8 * 27 * 64, "conv2": 12 * 72 * 9, "fc": 60}
+    assert graph.params() == (8 * 27 + 8) + 16 + (12 * 72 + 12) + 12 + (60 + 5)
+    _, graph = traced_net(Flattened)
+    assert graph.macs_by_layer({"conv": 2, "hidden": 3}) == {"conv": 2 * 27 * 16, "hidden": 32 * 3, "fc": 15}
+
+
+@pytest.mark.parametrize("kind", NETS, ids=lambda kind: kind.__name__)
+def test_layers_and_groups_add_up(kind: type[Net]) -> None:
+    _, graph = traced_net(kind)
+    for total, by_layer, by_group in (
+        (graph.macs(), graph.macs_by_layer(), graph.macs_by_group()),
+        (graph.params(), graph.params_by_layer(), graph.params_by_group()),
+    ):
+        assert sum(by_layer.values()) == total
+        assert sum(by_group.values()) == total
+
+
+def test_many_candidates_at_once_agree_with_one_at_a_time() -> None:
+    _, graph = traced_zoo("mobilenet_v2")
+    rows = np.random.default_rng(0).integers(1, 2000, size=(50, len(graph.widths)))
+    assert graph.macs_many(rows).tolist() == [graph.macs(dict(zip(graph.widths, map(int, row), strict=False))) for row in rows]
+    assert graph.params_many(rows).tolist() == [graph.params(dict(zip(graph.widths, map(int, row), strict=False))) for row in rows]
+    dicts = [graph.widths.scale(factor) for factor in (0.3, 0.7)]
+    assert graph.macs_many(dicts).tolist() == [graph.macs(widths) for widths in dicts]
+
+
+def test_many_candidates_are_checked_too() -> None:
+    _, graph = traced_net(Grouped)
+    with pytest.raises(peel.WidthsError, match="row 1: the width of reduce must be a positive multiple of 4, not 6"):
+        graph.macs_many(np.array([[12, 16], [6, 16]]))
+    with pytest.raises(peel.WidthsError, match="2 columns"):
+        graph.macs_many(np.ones((3, 5), dtype=int))
+
+
+@pytest.mark.parametrize(
+    ("widths", "message"),
+    [
+        ({"conv": 4}, "no tie is called 'conv'. Did you mean conv"),
+        ({"conv1": 0}, "conv1: the width must be at least 1, not 0"),
+        ({"conv1": -3}, "at least 1, not -3"),
+        ({"conv1": 2.5}, "whole number, not 2.5"),
+        ({"fc": 4}, "fc is fixed at 5 channels and cannot become 4"),
+    ],
+)
+def test_impossible_widths_are_named(widths: dict[str, int], message: str) -> None:
+    net, graph = traced_net(Chain)
+    for use in (graph.macs, graph.params, lambda w: peel.slim(net, w, graph=graph)):
+        with pytest.raises(peel.WidthsError, match=message):
+            use(widths)
+
+
+def test_a_fixed_tie_at_its_own_width_is_fine() -> None:
+    _, graph = traced_net(Chain)
+    assert graph.macs({"fc": 5}) == graph.macs()
+
+
+# Section "FLOPs of the paper": multiply-adds of convolutions and classifier at 224x224
+
+
+@pytest.mark.parametrize(
+    ("name", "conv", "classifier"),
+    [
+        ("resnet18", 1813.56, 0.51),
+        ("resnet50", 4087.14, 2.05),
+        ("mobilenet_v2", 299.49, 1.28),
+        ("mobilenet_v3_small", 54.90, 1.61),
+        ("efficientnet_b0", 384.53, 1.28),
+    ],
+)
+def test_the_papers_networks_cost_what_was_recounted(name: str, conv: float, classifier: float) -> None:
+    model, graph = traced_zoo(name)
+    linear = {layer for layer, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    by_layer = graph.macs_by_layer()
+    assert round(sum(macs for layer, macs in by_layer.items() if layer not in linear) / 1e6, 2) == conv
+    assert round(sum(macs for layer, macs in by_layer.items() if layer in linear) / 1e6, 2) == classifier
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "divisor", "millions"),
+    [
+        ("resnet18", 0.85, 8, 1359),
+        ("resnet18", 0.85, 1, 1322),
+        ("resnet18", 0.75, 8, 1042.6),
+        ("resnet50", 0.85, 8, 3003),
+        ("resnet50", 0.85, 1, 2968),
+        ("resnet50", 0.75, 8, 2323),
+        ("resnet50", 0.5, 8, 1052),
+        ("resnet50", 0.25, 8, 278),
+    ],
+)
+def test_uniform_resnets_of_the_papers_tables(name: str, factor: float, divisor: int, millions: float) -> None:
+    _, graph = traced_zoo(name)
+    macs = graph.macs(graph.widths.scale(factor, divisor=divisor)) / 1e6
+    assert round(macs, 1 if millions % 1 else 0) == millions
+
+
+def test_a_fixed_stem_would_have_been_visible() -> None:
+    _, graph = traced_zoo("resnet50")
+    assert round(graph.macs(graph.widths.scale(0.25, divisor=8, hold=["conv1"])) / 1e6) == 379
+
+
+@pytest.mark.parametrize(
+    ("factor", "divisor", "hold_last", "millions"),
+    [
+        (0.75, 8, True, 209.07),
+        (0.5, 8, True, 97.13),
+        (0.5, 8, False, 91.5),
+        (0.35, 8, True, 59.29),
+        (0.35, 8, False, 53.9),
+        (0.75, 1, True, 179),
+        (0.5, 1, True, 89),
+        (0.35, 1, True, 49),
+    ],
+)
+def test_uniform_mobilenets_of_the_papers_tables(factor: float, divisor: int, hold_last: bool, millions: float) -> None:
+    """Hidden layers are six times what they expand; the last convolution stays at 1280 where it is held."""
+    _, graph = traced_zoo("mobilenet_v2")
+    widths: dict[str, int] = {}
+    stream = 0
+    for name, width in graph.widths.items():
+        scaled = make_divisible(width * factor, divisor) if divisor > 1 else round(width * factor)
+        if name == "features.18.0":
+            widths[name] = width if hold_last else scaled
+        elif name.endswith(".conv.0.0"):
+            widths[name] = 6 * stream
+        else:
+            widths[name] = stream = scaled
+    digits = len(str(millions).partition(".")[2]) if isinstance(millions, float) else 0
+    assert round(graph.macs(widths) / 1e6, digits) == millions
+
+
+@pytest.mark.parametrize(
+    ("name", "hold", "square", "linear"),
+    [
+        ("resnet18", (), 1695.55, 118.53),
+        ("resnet50", (), 3969.12, 120.06),
+        ("mobilenet_v2", ("features.18.0",), 247.87, 51.62),
+        ("mobilenet_v2", (), 267.94, 32.83),
+    ],
+)
+def test_the_polynomial_of_a_whole_network(name: str, hold: tuple[str, ...], square: float, linear: float) -> None:
+    _, graph = traced_zoo(name)
+
+    def cost(factor: float) -> float:
+        units = [u if tie in hold else u * factor for tie, u in zip(graph.widths, graph.units(), strict=False)]
+        return graph.mac_cost.total(units) / 1e6
+
+    # Fit a w^2 + b w + c through three points.
+    a = (cost(2) - 2 * cost(1) + cost(0)) / 2
+    assert round(a, 2) == square
+    assert round(cost(1) - cost(0) - a, 2) == linear
+
+
+def test_activation_memory_shrinks_with_the_widths_and_is_at_least_one_layer() -> None:
+    _, graph = traced_zoo("resnet18")
+    assert graph.activation_bytes() >= 64 * 112 * 112 * 4
+    assert graph.activation_bytes(graph.widths.scale(0.5)) == pytest.approx(graph.activation_bytes() / 2, rel=0.2)

@@ -1,0 +1,170 @@
+"""Budgets: read as people write them, never exceeded, and used up."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import peel
+from helpers.graphs import traced_net, traced_zoo
+from helpers.nets import Chain, Grouped
+from peel.cost.budget import RESOURCES
+from peel.cost.rounding import cost_of, round_to_budget
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("1.1G", 1_100_000_000),
+        ("1.1g", 1_100_000_000),
+        ("87M", 87_000_000),
+        ("87 M", 87_000_000),
+        ("50%", 500),
+        ("50 %", 500),
+        ("12.5%", 125),
+        (0.5, 500),
+        ("0.5", 500),
+        (1.0, 1000),
+        ("100%", 1000),
+        (300, 300),
+        ("300", 300),
+        ("3k", 3000),
+        ("1_500", 1500),
+        ("1,500", 1500),
+        (2e9, 2_000_000_000),
+        ("1e3", 1000),
+        ("33.3333%", 333),
+    ],
+)
+def test_budgets_are_read_as_people_write_them(written: str | float, meant: int) -> None:
+    assert peel.parse_budget(written, original=1000) == meant
+
+
+@pytest.mark.parametrize(
+    "written", ["", "half", "5X", "-5M", "0%", 0, -1, 0.0, -0.5, 1.5, float("nan"), float("inf"), None, True, "1.1GG", [5], "1,5G"]
+)
+def test_what_is_not_a_budget_is_refused(written: object) -> None:
+    with pytest.raises(peel.BudgetError):
+        peel.parse_budget(written, original=1000)  # type: ignore[arg-type]
+
+
+NETWORKS = ["resnet18", "resnet50", "mobilenet_v2", "efficientnet_b0"]
+
+
+@given(st.sampled_from(NETWORKS), st.floats(0.05, 1.0), st.sampled_from(["macs", "params"]))
+def test_uniform_never_exceeds_the_budget_and_comes_within_a_thousandth(name: str, share: float, resource: str) -> None:
+    _, graph = traced_zoo(name)
+    count = getattr(graph, resource)
+    budget = int(count() * share)
+    cost = count(peel.uniform(graph, budget, resource=resource))
+    assert 0.999 * budget <= cost <= budget
+
+
+@given(st.sampled_from(NETWORKS), st.floats(0.1, 0.95), st.sampled_from([1, 4, 8, 16]), st.sampled_from(["macs", "params"]))
+def test_one_more_step_would_exceed_the_budget(name: str, share: float, divisor: int, resource: str) -> None:
+    _, graph = traced_zoo(name)
+    count = getattr(graph, resource)
+    budget = int(count() * share)
+    widths = peel.uniform(graph, budget, resource=resource, divisor=divisor)
+    assert count(widths) <= budget
+    for tie, width in widths.items():
+        if width + divisor <= graph.widths[tie]:
+            assert width % divisor == 0
+            assert count(widths.replace({tie: width + divisor})) > budget
+
+
+@given(st.sampled_from(NETWORKS), st.floats(0.1, 1.0))
+def test_uniform_is_uniform(name: str, share: float) -> None:
+    _, graph = traced_zoo(name)
+    widths = peel.uniform(graph, share)
+    factors = [width / graph.widths[tie] for tie, width in widths.items() if graph.widths[tie] >= 64]
+    assert max(factors) - min(factors) < 0.06
+
+
+@given(st.sampled_from(["cifar_resnet20", "cifar_resnet56"]), st.floats(0.02, 1.0))
+@example("cifar_resnet20", 0.03125)
+@example("cifar_resnet20", 0.99999)
+def test_small_networks_come_within_a_thousandth_too(name: str, share: float) -> None:
+    """Or within the smallest step there is: just below the whole network, one channel less of any tie may be more than a thousandth."""
+    _, graph = traced_zoo(name)
+    budget = int(graph.macs() * share)
+    channel = min(graph.macs() - graph.macs({tie: width - graph.steps[tie]}) for tie, width in graph.widths.items())
+    assert (
+        budget - max(0.001 * budget, channel if budget > graph.macs() - channel else 0) <= graph.macs(peel.uniform(graph, budget)) <= budget
+    )
+
+
+def test_memory_is_a_resource_too() -> None:
+    _, graph = traced_zoo("resnet18")
+    widths = peel.uniform(graph, "60%", resource="memory")
+    assert 0.9 * 0.6 * graph.activation_bytes() < graph.activation_bytes(widths) <= 0.6 * graph.activation_bytes()
+
+
+def test_the_whole_budget_gives_the_original_back() -> None:
+    _, graph = traced_zoo("resnet18")
+    assert peel.uniform(graph, "100%") == graph.widths
+
+
+def test_held_ties_stay() -> None:
+    _, graph = traced_zoo("mobilenet_v2")
+    widths = peel.uniform(graph, "87M", hold=["features.18.0"])
+    assert widths["features.18.0"] == 1280
+    assert 0.999 * 87e6 <= graph.macs(widths) <= 87e6
+
+
+def test_steps_of_grouped_convolutions_are_kept() -> None:
+    _, graph = traced_net(Grouped)
+    for share in (0.3, 0.5, 0.8):
+        assert all(width % 4 == 0 for width in peel.uniform(graph, share).values())
+
+
+def test_layers_may_grow_when_asked_to() -> None:
+    _, graph = traced_net(Chain)
+    widths = peel.uniform(graph, 2 * graph.macs(), cap=None)
+    assert widths["conv1"] > 8
+    assert 1.9 * graph.macs() < graph.macs(widths) <= 2 * graph.macs()
+
+
+def test_rounding_keeps_a_lower_bound() -> None:
+    _, graph = traced_zoo("resnet18")
+    floor = peel.uniform(graph, "40%")
+    ideal = {tie: width * 1.2 if tie.startswith("layer4") else float(width) for tie, width in floor.items()}
+    widths = round_to_budget(graph, ideal, "50%", at_least=floor)
+    assert all(widths[tie] >= floor[tie] for tie in floor)
+    assert 0.999 * 0.5 * graph.macs() <= graph.macs(widths) <= 0.5 * graph.macs()
+
+
+@pytest.mark.parametrize("budget", ["0.0001%", 10])
+def test_a_budget_below_the_smallest_network_says_what_is_reachable(budget: str | int) -> None:
+    _, graph = traced_zoo("resnet18")
+    smallest = graph.macs(graph.steps)
+    with pytest.raises(peel.BudgetError, match=f"{smallest:,}"):
+        peel.uniform(graph, budget)
+
+
+def test_a_budget_above_the_original_says_what_is_reachable() -> None:
+    _, graph = traced_zoo("resnet18")
+    with pytest.raises(peel.BudgetError, match=r"1,814,073,344.*cap=None"):
+        peel.uniform(graph, "5G")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"resource": "flops"}, "macs, params, memory"),
+        ({"divisor": 0}, "divisor"),
+        ({"divisor": 2.5}, "divisor"),
+        ({"hold": ["conv"]}, "Did you mean conv1"),
+        ({"cap": 0}, "cap"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, object], message: str) -> None:
+    _, graph = traced_zoo("resnet18")
+    with pytest.raises(peel.BudgetError, match=message):
+        peel.uniform(graph, "50%", **options)  # type: ignore[arg-type]
+
+
+def test_every_resource_has_a_cost() -> None:
+    _, graph = traced_net(Chain)
+    assert all(cost_of(graph, resource)(graph.units()) > 0 for resource in RESOURCES)

@@ -1,0 +1,193 @@
+"""What users of the command and of `peel.prune` ran into."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import peel
+from helpers.small import Small, few_digits, same_weights, small_run
+from peel.cli.main import main
+from peel.data.in_memory import Resident
+
+OWN = """
+from torch import nn
+from helpers.small import Small
+
+def grey():
+    model = Small()
+    model.conv1 = nn.Conv2d(1, 8, 3, padding=1, bias=False)
+    return model
+"""
+
+SHORT = ["--train.epochs", "1", "--search.epochs", "1", "--quiet", "--device", "cpu"]
+
+
+@pytest.mark.parametrize("resource", ["macs", "params", "memory"])
+def test_every_resource_goes_through_to_the_page(resource: str, tmp_path: Path) -> None:
+    result = small_run(resource=resource, output=tmp_path / "run", budget="60%")
+    assert result.plan is not None
+    assert result.plan[resource] <= result.plan["budget"]
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_plan_that_costs_more_than_the_budget_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(peel.BudgetError, match="the given plan costs"):
+        small_run(plan=dict(peel.trace(Small(), torch.zeros(1, 3, 8, 8)).widths), budget="50%", output=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_that_another_run_began_with_other_settings_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEEL_FAULT", "4:nan")
+    with pytest.raises(peel.DivergedError):
+        small_run(teacher=tmp_path / "teacher", output=tmp_path / "a")
+    monkeypatch.setenv("PEEL_FAULT", "")
+    with pytest.raises(peel.RunError, match="seed: 0 -> 7"):
+        small_run(teacher=tmp_path / "teacher", output=tmp_path / "b", seed=7)
+    small_run(teacher=tmp_path / "teacher", output=tmp_path / "c")
+
+
+def test_a_finished_teacher_keeps_its_time_and_place_in_the_table(tmp_path: Path) -> None:
+    first = small_run(teacher=tmp_path / "teacher", output=tmp_path / "a")
+    second = small_run(teacher=tmp_path / "teacher", output=tmp_path / "b")
+    assert first.rows[0] == second.rows[0]
+    assert Path(first.rows[0]["file"]).exists()
+
+
+def test_steps_can_be_added_later(tmp_path: Path) -> None:
+    assert small_run(steps=["backbone", "plan"], output=tmp_path / "run").model is None
+    assert small_run(output=tmp_path / "run").model is not None
+
+
+def test_a_named_teacher_needs_no_step_of_its_own(tmp_path: Path) -> None:
+    result = small_run(steps=["backbone", "plan", "peel"], teacher=Small())
+    assert [row["name"] for row in result.rows] == ["peel"]
+    assert "distillation" in result.history["peel"][-1].train
+
+
+def test_a_backbone_of_ones_own_widths(tmp_path: Path) -> None:
+    widths = {"conv1": 3, "conv2": 4, "conv3": 5, "conv4": 6}
+    result = small_run(start=widths, steps=["backbone", "plan"], distill="none")
+    assert result.plan is not None
+    assert result.plan["backbone"]["widths"] == widths
+    (tmp_path / "widths.json").write_text(json.dumps(widths))
+    again = small_run(start=str(tmp_path / "widths.json"), steps=["backbone", "plan"], distill="none")
+    assert again.plan == result.plan
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"policy": "random", "cap": 1.0}, "no use for cap"),
+        ({"policy": "uniform", "rounds": 2}, "leave out rounds"),
+        ({"distill": "none", "kd_weight": 0.5}, "no use without a teacher"),
+        ({"hard_weight": 0.5}, "belongs to in-place"),
+        ({"criterion": ["bn"]}, "criterion is one of"),
+        ({"ignore": "nrm*"}, "no layer that is measured matches 'nrm\\*'"),
+        ({"ignore": "*"}, "matches every layer"),
+    ],
+)
+def test_settings_without_effect_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(peel.ConfigError, match=message):
+        small_run(**settings)
+
+
+def test_frozen_weights_are_trained_where_a_network_starts_from_scratch() -> None:
+    model = Small().requires_grad_(False)
+    result = small_run(model, steps=["original", "backbone", "plan", "peel"])
+    assert result.model is not None
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert result.history["peel"][-1].train["loss"] < result.history["peel"][0].train["loss"]
+
+
+def test_the_run_says_how_to_feed_the_network(tmp_path: Path) -> None:
+    small_run(output=tmp_path / "run", steps=["original"])
+    told = json.loads((tmp_path / "run" / "settings.json").read_text())["resolved"]["input"]
+    assert told["classes"] == list(few_digits().classes)
+    assert (told["mean"], told["std"]) == (list(few_digits().train.mean), list(few_digits().train.std))
+
+
+def test_fed_as_its_file_says_the_slim_network_has_the_reported_accuracy(tmp_path: Path) -> None:
+    result = small_run(output=tmp_path / "run")
+    network = peel.load(tmp_path / "run" / "slim", model=Small()).eval()
+    told = network.peel_record["input"]
+    assert told["classes"] == list(few_digits().classes)
+    test = few_digits().test
+    assert isinstance(test, Resident)
+    pixels = test.pixels.permute(0, 3, 1, 2) / 255
+    assert list(pixels.shape[1:]) == told["shape"]
+    scale = [torch.tensor(told[name])[:, None, None] for name in ("mean", "std")]
+    with torch.no_grad():
+        right = network((pixels - scale[0]) / scale[1]).argmax(1) == test.labels
+    assert right.float().mean().item() == pytest.approx(result.rows[-1]["top1"])
+
+
+def test_modes_of_the_callers_layers_stay() -> None:
+    model = Small().train()
+    model.norm2.eval()
+    small_run(model, steps=["backbone", "plan"], distill="none")
+    assert model.training
+    assert not model.norm2.training
+
+
+def test_a_model_that_returns_no_tensor_is_told_so() -> None:
+    class Odd(Small):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+            return {"scores": super().forward(x)}
+
+    with pytest.raises(peel.PeelError):
+        small_run(Odd())
+
+
+def test_own_models_may_be_grey_and_take_no_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own_grey.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "own_grey.py:grey", "--output", "run", "--steps", "original", "--distill", "none", *SHORT]) == 0
+    assert json.loads(Path("run/settings.json").read_text())["resolved"]["image_shape"] == [1, 8, 8]
+
+
+def test_a_signal_outside_training_stops_at_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "peel", "run", "--criterion", "legr", "--evaluations", "100000", "--steps", "backbone,plan", *SHORT]
+    process = subprocess.Popen(
+        [*command, "--distill", "none", "--output", str(tmp_path / "run")], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    while not (tmp_path / "run" / "stages" / "backbone.record.json").exists():
+        time.sleep(0.2)
+        assert process.poll() is None
+    process.terminate()
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert b"Go on with the same command" in error
+
+
+def test_pull_is_that_of_all_rounds_together(tmp_path: Path) -> None:
+    small_run(pull=2.0, rounds=2, search={"epochs": 2}, output=tmp_path / "run", steps=["backbone", "plan"], distill="none")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    recipe = json.loads((tmp_path / "run" / "settings.json").read_text())["resolved"]["search"]
+    from peel.train.recipe import Recipe
+
+    steps = 200 // recipe["batch_size"]
+    rates = sum(Recipe(**{**recipe, "milestones": (), "epochs": epochs}).rate_sum(steps) for epochs in (2, 1))
+    assert {line["stage"] for line in lines} == {"backbone", "backbone-2"}
+    assert plan["penalty"] * rates / (1 - recipe["momentum"]) == pytest.approx(2.0)
+
+
+def test_runs_in_several_threads_have_the_bits_of_runs_one_after_the_other() -> None:
+    with ThreadPoolExecutor() as pool:
+        seeds = [0, 1, 0]
+        found = [result.model for result in pool.map(lambda seed: small_run(seed=seed), seeds)]
+    for seed, model in zip(seeds, found, strict=True):
+        assert model is not None
+        alone = small_run(seed=seed).model
+        assert alone is not None
+        assert same_weights(model, alone)

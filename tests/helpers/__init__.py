@@ -1,0 +1,1 @@
+"""Networks, data, processes and commands that tests share."""

@@ -1,0 +1,148 @@
+"""Networks and data so small that a whole run takes less than a second."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from peel.data.datasets import Data, load_data
+from peel.run.callbacks import Silent
+from peel.run.prune import prune
+from peel.run.result import Result
+from peel.train.engine import Engine
+from peel.train.history import Epoch
+from peel.train.loop import fit
+from peel.train.objective import CrossEntropy
+from peel.train.recipe import Recipe
+
+CPU = Engine(torch.device("cpu"))
+
+#: Two epochs of three steps for every network, one for the backbone.
+SHORT: dict[str, Any] = {"train": {"epochs": 2, "batch_size": 64}, "search": {"epochs": 1}}
+
+
+class Small(nn.Module):
+    """Four ties in two groups of resolution."""
+
+    def __init__(self, num_classes: int = 10, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(8)
+        self.conv2 = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(8)
+        self.conv3 = nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False)
+        self.norm3 = nn.BatchNorm2d(16)
+        self.conv4 = nn.Conv2d(16, 16, 3, padding=1, bias=False)
+        self.norm4 = nn.BatchNorm2d(16)
+        self.dropout = nn.Dropout(dropout)
+        self.fc = nn.Linear(16, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(self.conv1(x)).relu()
+        x = self.norm2(self.conv2(x)).relu()
+        x = self.norm3(self.conv3(x)).relu()
+        x = self.norm4(self.conv4(x)).relu()
+        return self.fc(self.dropout(x.mean((2, 3))))
+
+
+#: A plan for it, as from elsewhere: all of them odd.
+WIDTHS = {"conv1": 5, "conv2": 3, "conv3": 11, "conv4": 7}
+
+
+class Dropping(Small):
+    def __init__(self) -> None:
+        super().__init__(dropout=0.5)
+
+
+class Restless(Dropping):
+    """Draws from Python and numpy too, and has a buffer that is no part of its state but moves in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("contrast", torch.ones(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.contrast.mul_(0.9).add_(0.1 * x.std())
+            x = x * (0.8 + 0.2 * random.random() + 0.2 * np.random.random())
+        return super().forward(x / (self.contrast + 0.5))
+
+
+class Pooled(Small):
+    """Its last norm layer has one value per channel of an image."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__(num_classes)
+        self.last = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm2(self.conv2(self.norm1(self.conv1(x)).relu())).relu()
+        x = self.norm4(self.conv4(self.norm3(self.conv3(x)).relu())).relu()
+        return self.fc(self.last(x.mean((2, 3))))
+
+
+class Slow(Small):
+    """Each step of its training takes as many seconds as PAUSE says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            time.sleep(float(os.environ.get("PAUSE", "0")))
+        return super().forward(x)
+
+
+@functools.cache
+def few_digits(train: int = 200, test: int = 90) -> Data:
+    """The first of the embedded digits."""
+    whole = load_data("digits")
+    return replace(whole, train=whole.train.subset(torch.arange(train)), test=whole.test.subset(torch.arange(test)))
+
+
+def small_run(model: nn.Module | None = None, data: Data | None = None, **settings: Any) -> Result:
+    """A whole run on a small network and few digits."""
+    return prune(model if model is not None else Small(), data if data is not None else few_digits(), **{**SHORT, **settings})
+
+
+class Counting(Silent):
+    """Counts the steps of training in each stage."""
+
+    def __init__(self) -> None:
+        self.steps: dict[str, int] = {}
+        self.said: list[str] = []
+        self.name = ""
+
+    def stage(self, name: str, what: str) -> None:
+        self.name = name
+        self.said.append(what)
+
+    def step(self, done: int, total: int, images: int) -> None:
+        self.steps[self.name] = self.steps.get(self.name, 0) + 1
+
+
+def same_weights(first: nn.Module, second: nn.Module) -> bool:
+    """Whether two networks have the same tensors, to the bit."""
+    mine, theirs = first.state_dict(), second.state_dict()
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+#: A training of twelve steps without anything special.
+PLAIN = Recipe(epochs=3, batch_size=50, lr=0.05, augment="none", label_smoothing=0.0)
+
+
+def fresh(seed: int = 0, **settings: Any) -> Small:
+    torch.manual_seed(seed)
+    return Small(**settings)
+
+
+def trained(recipe: Recipe = PLAIN, seed: int = 0, model: nn.Module | None = None, **settings: Any) -> tuple[nn.Module, list[Epoch]]:
+    model = model if model is not None else fresh()
+    history = fit(model, CrossEntropy(recipe.label_smoothing), few_digits().train, recipe, engine=CPU, seed=seed, **settings)
+    return model, history

@@ -1,0 +1,81 @@
+"""Networks and images to measure importance on, and its numbers in a form that is easy to compare."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import peel
+from helpers.nets import Net
+from peel.data.in_memory import Resident
+from peel.steps.criteria import find_criterion
+from peel.steps.importance import Criterion, Importance, Measured, Subject, summarise
+from peel.train.engine import Engine
+from peel.train.objective import CrossEntropy
+
+CPU = Engine(torch.device("cpu"))
+
+
+def images(count: int, shape: tuple[int, ...] = (3, 8, 8), seed: int = 0, classes: int = 5) -> Resident:
+    chance = torch.Generator().manual_seed(seed)
+    channels, height, width = shape
+    pixels = torch.randint(256, (count, height, width, channels), generator=chance, dtype=torch.uint8)
+    return Resident(pixels, torch.randint(classes, (count,), generator=chance), (0.5,) * channels, (0.3,) * channels)
+
+
+def seen(split: Resident) -> tuple[Tensor, Tensor]:
+    """All images of a split as a network sees them, and their labels."""
+    return (split.pixels.permute(0, 3, 1, 2) / 255 - 0.5) / 0.3, split.labels
+
+
+def subject(
+    net: nn.Module,
+    groups: dict[str, list[str]] | None = None,
+    train: Resident | None = None,
+    held_out: Resident | None = None,
+    seed: int = 0,
+    shape: tuple[int, ...] = (3, 8, 8),
+) -> Subject:
+    graph = peel.trace(net, torch.randn(1, *shape))
+    train = images(16, shape) if train is None else train
+    return Subject(net, graph if groups is None else graph.regroup(groups), train, held_out or train, CrossEntropy(), CPU, seed)
+
+
+def importance(criterion: str | Criterion, of: Subject, reduce: str = "mean") -> Importance:
+    chosen = find_criterion(criterion) if isinstance(criterion, str) else criterion
+    return summarise(chosen.measure(of), of.graph, reduce)
+
+
+def per_tie(found: list[Measured]) -> dict[tuple[str, str], list[float]]:
+    return {(item.tie, item.layer): item.values.tolist() for item in found}
+
+
+def filled(parameter: Tensor, values: list[float] | float) -> None:
+    with torch.no_grad():
+        parameter.copy_(torch.tensor(values).expand(parameter.shape))
+
+
+class Rivals(Net):
+    """Two branches side by side: one has large filters, the other small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.loud, self.quiet, self.fc = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1), nn.Linear(16, 5)
+        with torch.no_grad():
+            self.loud.weight.mul_(10)
+            self.quiet.weight.mul_(0.5)
+            self.fc.weight[:, :8] *= 0.3
+            self.fc.weight[:, 8:] *= 20
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat([F.relu(self.loud(x)), F.relu(self.quiet(x))], 1))
+
+    def answers(self, x: Tensor, branch: str) -> Tensor:
+        """What the network would say with one branch only."""
+        twin = copy.deepcopy(self)
+        twin.fc.weight.data[:, slice(8, 16) if branch == "loud" else slice(0, 8)] = 0
+        return twin(x).argmax(1)

@@ -1,0 +1,15 @@
+"""Imported by the server that test processes are forked from: a run that trains nothing, so that little is left to import and to build.
+
+Nothing may be trained here: the threads of a backward pass do not survive a fork.
+"""
+
+import tempfile
+
+import torch
+
+from helpers import killing  # noqa: F401
+from helpers.small import Dropping, Small, small_run
+
+torch.set_num_threads(1)
+with tempfile.TemporaryDirectory() as folder:
+    small_run(Dropping(), teacher=Small(), steps=["original"], output=f"{folder}/run")

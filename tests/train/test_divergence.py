@@ -1,0 +1,126 @@
+"""Losses that are no numbers any more: noticed, explained, and gone back from."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.small import CPU, PLAIN, few_digits, fresh, same_weights, trained
+from peel.data.batch import Batch
+from peel.data.datasets import Split
+from peel.errors import DivergedError
+from peel.train.checkpoint import Checkpoints
+from peel.train.loop import fit
+from peel.train.objective import CrossEntropy, Losses
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# Divergence
+
+
+class Poisoned:
+    """The training images, with a batch that holds no numbers at one step of one epoch."""
+
+    def __init__(self, split: Split, batch: int, epoch: int) -> None:
+        self.split, self.batch, self.epoch, self.seen = split, batch, epoch, 0
+        self.size, self.labels, self.shape = split.size, split.labels, split.shape
+
+    def batches(self, *arguments: Any) -> Any:
+        turn, self.seen = self.seen, self.seen + 1
+        for number, batch in enumerate(self.split.batches(*arguments)):
+            yield batch._replace(images=batch.images * math.nan) if (turn, number) == (self.epoch, self.batch) else batch
+
+
+@pytest.mark.parametrize("seconds", [600.0, 0.0])
+def test_a_loss_that_is_no_number_stops_the_training_and_keeps_the_last_good_checkpoint(seconds: float, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, "peel")
+    poisoned: Any = Poisoned(few_digits().train, 1, 1)
+    with pytest.raises(DivergedError, match=r"\(epoch 2, step \d\).*kept in .*lower lr"):
+        fit(
+            fresh(), CrossEntropy(), poisoned, PLAIN, engine=CPU, seed=0, test=few_digits().test,
+            checkpoints=checkpoints, checkpoint_seconds=seconds,
+        )  # fmt: skip
+    state = checkpoints.newest()
+    assert state is not None
+    assert (state["epoch"], state["step"]) == (1, 0 if seconds else 1)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in state["model"].values())
+    # The images mended, the same call ends as if nothing had happened.
+    mended, history = trained(checkpoints=checkpoints)
+    straight, _ = trained()
+    assert len(history) == 3
+    assert same_weights(mended, straight)
+
+
+def test_a_last_step_that_breaks_the_weights_is_noticed_although_its_loss_was_a_number(tmp_path: Path) -> None:
+    """The loss of a step is computed before its weights change: the damage of the last one shows in no loss of the epoch."""
+
+    class Breaking(CrossEntropy):
+        calls = 0
+
+        def __call__(self, model: nn.Module, batch: Batch) -> Losses:
+            Breaking.calls += 1
+            losses = super().__call__(model, batch)
+            # The square root of zero: a finite value with an infinite gradient.
+            bad = (model.get_parameter("fc.bias") * 0).abs().sqrt().sum() if Breaking.calls == 8 else 0.0
+            return Losses(losses.total + bad, losses.terms, losses.scores)
+
+    checkpoints = Checkpoints(tmp_path, "peel")
+    with pytest.raises(DivergedError, match="epoch 2, step 4"):
+        fit(fresh(), Breaking(), few_digits().train, replace(PLAIN, epochs=2), engine=CPU, seed=0, checkpoints=checkpoints)
+    state = checkpoints.newest()
+    assert state is not None
+    assert state["epoch"] == 1
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in state["model"].values())
+
+
+def test_a_loss_that_is_no_number_is_noticed_although_the_weights_are() -> None:
+    class Undefined(CrossEntropy):
+        def __call__(self, model: nn.Module, batch: Batch) -> Losses:
+            losses = super().__call__(model, batch)
+            return Losses(losses.total + math.inf, losses.terms, losses.scores)
+
+    with pytest.raises(DivergedError):
+        fit(fresh(), Undefined(), few_digits().train, PLAIN, engine=CPU, seed=0)
+
+
+def test_a_rate_far_too_high_is_an_error_not_a_result() -> None:
+    with pytest.raises(DivergedError):
+        trained(replace(PLAIN, lr=1e18, warmup_epochs=0))
+
+
+# Going back after a divergence
+
+
+def test_a_training_that_diverged_goes_back_and_on_with_half_the_rate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recipe = replace(PLAIN, epochs=4, retries=1)
+    split: Any = Poisoned(few_digits().train, 2, 2)
+    model = fresh()
+    with caplog.at_level(logging.WARNING, "peel"):
+        history = fit(model, CrossEntropy(), split, recipe, engine=CPU, seed=0, checkpoints=Checkpoints(tmp_path, "a"))
+    assert "on with 0.5 of the rate" in caplog.text
+    assert [epoch.extra.get("slower") for epoch in history] == [None, None, 0.5, 0.5]
+    assert history[2].lr == pytest.approx(0.5 * recipe.rate(11, 4))
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+
+
+def test_it_goes_back_to_its_beginning_where_nothing_was_kept_yet(tmp_path: Path) -> None:
+    split: Any = Poisoned(few_digits().train, 1, 0)
+    fit(fresh(), CrossEntropy(), split, replace(PLAIN, epochs=1, retries=1), engine=CPU, seed=0, checkpoints=Checkpoints(tmp_path, "a"))
+
+
+def test_it_goes_back_only_as_often_as_it_was_asked_to(tmp_path: Path) -> None:
+    class Never(CrossEntropy):
+        def __call__(self, model: nn.Module, batch: Batch) -> Losses:
+            return super().__call__(model, batch._replace(images=batch.images * math.nan))
+
+    checkpoints = Checkpoints(tmp_path, "a")
+    with pytest.raises(DivergedError):
+        fit(fresh(), Never(), few_digits().train, replace(PLAIN, retries=2), engine=CPU, seed=0, checkpoints=checkpoints)
