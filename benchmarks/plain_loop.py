@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
-from peel.data.in_memory import Resident
+from peel.data.in_memory import InMemoryImages
 from peel.train.recipe import Recipe
 
 
 def plain_loop(
-    model: nn.Module, images: Resident, recipe: Recipe, device: torch.device, seed: int, workers: int, steps: int | None
+    model: nn.Module, images: InMemoryImages, recipe: Recipe, device: torch.device, seed: int, workers: int, steps: int | None
 ) -> Iterator[tuple[float, float]]:
     """Loss and seconds of each step of an ordinary loop: what a script looks like that was not made to be fast."""
     size = images.shape[1]
@@ -71,7 +71,7 @@ def _decayed(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
 
 
 class _Pictures(Dataset[tuple[Tensor, int]]):
-    def __init__(self, images: Resident, transform: Callable[[Any], Tensor]) -> None:
+    def __init__(self, images: InMemoryImages, transform: Callable[[Any], Tensor]) -> None:
         self.pixels, self.labels, self.transform = images.pixels.cpu().numpy(), images.labels.tolist(), transform
 
     def __len__(self) -> int:

@@ -39,18 +39,18 @@ from torch import Tensor, nn
 import peel
 from peel import zoo
 from peel.data.datasets import Data, load_data
-from peel.data.image_folder import Folder, Paths, find_images
-from peel.data.in_memory import Resident
+from peel.data.image_folder import ImageFolder, Paths, find_images
+from peel.data.in_memory import InMemoryImages
 from peel.data.view import View
 from peel.steps.distillation import Distillation
-from peel.steps.importance import Penalised
+from peel.steps.importance import WithL1
 from peel.surgery.fast_widths import fast_widths
 from peel.surgery.padding import pad
-from peel.train.engine import Engine, find_engine
+from peel.train.engine import Engine, make_engine
 from peel.train.loop import evaluate, fit
 from peel.train.objective import CrossEntropy, Objective
 from peel.train.recipe import Recipe
-from peel.train.teacher_cache import Taught, remember_answers
+from peel.train.teacher_cache import CachedTeacher, make_logit_cache
 from plain_loop import plain_loop
 from stopwatch import replayed, timed
 
@@ -91,7 +91,7 @@ def main() -> None:
     if options.render is not None:
         render(options.results, options.render)
         return
-    engine = find_engine(options.device, compile="off", workers=options.workers)
+    engine = make_engine(options.device, compile="off", workers=options.workers)
     torch.backends.cudnn.benchmark = options.tuned
     bench = Bench(engine, options)
     print(f"{engine.description}, torch {torch.__version__}", flush=True)
@@ -136,24 +136,24 @@ class Bench:
                     rate = self.loop(zoo.create(name, num_classes=10), objective, split, batch, engine=compiling)
                     self.say("small", f"{name}: loop, compiled, {what}", rate, of_compiled_ceiling=rate / highest)
 
-    def stages(self, name: str, images: Resident) -> dict[str, tuple[Objective, Any]]:
+    def stages(self, name: str, images: InMemoryImages) -> dict[str, tuple[Objective, Any]]:
         """The losses of the stages, with the images that each of them sees."""
         graph = peel.trace(zoo.create(name, num_classes=10), torch.zeros(1, 3, 32, 32))
         teacher = self.engine.prepare(zoo.create(name, num_classes=10)).eval().requires_grad_(False)
         taught = Distillation(CrossEntropy(0.1), teacher)
-        answers = remember_answers(teacher, images, "crop-flip", 10, self.engine)
+        answers = make_logit_cache(teacher, images, "crop-flip", 10, self.engine)
         assert answers is not None
         return {
             "labels": (CrossEntropy(0.1), images),
-            "labels and L1 term": (Penalised(CrossEntropy(0.1), graph.scales, 1e-4), images),
-            "teacher from its table": (taught, Taught(images, answers)),
+            "labels and L1 term": (WithL1(CrossEntropy(0.1), graph.scales, 1e-4), images),
+            "teacher from its table": (taught, CachedTeacher(images, answers)),
             "teacher online": (taught, images),
         }
 
     def loop(self, model: nn.Module, objective: Objective, split: Any, batch: int, epochs: int = 3, engine: Engine | None = None) -> float:
         """Images per second of the real loop, in its last epoch; a table of answers is filled for it before, as for a second student."""
-        recipe = Recipe(epochs=epochs, batch_size=batch, lr=0.1, augment="imagenet" if isinstance(split, Folder) else "crop-flip")
-        if isinstance(split, Taught):
+        recipe = Recipe(epochs=epochs, batch_size=batch, lr=0.1, augment="imagenet" if isinstance(split, ImageFolder) else "crop-flip")
+        if isinstance(split, CachedTeacher):
             next(iter(split.batches(torch.arange(split.size), batch, View.of_epoch(recipe.augment, 0, epochs - 1), self.engine.device)))
         history = fit(model, objective, split, recipe, engine=engine or self.engine, seed=0)
         return history[-1].images_per_second
@@ -181,7 +181,7 @@ class Bench:
             return batch / timed(step, 2, 1, device)
         return batch / timed(replayed(step, device), 10, steps, device)
 
-    def plain(self, model: nn.Module, images: Resident, batch: int, steps: int = 20) -> float:
+    def plain(self, model: nn.Module, images: InMemoryImages, batch: int, steps: int = 20) -> float:
         """As in torchvision's reference script: worker processes, transforms image by image, float32, a look at the loss each step."""
         epochs = plain_loop(
             model, images, Recipe(epochs=1, batch_size=batch, lr=0.1), self.engine.device, 0, self.engine.workers, steps + 5
@@ -325,7 +325,7 @@ class Bench:
                 ratios = {"of_ceiling": rate / ceiling, "of_decoding": rate / decoded, "of_the_lower": rate / min(ceiling, decoded)}
                 self.say("large", f"resnet50: loop{word} ({limit})", rate, **ratios)
 
-    def files(self, place: Path, size: int) -> Folder:
+    def files(self, place: Path, size: int) -> ImageFolder:
         """Photographs of about ImageNet's size, as files, each several times in the list."""
         from peel.data.datasets import IMAGENET_MEAN, IMAGENET_STD
 
@@ -334,9 +334,9 @@ class Bench:
             list(pool.map(draw_photograph, [(place, number) for number in range(count)], chunksize=8))
         paths, labels, _ = find_images(place)
         times = max(1, self.options.reads // count)
-        return Folder(Paths(paths * times), torch.tensor(labels * times), (3, size, size), IMAGENET_MEAN, IMAGENET_STD)
+        return ImageFolder(Paths(paths * times), torch.tensor(labels * times), (3, size, size), IMAGENET_MEAN, IMAGENET_STD)
 
-    def decoding(self, split: Folder, batch: int) -> float:
+    def decoding(self, split: ImageFolder, batch: int) -> float:
         """Images per second that the worker processes make for someone who takes them at once, after the first of a hundred batches."""
         order = torch.randperm(split.size)[: 100 * batch]
         batches = split.batches(order, batch, View.of_epoch("imagenet", 0, 0), self.engine.device, self.engine.workers)
@@ -367,7 +367,7 @@ class Bench:
             note("fast", [epoch.train["loss"] for epoch in history], model)
             model.load_state_dict(weights)
             steps = data.train.size // recipe.batch_size
-            assert isinstance(data.train, Resident)
+            assert isinstance(data.train, InMemoryImages)
             each = [loss for loss, _ in plain_loop(model, data.train, recipe, self.engine.device, seed, self.engine.workers, None)]
             note("plain", [statistics.mean(each[i : i + steps]) for i in range(0, len(each), steps)], model)
         for what, kinds in found.items():
@@ -389,7 +389,7 @@ class Bench:
         data = self.cifar("repeats")
         speeds: dict[str, float] = {}
         for what in ("by default", "with --deterministic"):
-            engine = self.engine if what == "by default" else find_engine(self.options.device, deterministic=True)
+            engine = self.engine if what == "by default" else make_engine(self.options.device, deterministic=True)
             for name in ("cifar_resnet18", "cifar_vgg16_bn", "cifar_mobilenet_v2"):
                 (first, score, speed), (second, other_score, _) = (self.trained(name, data, engine) for _ in range(2))
                 apart = float((first - second).norm() / first.norm())
@@ -432,10 +432,10 @@ def render(results: Path, target: Path) -> None:
     target.write_text(page)
 
 
-def noise(count: int, size: int) -> Resident:
+def noise(count: int, size: int) -> InMemoryImages:
     chance = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, generator=chance)
-    return Resident(pixels, torch.randint(0, 10, (count,), generator=chance), (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+    return InMemoryImages(pixels, torch.randint(0, 10, (count,), generator=chance), (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
 
 
 def draw_photograph(task: tuple[Path, int]) -> None:

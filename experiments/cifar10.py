@@ -86,18 +86,18 @@ def load(options: argparse.Namespace) -> Any:
     import torch
 
     from peel.data.datasets import Data, load_data
-    from peel.data.in_memory import Resident
+    from peel.data.in_memory import InMemoryImages
 
     kept = options.teachers / "images.pt"
     if not kept.exists():
         data = load_data(options.data)
         options.teachers.mkdir(parents=True, exist_ok=True)
-        assert isinstance(data.train, Resident)
-        assert isinstance(data.test, Resident)
+        assert isinstance(data.train, InMemoryImages)
+        assert isinstance(data.test, InMemoryImages)
         splits = [(split.pixels, split.labels) for split in (data.train, data.test)]
         torch.save({"classes": list(data.classes), "splits": splits, "mean": data.train.mean, "std": data.train.std}, kept)
     stored = torch.load(kept)
-    train, test = (Resident(pixels, labels, tuple(stored["mean"]), tuple(stored["std"])) for pixels, labels in stored["splits"])
+    train, test = (InMemoryImages(pixels, labels, tuple(stored["mean"]), tuple(stored["std"])) for pixels, labels in stored["splits"])
     return Data("cifar10", tuple(stored["classes"]), train, test, "crop-flip")
 
 
@@ -147,7 +147,7 @@ def run_cell(options: argparse.Namespace, budget: str, seed: int) -> None:
         if name == "uniform":
             network = zoo.create(options.net, num_classes=len(data.classes))
             graph = peel.trace(network, torch.zeros(1, *data.shape))
-            widths, plan = peel.uniform(graph, budget, hold=zoo.HELD.get(network.peel_source["zoo"], ())), {}
+            widths, plan = peel.uniform(graph, budget, freeze=zoo.FROZEN.get(network.peel_source["zoo"], ())), {}
         elif (budget, seed, name) in plans:
             plan = plans[budget, seed, name]
             widths = plan["widths"]

@@ -27,15 +27,15 @@ BUDGETS = {
 
 def table(name: str) -> list[str]:
     model = zoo.create(name)
-    hold = zoo.HELD.get(model.peel_source["zoo"], ())
+    freeze = zoo.FROZEN.get(model.peel_source["zoo"], ())
     graph = peel.trace(model, torch.zeros(1, 3, 224, 224))
     lines = [f"## {name}", "", f"{graph.macs():,} MACs, {graph.params():,} parameters at full width.", ""]
-    if hold:
-        lines += [f"Held at its width: `{', '.join(hold)}`.", ""]
+    if freeze:
+        lines += [f"Held at its width: `{', '.join(freeze)}`.", ""]
     for budget in BUDGETS[name]:
-        backbone = peel.backbone(graph, budget, hold=hold)
-        plan = reallocation(graph, backbone, dict.fromkeys(graph.groups, 1.0), budget, hold=hold)
-        uniform = peel.uniform(graph, budget, hold=hold)
+        backbone = peel.backbone(graph, budget, freeze=freeze)
+        plan = reallocation(graph, backbone, dict.fromkeys(graph.groups, 1.0), budget, freeze=freeze)
+        uniform = peel.uniform(graph, budget, freeze=freeze)
         lines += [
             f"**{budget}**: backbone {graph.macs(backbone):,} MACs; plan {graph.macs(plan.widths):,} MACs, "
             f"{graph.params(plan.widths):,} parameters; uniform {graph.macs(uniform):,} MACs, {graph.params(uniform):,} parameters.",

@@ -19,24 +19,24 @@ import peel
 from helpers.small import Small, few_digits, same_weights, small_run
 from peel import zoo
 from peel.data.batch import Batch
-from peel.data.crops import draw_windows, seen_through
+from peel.data.crops import crop_windows, draw_windows
 from peel.data.datasets import load_data
-from peel.data.image_folder import Folder, Paths
-from peel.data.in_memory import Resident
-from peel.data.transforms import draw_changes, jittered_and_mirrored
-from peel.data.view import AS_IT_IS, View
+from peel.data.image_folder import ImageFolder, Paths
+from peel.data.in_memory import InMemoryImages
+from peel.data.transforms import color_jitter_and_flip, draw_color_jitter
+from peel.data.view import EVAL, View
 from peel.steps.distillation import Distillation
 from peel.surgery.fast_widths import fast_widths
 from peel.surgery.padding import pad
 from peel.train.checkpoint import Checkpoints
-from peel.train.engine import Engine, find_engine
+from peel.train.engine import Engine, make_engine
 from peel.train.history import Epoch
 from peel.train.loop import fit
 from peel.train.objective import CrossEntropy
 from peel.train.recipe import Recipe
-from peel.train.signals import Stopped, listening
+from peel.train.signals import Interrupted, handle_signals
 from peel.train.step import Step
-from peel.train.teacher_cache import Taught, remember_answers
+from peel.train.teacher_cache import CachedTeacher, make_logit_cache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
@@ -45,7 +45,7 @@ RECIPE = Recipe(epochs=2, batch_size=100, lr=0.1, augment="crop-flip", warmup_ep
 
 @pytest.fixture
 def engine() -> Engine:
-    return find_engine("cuda", workers=2)
+    return make_engine("cuda", workers=2)
 
 
 @pytest.fixture(autouse=True)
@@ -56,13 +56,13 @@ def as_before() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-def pictures(count: int = 3000, size: int = 32, seed: int = 0) -> Resident:
+def pictures(count: int = 3000, size: int = 32, seed: int = 0) -> InMemoryImages:
     """Images that can be learnt: each class has a colour, with noise."""
     chance = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, 10, (count,), generator=chance)
     colours = torch.randint(0, 256, (10, 1, 1, 3), generator=torch.Generator().manual_seed(5))
     noise = torch.randint(-60, 60, (count, size, size, 3), generator=chance)
-    return Resident((colours[labels] + noise).clamp(0, 255).to(torch.uint8), labels, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+    return InMemoryImages((colours[labels] + noise).clamp(0, 255).to(torch.uint8), labels, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
 
 
 def network(name: str = "cifar_resnet20", seed: int = 0) -> nn.Module:
@@ -80,7 +80,7 @@ def test_the_kernel_shows_what_the_cpu_shows(augment: str, shape: tuple[int, int
     chance = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (500, *shape), dtype=torch.uint8, generator=chance)
     mean, std = (0.4,) * shape[2], (0.21,) * shape[2]
-    split = Resident(pixels, torch.arange(500), mean, std)
+    split = InMemoryImages(pixels, torch.arange(500), mean, std)
     order = torch.randperm(500, generator=chance)[:300]
     view = View(augment, 2**61 + 77)
     there = list(split.to(torch.device("cuda")).batches(order, 128, view, torch.device("cuda")))
@@ -89,7 +89,7 @@ def test_the_kernel_shows_what_the_cpu_shows(augment: str, shape: tuple[int, int
         assert mine.images.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(mine.labels.cpu(), theirs.labels)
         assert torch.allclose(mine.images.cpu(), theirs.images, atol=1e-6)
-    plain = seen_through(draw_windows(order[:128], view, shape[0]), pixels[order[:128]])
+    plain = crop_windows(draw_windows(order[:128], view, shape[0]), pixels[order[:128]])
     assert torch.allclose((there[0].images.cpu().permute(0, 2, 3, 1) * 0.21 + 0.4) * 255, plain.float(), atol=1e-3)
 
 
@@ -123,12 +123,12 @@ def test_no_step_waits_for_the_gpu(engine: Engine, graphs: bool, taught: str) ->
         teacher = engine.prepare(network(seed=1)).eval()
         objective = Distillation(objective, teacher)
         if taught == "from the table":
-            answers = remember_answers(teacher, images, "crop-flip", 10, engine)
+            answers = make_logit_cache(teacher, images, "crop-flip", 10, engine)
             assert answers is not None
-            split = Taught(images, answers)
+            split = CachedTeacher(images, answers)
     watcher = Strict(10, 78)
     # Not at steps where the loss is looked at, once in a hundred, nor at the ends of epochs.
-    fit(network(), objective, split, replace(RECIPE, epochs=1), engine=replace(engine, graphs=graphs), seed=0, watcher=watcher)
+    fit(network(), objective, split, replace(RECIPE, epochs=1), engine=replace(engine, cuda_graphs=graphs), seed=0, watcher=watcher)
     assert watcher.seen == 68
 
 
@@ -139,7 +139,7 @@ def test_a_step_that_waits_would_be_noticed(engine: Engine) -> None:
             found.total.item()
             return found
 
-    images, slow = pictures(8000).to(engine.device), replace(engine, graphs=False)
+    images, slow = pictures(8000).to(engine.device), replace(engine, cuda_graphs=False)
     with pytest.raises(RuntimeError, match="synchronizing"):
         fit(network(), Waiting(), images, replace(RECIPE, epochs=1), engine=slow, seed=0, watcher=Strict(10, 78))
 
@@ -160,7 +160,7 @@ def exact(engine: Engine) -> Iterator[Engine]:
 @pytest.mark.parametrize("compile", ["off", "on"])
 def test_recorded_and_compiled_steps_learn_what_plain_ones_learn(exact: Engine, compile: str) -> None:
     images = pictures().to(exact.device)
-    plain = fit(network(), CrossEntropy(0.1), images, GENTLE, engine=replace(exact, graphs=False, compile="off"), seed=0)
+    plain = fit(network(), CrossEntropy(0.1), images, GENTLE, engine=replace(exact, cuda_graphs=False, compile="off"), seed=0)
     fast = fit(network(), CrossEntropy(0.1), images, GENTLE, engine=replace(exact, compile=compile), seed=0)
     assert losses(fast) == pytest.approx(losses(plain), rel=0.01)
     assert losses(plain)[1] < losses(plain)[0] - 0.1, "there is something to learn"
@@ -170,7 +170,7 @@ def test_recorded_and_compiled_steps_learn_what_plain_ones_learn(exact: Engine, 
 def test_short_numbers_learn_as_well_as_long_ones(exact: Engine, compile: str) -> None:
     images = pictures().to(exact.device)
     means = []
-    for engine in (replace(exact, graphs=False, compile="off"), replace(exact, bf16=True, compile=compile)):
+    for engine in (replace(exact, cuda_graphs=False, compile="off"), replace(exact, bf16=True, compile=compile)):
         runs = [fit(network(seed=seed), CrossEntropy(0.1), images, RECIPE, engine=engine, seed=seed) for seed in range(3)]
         means.append(torch.tensor([losses(run) for run in runs]))
     gap = (means[0].mean(0) - means[1].mean(0)).abs()
@@ -189,7 +189,7 @@ def test_many_widths_in_one_process_are_all_compiled(engine: Engine) -> None:
         counters.clear()
         widths = dict.fromkeys(graph.widths, 8 + 2 * number)
         slimmed = peel.slim(model, widths, graph=graph)
-        fit(slimmed, CrossEntropy(), images, replace(RECIPE, epochs=1), engine=replace(engine, compile="on", graphs=False), seed=0)
+        fit(slimmed, CrossEntropy(), images, replace(RECIPE, epochs=1), engine=replace(engine, compile="on", cuda_graphs=False), seed=0)
         assert counters["stats"]["unique_graphs"] == 1, f"network {number} ran as it was"
 
 
@@ -205,7 +205,7 @@ def test_zero_channels_change_nothing_but_the_speed(exact: Engine) -> None:
     second = fit(padded.model, CrossEntropy(0.1), images, GENTLE, engine=exact, seed=0)
     assert losses(second) == pytest.approx(losses(first), rel=0.01)
     back = padded.unpadded()
-    batch = next(iter(images.batches(torch.arange(100), 100, AS_IT_IS, exact.device)))
+    batch = next(iter(images.batches(torch.arange(100), 100, EVAL, exact.device)))
     with torch.no_grad():
         assert torch.allclose(back.eval()(batch.images), padded.model.eval()(batch.images), rtol=1e-3, atol=1e-3)
 
@@ -232,17 +232,17 @@ def test_the_teacher_is_remembered_as_it_answers(engine: Engine) -> None:
     images = pictures(2000).to(engine.device)
     teacher = network("cifar_resnet18", seed=1)
     fit(teacher, CrossEntropy(), images, replace(RECIPE, epochs=1), engine=engine, seed=3)
-    answers = remember_answers(teacher.eval(), images, "crop-flip", 10, engine)
+    answers = make_logit_cache(teacher.eval(), images, "crop-flip", 10, engine)
     assert answers is not None
-    taught = Taught(images, answers)
+    taught = CachedTeacher(images, answers)
     for epoch in range(3):
         view = View.of_epoch("crop-flip", 0, epoch)
         for batch in taught.batches(torch.randperm(2000), 128, view, engine.device):
             with torch.no_grad(), engine.autocast():
                 online = teacher(batch.images).float()
-            assert batch.answers is not None
-            assert (batch.answers - online).abs().max() < 2e-2 * online.abs().max().clamp_min(1)
-            assert (batch.answers.argmax(1) == online.argmax(1)).float().mean() > 0.98
+            assert batch.teacher_logits is not None
+            assert (batch.teacher_logits - online).abs().max() < 2e-2 * online.abs().max().clamp_min(1)
+            assert (batch.teacher_logits.argmax(1) == online.argmax(1)).float().mean() > 0.98
     asked = answers.asked
     list(taught.batches(torch.arange(2000), 128, View.of_epoch("crop-flip", 0, 0), engine.device))
     assert answers.asked == asked, "what it said is not asked again"
@@ -285,7 +285,7 @@ class Stopping(Strict):
 
 
 def test_a_training_stopped_on_the_gpu_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    engine = find_engine("cuda", deterministic=True)
+    engine = make_engine("cuda", deterministic=True)
     images = few_digits().train.to(engine.device)
     recipe = Recipe(epochs=3, batch_size=50, augment="crop")
     torch.manual_seed(0)
@@ -293,14 +293,14 @@ def test_a_training_stopped_on_the_gpu_goes_on_with_the_same_bits(tmp_path: Path
     first, second = copy.deepcopy(whole), copy.deepcopy(whole)
     common: dict[str, Any] = {"engine": engine, "seed": 0}
     fit(whole, CrossEntropy(), images, recipe, **common)
-    with listening(), pytest.raises(Stopped):
+    with handle_signals(), pytest.raises(Interrupted):
         fit(first, CrossEntropy(), images, recipe, **common, checkpoints=Checkpoints(tmp_path, "a"), watcher=Stopping(7, 0))
     fit(second, CrossEntropy(), images, recipe, **common, checkpoints=Checkpoints(tmp_path, "a"))
     assert same_weights(whole, second)
 
 
 @pytest.fixture
-def photographs(tmp_path: Path) -> Folder:
+def photographs(tmp_path: Path) -> ImageFolder:
     from PIL import Image
 
     chance = torch.Generator().manual_seed(0)
@@ -309,10 +309,10 @@ def photographs(tmp_path: Path) -> Folder:
         small = torch.randint(0, 256, (6, 8, 3), dtype=torch.uint8, generator=chance).numpy()
         paths.append(tmp_path / f"{number}.png")
         Image.fromarray(small).resize((160, 120), Image.Resampling.BICUBIC).save(paths[-1])
-    return Folder(Paths(paths), torch.arange(70), (3, 96, 96), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2))
+    return ImageFolder(Paths(paths), torch.arange(70), (3, 96, 96), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2))
 
 
-def test_images_from_a_folder_arrive_on_the_gpu_as_on_the_cpu(photographs: Folder) -> None:
+def test_images_from_a_folder_arrive_on_the_gpu_as_on_the_cpu(photographs: ImageFolder) -> None:
     order = torch.randperm(70, generator=torch.Generator().manual_seed(0))
     for view in (View("imagenet", 5), View("none"), View("crop-flip", 5)):
         there = list(photographs.batches(order, 16, view, torch.device("cuda"), 2))
@@ -324,7 +324,7 @@ def test_images_from_a_folder_arrive_on_the_gpu_as_on_the_cpu(photographs: Folde
             assert (mine.images.cpu() - theirs.images).abs().mean() < 0.01
 
 
-def test_memory_does_not_grow_from_epoch_to_epoch(photographs: Folder) -> None:
+def test_memory_does_not_grow_from_epoch_to_epoch(photographs: ImageFolder) -> None:
     reserved = []
     for epoch in range(8):
         for batch in photographs.batches(torch.arange(70), 16, View.of_epoch("imagenet", 0, epoch), torch.device("cuda"), 2):
@@ -344,17 +344,17 @@ def test_small_images_may_be_augmented_as_large_ones(engine: Engine) -> None:
 def test_the_colour_kernel_shows_what_the_cpu_shows() -> None:
     images = torch.randint(0, 256, (100, 224, 224, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     index, mean, scale = torch.arange(100) * 3, torch.tensor([120.0, 110.0, 100.0]), torch.full((3,), 0.02)
-    wanted = jittered_and_mirrored(images.permute(0, 3, 1, 2), index, 5).permute(0, 2, 3, 1)
-    from peel.data.colour_kernel import fused_colours
+    wanted = color_jitter_and_flip(images.permute(0, 3, 1, 2), index, 5).permute(0, 2, 3, 1)
+    from peel.data.colour_kernel import fused_color_jitter
 
-    made = fused_colours(images.cuda(), draw_changes(index.cuda(), 5), mean.cuda(), scale.cuda())
+    made = fused_color_jitter(images.cuda(), draw_color_jitter(index.cuda(), 5), mean.cuda(), scale.cuda())
     gap = (made.cpu() / scale + mean - wanted).abs()
     assert gap.max() < 1.01
     assert (gap > 0.01).float().mean() < 1e-3
 
 
 def test_digits_are_learnt_on_the_gpu_with_all_that_makes_it_fast() -> None:
-    engine = find_engine("cuda")
+    engine = make_engine("cuda")
     data = load_data("digits").to(engine.device)
     model = network()
     history = fit(

@@ -22,11 +22,11 @@ from difflib import get_close_matches
 __all__ = [
     "BudgetError",
     "ConfigError",
-    "DamagedError",
+    "CorruptFileError",
     "DataError",
     "DivergedError",
-    "MemoryShortError",
     "ModelError",
+    "OutOfMemoryError",
     "PeelError",
     "RunError",
     "StoreError",
@@ -72,7 +72,7 @@ class RunError(PeelError):
     """The run folder cannot be used."""
 
 
-class DamagedError(RunError):
+class CorruptFileError(RunError):
     """What a run has kept in its folder is damaged, or belongs to another run."""
 
 
@@ -80,7 +80,7 @@ class DivergedError(PeelError):
     """Training produced numbers that are not finite."""
 
 
-class MemoryShortError(PeelError):
+class OutOfMemoryError(PeelError):
     """Not even the smallest part of a batch fits into memory."""
 
 

@@ -16,7 +16,7 @@ from helpers.small import CPU, Small, small_run
 from peel.cli.main import main
 from peel.data.datasets import load_data
 from peel.errors import BudgetError, ConfigError, DataError, ModelError, PeelError, WidthsError
-from peel.run.callbacks import Silent
+from peel.run.callbacks import NoCallback
 from peel.train.loop import fit
 from peel.train.objective import CrossEntropy
 from peel.train.recipe import Recipe
@@ -277,7 +277,7 @@ def test_broken_images_of_both_splits_are_named_at_once_and_left_out_on_request(
     for name in broken:
         assert name in str(caught.value)
     assert "--skip-bad" in str(caught.value)
-    left = load_data(str(tmp_path), skip_bad=True)
+    left = load_data(str(tmp_path), skip_corrupt=True)
     assert (left.train.size, left.test.size) == (12, 12)
     assert left.train.labels.tolist() == [0] * 6 + [1] * 6
 
@@ -302,7 +302,7 @@ def test_a_class_of_which_no_image_is_left_is_an_error(split: str, size: str, tm
     for path in (tmp_path / split / "cat").iterdir():
         path.write_text("broken")
     with pytest.raises(DataError, match=rf"{split}/cat"):
-        load_data(str(tmp_path), skip_bad=True)
+        load_data(str(tmp_path), skip_corrupt=True)
 
 
 def test_many_broken_images_are_counted_and_the_first_are_shown(tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def test_an_image_that_is_broken_in_its_middle_is_named_in_a_huge_set_too(tmp_pa
     with pytest.raises(DataError, match=r"1 of 24") as caught:
         load_data(str(tmp_path))
     assert "train/dog/3.png" in str(caught.value)
-    assert load_data(str(tmp_path), skip_bad=True).train.size == 11
+    assert load_data(str(tmp_path), skip_corrupt=True).train.size == 11
 
 
 def test_a_streamed_set_trains_and_evaluates(tmp_path: Path) -> None:
@@ -360,7 +360,7 @@ def test_a_streamed_set_trains_and_evaluates(tmp_path: Path) -> None:
 # Training that fails
 
 
-class Stopped(Silent):
+class Interrupted(NoCallback):
     def epoch(self, epoch: Any) -> None:
         raise KeyboardInterrupt
 
@@ -393,7 +393,7 @@ def test_an_interrupted_command_says_so_and_goes_on_later(
         "original",
     ]
     with monkeypatch.context() as patch:
-        patch.setattr("peel.run.callbacks.Silent", Stopped)
+        patch.setattr("peel.run.callbacks.Silent", Interrupted)
         assert main(command) == 130
     assert "interrupted" in capsys.readouterr().err
     assert main(command) == 0

@@ -21,8 +21,8 @@ from helpers.disks import small_disk_at
 from helpers.folders import content, weights
 from helpers.killing import command, exit_code, start, wait_for
 from helpers.small import same_weights, small_run
-from peel.errors import DamagedError, PeelError, RunError
-from peel.run.folder import Workspace
+from peel.errors import CorruptFileError, PeelError, RunError
+from peel.run.folder import RunFolder
 from peel.run.result import Result
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,15 +31,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # Two at once (F17)
 
 
-def hold(folder: Path, held: Path) -> None:
-    with Workspace(folder):
+def freeze(folder: Path, held: Path) -> None:
+    with RunFolder(folder):
         held.touch()
         time.sleep(60)
 
 
 def test_a_second_process_is_refused_while_the_first_lives_and_not_after_it_was_killed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    process = start(hold, folder, tmp_path / "held")
+    process = start(freeze, folder, tmp_path / "held")
     try:
         wait_for(tmp_path / "held")
         with pytest.raises(RunError, match=rf"in use by process {process.pid} on .* --output"):
@@ -56,7 +56,7 @@ def test_who_has_taken_a_folder_just_now_is_told_although_it_does_not_say_so_yet
         fcntl.flock(lock, fcntl.LOCK_EX)
         timer = threading.Timer(0.3, lambda: os.write(lock.fileno(), b"process 7 on earth"))
         timer.start()
-        with pytest.raises(RunError, match="in use by process 7 on earth"), Workspace(tmp_path):
+        with pytest.raises(RunError, match="in use by process 7 on earth"), RunFolder(tmp_path):
             pass
         timer.join()
 
@@ -147,10 +147,10 @@ def test_a_full_disk_stops_the_run_and_room_lets_it_go_on(small_disk: Path, fini
 
 
 def test_a_disk_without_room_for_a_trained_network_is_no_damaged_file(tmp_path: Path) -> None:
-    with small_disk_at(tmp_path / "disk", "64k") as disk, Workspace(disk) as space:
+    with small_disk_at(tmp_path / "disk", "64k") as disk, RunFolder(disk) as space:
         with pytest.raises(RunError, match=r"No space left on device \([\d,]+ bytes are needed.*the same command goes on") as caught:
             space.save_model("large", nn.Linear(200, 200))
-        assert not isinstance(caught.value, DamagedError)
+        assert not isinstance(caught.value, CorruptFileError)
         space.save_model("small", nn.Linear(2, 2))
 
 

@@ -136,7 +136,7 @@ def test_uniform_resnets_of_the_papers_tables(name: str, factor: float, divisor:
 
 def test_a_fixed_stem_would_have_been_visible() -> None:
     _, graph = traced_zoo("resnet50")
-    assert round(graph.macs(graph.widths.scale(0.25, divisor=8, hold=["conv1"])) / 1e6) == 379
+    assert round(graph.macs(graph.widths.scale(0.25, divisor=8, freeze=["conv1"])) / 1e6) == 379
 
 
 @pytest.mark.parametrize(
@@ -178,11 +178,11 @@ def test_uniform_mobilenets_of_the_papers_tables(factor: float, divisor: int, ho
         ("mobilenet_v2", (), 267.94, 32.83),
     ],
 )
-def test_the_polynomial_of_a_whole_network(name: str, hold: tuple[str, ...], square: float, linear: float) -> None:
+def test_the_polynomial_of_a_whole_network(name: str, freeze: tuple[str, ...], square: float, linear: float) -> None:
     _, graph = traced_zoo(name)
 
     def cost(factor: float) -> float:
-        units = [u if tie in hold else u * factor for tie, u in zip(graph.widths, graph.units(), strict=False)]
+        units = [u if tie in freeze else u * factor for tie, u in zip(graph.widths, graph.units(), strict=False)]
         return graph.mac_cost.total(units) / 1e6
 
     # Fit a w^2 + b w + c through three points.

@@ -108,7 +108,7 @@ def test_the_whole_budget_gives_the_original_back() -> None:
 
 def test_held_ties_stay() -> None:
     _, graph = traced_zoo("mobilenet_v2")
-    widths = peel.uniform(graph, "87M", hold=["features.18.0"])
+    widths = peel.uniform(graph, "87M", freeze=["features.18.0"])
     assert widths["features.18.0"] == 1280
     assert 0.999 * 87e6 <= graph.macs(widths) <= 87e6
 
@@ -121,7 +121,7 @@ def test_steps_of_grouped_convolutions_are_kept() -> None:
 
 def test_layers_may_grow_when_asked_to() -> None:
     _, graph = traced_net(Chain)
-    widths = peel.uniform(graph, 2 * graph.macs(), cap=None)
+    widths = peel.uniform(graph, 2 * graph.macs(), max_width=None)
     assert widths["conv1"] > 8
     assert 1.9 * graph.macs() < graph.macs(widths) <= 2 * graph.macs()
 

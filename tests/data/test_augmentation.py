@@ -13,7 +13,7 @@ from torchvision.transforms.v2 import RandomResizedCrop
 from torchvision.transforms.v2 import functional as reference
 
 from peel.data.crops import count_windows, draw_windows, padding_of
-from peel.data.transforms import draw_part, imagenet_view, jittered, jittered_and_mirrored
+from peel.data.transforms import color_jitter, color_jitter_and_flip, draw_crop, random_resized_crop
 from peel.data.view import View
 
 pytest.importorskip("torchvision")
@@ -70,7 +70,7 @@ def test_colours_change_as_torchvision_changes_them_in_every_order() -> None:
     images[0, :, :5] = 100  # grey has no hue
     orders = torch.tensor(list(itertools.permutations(range(4))))
     strengths = torch.cat([0.8 + 0.4 * torch.rand(24, 3, generator=chance), 0.2 * torch.rand(24, 1, generator=chance) - 0.1], 1)
-    changed = jittered(images, strengths, orders)
+    changed = color_jitter(images, strengths, orders)
     adjust = [reference.adjust_brightness, reference.adjust_contrast, reference.adjust_saturation, reference.adjust_hue]
     for number, order in enumerate(orders.tolist()):
         wanted = images[number] / 255
@@ -82,11 +82,11 @@ def test_colours_change_as_torchvision_changes_them_in_every_order() -> None:
 def test_colours_and_mirroring_depend_on_seed_and_index_alone() -> None:
     images = torch.randint(0, 256, (80, 3, 10, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     index = torch.arange(80) * 7
-    whole = jittered_and_mirrored(images, index, 5)
+    whole = color_jitter_and_flip(images, index, 5)
     order = torch.randperm(80)
-    assert torch.equal(jittered_and_mirrored(images[order], index[order], 5), whole[order])
-    assert torch.equal(jittered_and_mirrored(images[3:4], index[3:4], 5), whole[3:4])
-    assert not torch.equal(jittered_and_mirrored(images, index, 6), whole)
+    assert torch.equal(color_jitter_and_flip(images[order], index[order], 5), whole[order])
+    assert torch.equal(color_jitter_and_flip(images[3:4], index[3:4], 5), whole[3:4])
+    assert not torch.equal(color_jitter_and_flip(images, index, 6), whole)
     assert torch.equal(whole, whole.round().clamp(0, 255))
 
 
@@ -98,7 +98,7 @@ def test_colours_do_not_depend_on_the_number_of_threads() -> None:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             # One at a time, as they are decoded.
-            seen.append(torch.cat([jittered_and_mirrored(images[i : i + 1], torch.tensor([i]), 5) for i in range(40)]))
+            seen.append(torch.cat([color_jitter_and_flip(images[i : i + 1], torch.tensor([i]), 5) for i in range(40)]))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(seen[0], seen[1])
@@ -107,11 +107,11 @@ def test_colours_do_not_depend_on_the_number_of_threads() -> None:
 
 def test_half_of_the_images_are_mirrored_and_grey_ones_keep_their_levels() -> None:
     ramp = torch.arange(10, dtype=torch.uint8).expand(4000, 1, 3, 10)
-    seen = jittered_and_mirrored(ramp, torch.arange(4000), 1)
-    mirrored = seen[:, 0, 0, 0] == 9
-    assert (seen[~mirrored] == ramp[~mirrored]).all()
-    assert (seen[mirrored].flip(3) == ramp[mirrored]).all()
-    assert 0.47 < mirrored.float().mean() < 0.53
+    seen = color_jitter_and_flip(ramp, torch.arange(4000), 1)
+    flipped = seen[:, 0, 0, 0] == 9
+    assert (seen[~flipped] == ramp[~flipped]).all()
+    assert (seen[flipped].flip(3) == ramp[flipped]).all()
+    assert 0.47 < flipped.float().mean() < 0.53
 
 
 @pytest.mark.parametrize(("height", "width"), [(375, 500), (300, 90), (40, 400)])
@@ -120,7 +120,7 @@ def test_random_parts_are_distributed_as_those_of_torchvision(height: int, width
     crop, image = RandomResizedCrop(224), torch.zeros(3, height, width)
     drawn = [crop.make_params([image]) for _ in range(4000)]
     theirs = torch.tensor([[params[name] for name in ("top", "left", "height", "width")] for params in drawn])
-    mine = torch.tensor([draw_part(height, width, 1, index) for index in range(4000)])
+    mine = torch.tensor([draw_crop(height, width, 1, index) for index in range(4000)])
     assert (mine >= 0).all()
     assert (mine[:, 0] + mine[:, 2]).max() <= height
     assert (mine[:, 1] + mine[:, 3]).max() <= width
@@ -130,15 +130,15 @@ def test_random_parts_are_distributed_as_those_of_torchvision(height: int, width
         assert gap <= 0.04 * extent + 1, (column, gap)
     areas = [(parts[:, 2] * parts[:, 3]).float().mean() / height / width for parts in (mine, theirs)]
     assert abs(areas[0] - areas[1]) < 0.02
-    assert torch.equal(mine[7], torch.tensor(draw_part(height, width, 1, 7)))
-    assert not torch.equal(mine, torch.tensor([draw_part(height, width, 2, index) for index in range(4000)]))
+    assert torch.equal(mine[7], torch.tensor(draw_crop(height, width, 1, 7)))
+    assert not torch.equal(mine, torch.tensor([draw_crop(height, width, 2, index) for index in range(4000)]))
 
 
 def test_a_random_part_is_what_torchvision_makes_of_that_part() -> None:
     image = torch.randint(0, 256, (3, 90, 120), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     for index in range(20):
-        wanted = reference.resized_crop(image, *draw_part(90, 120, 3, index), [64, 48], antialias=True)
-        assert (imagenet_view(image, (64, 48), 3, index).int() - wanted.int()).abs().max() <= 1
+        wanted = reference.resized_crop(image, *draw_crop(90, 120, 3, index), [64, 48], antialias=True)
+        assert (random_resized_crop(image, (64, 48), 3, index).int() - wanted.int()).abs().max() <= 1
 
 
 @pytest.mark.parametrize("augment", ["none", "crop", "crop-flip"])
@@ -147,10 +147,10 @@ def test_every_window_has_a_number_of_its_own(augment: str) -> None:
     numbers = {}
     for epoch in range(40):
         windows = draw_windows(torch.arange(100), View.of_epoch(augment, 0, epoch), 8)
-        for top, left, mirrored, number in zip(
-            windows.top.tolist(), windows.left.tolist(), windows.mirrored.tolist(), windows.numbers(pad).tolist(), strict=True
+        for top, left, flipped, number in zip(
+            windows.top.tolist(), windows.left.tolist(), windows.flipped.tolist(), windows.numbers(pad).tolist(), strict=True
         ):
-            assert numbers.setdefault(number, (top, left, mirrored)) == (top, left, mirrored)
+            assert numbers.setdefault(number, (top, left, flipped)) == (top, left, flipped)
     assert len(set(numbers.values())) == len(numbers) == {"none": 1, "crop": 9, "crop-flip": 18}[augment]
     most = count_windows(augment, 8)
     assert most is not None

@@ -20,11 +20,11 @@ from torchvision.transforms import v2
 
 from helpers.small import CPU, Small, few_digits
 from peel.data import image_folder as folder_module
-from peel.data.crops import draw_windows, seen_through
+from peel.data.crops import crop_windows, draw_windows
 from peel.data.datasets import Data, Split, hold_out, load_data
-from peel.data.image_folder import Folder, Paths, decode, fingerprint_of
-from peel.data.in_memory import Resident
-from peel.data.view import AS_IT_IS, View
+from peel.data.image_folder import ImageFolder, Paths, decode, fingerprint_of
+from peel.data.in_memory import InMemoryImages
+from peel.data.view import EVAL, View
 from peel.errors import ConfigError, DataError
 from peel.train.loop import evaluate
 from peel.utils.rng import epoch_order, uniform
@@ -71,8 +71,8 @@ def test_digits_are_all_there_and_balanced_in_both_splits() -> None:
 
 def test_digits_are_the_same_every_time_and_no_image_is_in_both_splits() -> None:
     first, second = load_data("digits"), load_data("digits")
-    assert isinstance(first.train, Resident)
-    assert isinstance(first.test, Resident)
+    assert isinstance(first.train, InMemoryImages)
+    assert isinstance(first.test, InMemoryImages)
     for split in ("train", "test"):
         assert torch.equal(getattr(first, split).pixels, getattr(second, split).pixels)
         assert torch.equal(getattr(first, split).labels, getattr(second, split).labels)
@@ -94,14 +94,14 @@ def test_digits_are_the_ones_of_scikit_learn() -> None:
 def test_grey_images_are_repeated_over_the_channels_that_the_network_reads() -> None:
     grey, colour = load_data("digits", channels=1).train, load_data("digits", channels=3).train
     assert grey.shape == (1, 8, 8)
-    assert isinstance(grey, Resident)
-    assert isinstance(colour, Resident)
+    assert isinstance(grey, InMemoryImages)
+    assert isinstance(colour, InMemoryImages)
     assert torch.equal(colour.pixels, grey.pixels.repeat(1, 1, 1, 3))
 
 
 def test_normalised_training_images_have_zero_mean_and_unit_deviation() -> None:
     train = load_data("digits").train
-    images = images_of(train, torch.arange(train.size), 500, AS_IT_IS)
+    images = images_of(train, torch.arange(train.size), 500, EVAL)
     assert images.mean((0, 2, 3)).abs().max() < 1e-3
     assert (images.std((0, 2, 3)) - 1).abs().max() < 1e-3
 
@@ -109,8 +109,8 @@ def test_normalised_training_images_have_zero_mean_and_unit_deviation() -> None:
 def test_image_size_resizes_and_keeps_the_picture() -> None:
     small, large = load_data("digits").test, load_data("digits", image_size=16).test
     assert large.shape == (3, 16, 16)
-    assert isinstance(small, Resident)
-    assert isinstance(large, Resident)
+    assert isinstance(small, InMemoryImages)
+    assert isinstance(large, InMemoryImages)
     back = torch.nn.functional.avg_pool2d(large.pixels.permute(0, 3, 1, 2).float(), 2)
     original = small.pixels.permute(0, 3, 1, 2).float()
     # Bilinear resizing blurs a little, but the picture stays in its place.
@@ -148,7 +148,7 @@ def test_fashion_mnist_is_read_from_the_files_that_torchvision_keeps(tmp_path: P
     assert (data.train.size, data.test.size, data.shape, len(data.classes)) == (30, 12, (3, 28, 28), 10)
     assert "Sneaker" in data.classes
     for split, name in ((data.train, "train"), (data.test, "t10k")):
-        assert isinstance(split, Resident)
+        assert isinstance(split, InMemoryImages)
         assert np.array_equal(split.pixels[..., 1].numpy(), written[name][0])
         assert np.array_equal(split.labels.numpy(), written[name][1])
 
@@ -166,7 +166,7 @@ def test_a_folder_of_small_images_of_one_size_becomes_resident_pixel_by_pixel(tm
     data = load_data(str(write_folder(tmp_path)))
     assert data.classes == ("cat", "dog")
     assert data.shape == (3, 12, 10)
-    assert isinstance(data.train, Resident)
+    assert isinstance(data.train, InMemoryImages)
     assert data.train.labels.tolist() == [0] * 4 + [1] * 4
     assert np.array_equal(data.train.pixels[5].numpy(), np.array(Image.open(tmp_path / "train" / "dog" / "1.png")))
 
@@ -179,14 +179,14 @@ def test_the_evaluation_split_may_have_any_of_its_usual_names(name: str, tmp_pat
 def test_a_folder_of_large_images_is_streamed_at_224_or_at_the_size_asked_for(tmp_path: Path) -> None:
     write_folder(tmp_path, size=(130, 150), count=1)
     data = load_data(str(tmp_path))
-    assert isinstance(data.train, Folder)
+    assert isinstance(data.train, ImageFolder)
     assert data.shape == (3, 224, 224)
     assert data.augment == "imagenet"
     smaller = load_data(str(tmp_path), image_size=100)
-    assert isinstance(smaller.train, Folder)
-    assert images_of(smaller.train, torch.arange(2), 2, AS_IT_IS).shape == (2, 3, 100, 100)
+    assert isinstance(smaller.train, ImageFolder)
+    assert images_of(smaller.train, torch.arange(2), 2, EVAL).shape == (2, 3, 100, 100)
     small = load_data(str(tmp_path), image_size=32)
-    assert isinstance(small.train, Resident)
+    assert isinstance(small.train, InMemoryImages)
     assert small.shape == (3, 32, 32)
 
 
@@ -199,7 +199,7 @@ def test_images_of_different_sizes_are_streamed(tmp_path: Path) -> None:
 def test_a_streamed_image_is_normalised_as_imagenet_and_seen_through_its_centre(tmp_path: Path) -> None:
     write_folder(tmp_path, size=(130, 150), count=1)
     split = load_data(str(tmp_path), image_size=100).test
-    seen = images_of(split, torch.arange(2), 2, AS_IT_IS)
+    seen = images_of(split, torch.arange(2), 2, EVAL)
     reference = v2.Compose(
         [
             v2.PILToTensor(), v2.Resize(114, antialias=True), v2.CenterCrop(100), v2.ToDtype(torch.float32, scale=True),
@@ -246,7 +246,7 @@ def test_images_of_every_mode_become_three_channels_of_the_right_picture(mode: s
     path = tmp_path / "train" / "cat" / f"0a.{suffix}"
     write(path)
     split = load_data(str(tmp_path)).train
-    assert isinstance(split, Resident)
+    assert isinstance(split, InMemoryImages)
     assert split.size == 9
     with Image.open(path) as image:
         expected = noise(12, 10, 1, 1) if mode == "16 bit" else np.array(image.convert("RGBA").convert("RGB"))
@@ -275,7 +275,7 @@ def test_resident_crops_are_those_of_torchvision_and_as_frequent(augment: str) -
     ours: Counter[int] = Counter()
     for epoch in range(3):
         index = torch.arange(draws // 3)
-        seen = seen_through(draw_windows(index, View.of_epoch(augment, 0, epoch), size), image.expand(len(index), size, size, 1)).permute(
+        seen = crop_windows(draw_windows(index, View.of_epoch(augment, 0, epoch), size), image.expand(len(index), size, size, 1)).permute(
             0, 3, 1, 2
         )
         ours.update(keys[window.contiguous().numpy().tobytes()] for window in seen)
@@ -307,9 +307,9 @@ def test_random_numbers_of_neighbouring_images_and_draws_are_not_related() -> No
 
 
 @pytest.fixture(scope="module")
-def streamed(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+def streamed(tmp_path_factory: pytest.TempPathFactory) -> ImageFolder:
     split = load_data(str(write_folder(tmp_path_factory.mktemp("streamed"), size=(130, 150), count=5)), image_size=100).train
-    assert isinstance(split, Folder)
+    assert isinstance(split, ImageFolder)
     return split
 
 
@@ -335,7 +335,7 @@ def seen_by_index(split: Split, order: Tensor, batch_size: int, view: View, work
 
 @pytest.mark.parametrize("augment", ["crop-flip", "imagenet"])
 @pytest.mark.parametrize("kind", ["resident", "streamed"])
-def test_a_view_depends_on_seed_epoch_and_index_alone(augment: str, kind: str, streamed: Folder) -> None:
+def test_a_view_depends_on_seed_epoch_and_index_alone(augment: str, kind: str, streamed: ImageFolder) -> None:
     split: Split = few_digits().train.subset(torch.arange(10)) if kind == "resident" else streamed
     view = View.of_epoch(augment, 3, 5)
     torch.manual_seed(1)
@@ -353,8 +353,8 @@ def test_a_view_depends_on_seed_epoch_and_index_alone(augment: str, kind: str, s
 
 def test_two_images_of_an_epoch_get_views_of_their_own() -> None:
     digits = few_digits().train
-    assert isinstance(digits, Resident)
-    same = Resident(digits.pixels[:1].repeat(12, 1, 1, 1), digits.labels[:12], digits.mean, digits.std)
+    assert isinstance(digits, InMemoryImages)
+    same = InMemoryImages(digits.pixels[:1].repeat(12, 1, 1, 1), digits.labels[:12], digits.mean, digits.std)
     for augment in ("crop", "imagenet"):
         seen = images_of(same, torch.arange(12), 12, View.of_epoch(augment, 0, 0))
         assert len({image.contiguous().numpy().tobytes() for image in seen}) > 4
@@ -376,7 +376,7 @@ def test_evaluation_counts_each_image_once(batch_size: int) -> None:
     torch.manual_seed(0)
     model = Small().eval()
     with torch.no_grad():
-        scores = model(images_of(test, torch.arange(test.size), 1000, AS_IT_IS))
+        scores = model(images_of(test, torch.arange(test.size), 1000, EVAL))
     result = evaluate(model, test, CPU, batch_size)
     assert result.top1 == (scores.argmax(1) == test.labels).sum().item() / 90
     assert result.loss == pytest.approx(torch.nn.functional.cross_entropy(scores, test.labels).item(), rel=1e-5)

@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader
 
 from peel.data import image_folder as folder_module
 from peel.data import loader as loader_module
-from peel.data.image_folder import Folder, Paths
+from peel.data.image_folder import ImageFolder, Paths
 from peel.data.loader import Loader
-from peel.data.view import AS_IT_IS, View
+from peel.data.view import EVAL, View
 from peel.errors import DataError
 
 CPU = torch.device("cpu")
@@ -40,20 +40,20 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def split(tmp_path: Path) -> Folder:
+def split(tmp_path: Path) -> ImageFolder:
     chance = torch.Generator().manual_seed(0)
     paths = []
     for number in range(48):
         paths.append(tmp_path / f"{number}.png")
         Image.fromarray(torch.randint(0, 256, (40, 50, 3), dtype=torch.uint8, generator=chance).numpy()).save(paths[-1])
-    return Folder(Paths(paths), torch.arange(48), (3, 32, 32), (0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
+    return ImageFolder(Paths(paths), torch.arange(48), (3, 32, 32), (0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
 
 
 def children() -> set[int]:
     return {process.pid for process in multiprocessing.active_children() if process.pid is not None}
 
 
-def test_the_processes_stay_from_one_epoch_to_the_next(split: Folder) -> None:
+def test_the_processes_stay_from_one_epoch_to_the_next(split: ImageFolder) -> None:
     seen = []
     for epoch in range(2):
         images = [batch.images for batch in split.batches(torch.arange(48), 8, View.of_epoch("imagenet", 0, epoch), CPU, 2)]
@@ -63,7 +63,7 @@ def test_the_processes_stay_from_one_epoch_to_the_next(split: Folder) -> None:
     assert not torch.equal(seen[0][1], seen[1][1]), "each epoch has views of its own"
 
 
-def test_a_process_that_is_killed_is_replaced_and_nothing_is_lost(split: Folder, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_that_is_killed_is_replaced_and_nothing_is_lost(split: ImageFolder, caplog: pytest.LogCaptureFixture) -> None:
     view = View("imagenet", 3)
     whole = list(split.batches(torch.arange(48), 4, view, CPU, 0))
     got = []
@@ -93,7 +93,7 @@ def test_ending_our_processes_does_not_disturb_whoever_uses_loaders_of_torch() -
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_a_process_that_dies_while_something_is_computed_does_not_disturb_it(split: Folder) -> None:
+def test_a_process_that_dies_while_something_is_computed_does_not_disturb_it(split: ImageFolder) -> None:
     """Torch would raise an error in the middle of it, with the weights half updated; at the latest where a loader of torch's is in use."""
     before = signal.getsignal(signal.SIGCHLD)
     theirs: Any = iter(DataLoader(torch.arange(4), num_workers=1))  # type: ignore[arg-type]
@@ -129,7 +129,7 @@ def test_whoever_listens_to_their_own_processes_hears_of_them() -> None:
 
 @pytest.mark.parametrize("between", [False, True], ids=["at work", "between two epochs"])
 def test_a_process_that_hangs_is_replaced_and_nothing_is_lost(
-    between: bool, split: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    between: bool, split: ImageFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PEEL_PATIENCE", "2")
     view = View("imagenet", 3)
@@ -151,7 +151,7 @@ def float_of(key: int) -> Tensor:
     return torch.tensor(float(key))
 
 
-def test_signals_to_the_whole_group_do_not_end_the_processes(split: Folder) -> None:
+def test_signals_to_the_whole_group_do_not_end_the_processes(split: ImageFolder) -> None:
     batches = split.batches(torch.arange(48), 4, View("imagenet", 3), CPU, 2)
     for _ in range(2):
         next(batches)  # one of each process: both listen
@@ -163,7 +163,7 @@ def test_signals_to_the_whole_group_do_not_end_the_processes(split: Folder) -> N
     assert children() == before
 
 
-def test_a_process_that_dies_between_two_epochs_is_replaced(split: Folder) -> None:
+def test_a_process_that_dies_between_two_epochs_is_replaced(split: ImageFolder) -> None:
     view = View("imagenet", 3)
     first = [batch.images for batch in split.batches(torch.arange(48), 8, view, CPU, 2)]
     os.kill(min(children()), signal.SIGKILL)
@@ -172,26 +172,26 @@ def test_a_process_that_dies_between_two_epochs_is_replaced(split: Folder) -> No
     assert torch.equal(torch.cat(first), torch.cat(second))
 
 
-def test_an_epoch_that_is_given_up_leaves_no_process_at_work(split: Folder) -> None:
+def test_an_epoch_that_is_given_up_leaves_no_process_at_work(split: ImageFolder) -> None:
     batches = split.batches(torch.arange(48), 8, View("imagenet", 3), CPU, 2)
     next(batches)
     assert len(children()) == 2
     batches.close()
     assert not children()
-    assert sum(len(batch.labels) for batch in split.batches(torch.arange(48), 8, AS_IT_IS, CPU, 2)) == 48
+    assert sum(len(batch.labels) for batch in split.batches(torch.arange(48), 8, EVAL, CPU, 2)) == 48
 
 
-def test_processes_end_with_the_images_they_are_for(split: Folder) -> None:
+def test_processes_end_with_the_images_they_are_for(split: ImageFolder) -> None:
     some = split.subset(torch.arange(16))
-    list(some.batches(torch.arange(16), 8, AS_IT_IS, CPU, 2))
+    list(some.batches(torch.arange(16), 8, EVAL, CPU, 2))
     assert len(children()) == 2
     del some
     gc.collect()
     assert not children()
 
 
-def test_a_forked_copy_of_the_program_leaves_the_processes_alone(split: Folder) -> None:
-    list(split.batches(torch.arange(48), 8, AS_IT_IS, CPU, 2))
+def test_a_forked_copy_of_the_program_leaves_the_processes_alone(split: ImageFolder) -> None:
+    list(split.batches(torch.arange(48), 8, EVAL, CPU, 2))
     before = children()
     copy = os.fork()
     if copy == 0:
@@ -199,7 +199,7 @@ def test_a_forked_copy_of_the_program_leaves_the_processes_alone(split: Folder) 
             loader._end()
         os._exit(0)
     os.waitpid(copy, 0)
-    assert sum(len(batch.labels) for batch in split.batches(torch.arange(48), 8, AS_IT_IS, CPU, 2)) == 48
+    assert sum(len(batch.labels) for batch in split.batches(torch.arange(48), 8, EVAL, CPU, 2)) == 48
     assert children() == before
 
 
@@ -214,7 +214,7 @@ raise KeyError("what nobody expected")
 """
 
 
-def test_an_error_that_nobody_expected_ends_the_program(split: Folder) -> None:
+def test_an_error_that_nobody_expected_ends_the_program(split: ImageFolder) -> None:
     """The processes are deaf to the request to end that Python sends, and it would wait for them for ever."""
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", AN_ERROR, str(split.paths[0].parent)]
@@ -252,7 +252,7 @@ def test_processes_that_die_or_hang_every_time_are_an_error_not_a_wait(make: Dyi
 
 
 @pytest.mark.parametrize(("size", "more"), [(8, " and 5 more"), (2, "")])
-def test_the_files_that_processes_die_at_are_named(size: int, more: str, split: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_that_processes_die_at_are_named(size: int, more: str, split: ImageFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = folder_module.decode
 
     def deadly(path: Path, channels: int) -> Tensor:
@@ -267,27 +267,27 @@ def test_the_files_that_processes_die_at_are_named(size: int, more: str, split: 
     first = order[order.tolist().index(21) // size * size :][: min(size, 3)].tolist()
     names = ", ".join(str(split.paths[number]) for number in first)
     with pytest.raises(DataError, match=rf"at the batch of image {first[0]} \({names}{more}\), 2 times\. Fewer --workers"):
-        list(split.batches(order, size, AS_IT_IS, CPU, 1))
+        list(split.batches(order, size, EVAL, CPU, 1))
 
 
 @pytest.mark.parametrize("channels", [1, 2, 4])
-def test_other_numbers_of_channels_are_grey(split: Folder, channels: int) -> None:
-    other = Folder(split.paths, split.labels, (channels, 32, 32), (0.5,) * channels, (0.2,) * channels)
-    (batch,) = other.batches(torch.arange(48), 48, AS_IT_IS, CPU)
+def test_other_numbers_of_channels_are_grey(split: ImageFolder, channels: int) -> None:
+    other = ImageFolder(split.paths, split.labels, (channels, 32, 32), (0.5,) * channels, (0.2,) * channels)
+    (batch,) = other.batches(torch.arange(48), 48, EVAL, CPU)
     assert batch.images.shape == (48, channels, 32, 32)
     assert (batch.images == batch.images[:, :1]).all()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_file_that_is_gone_is_named(split: Folder, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_gone_is_named(split: ImageFolder, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_module, "READ_PAUSE", 0.01)
     split.paths[17].unlink()
     with pytest.raises(DataError, match=r"17\.png could be read before training, but not any more: FileNotFoundError"):
-        list(split.batches(torch.arange(48), 8, AS_IT_IS, CPU, workers))
+        list(split.batches(torch.arange(48), 8, EVAL, CPU, workers))
 
 
 @pytest.fixture
-def away(split: Folder) -> Iterator[None]:
+def away(split: ImageFolder) -> Iterator[None]:
     """The folder disappears for a moment, as when a network disk is disconnected."""
     home = split.paths[0].parent
     home.rename(home.with_name("away"))
@@ -299,8 +299,8 @@ def away(split: Folder) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("away")
-def test_files_that_come_back_after_a_moment_are_read(split: Folder) -> None:
-    assert sum(len(batch.labels) for batch in split.batches(torch.arange(48), 48, AS_IT_IS, CPU, 0)) == 48
+def test_files_that_come_back_after_a_moment_are_read(split: ImageFolder) -> None:
+    assert sum(len(batch.labels) for batch in split.batches(torch.arange(48), 48, EVAL, CPU, 0)) == 48
 
 
 def test_many_paths_take_little_memory_and_come_back_as_they_were(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 import peel
 from helpers.small import Small, few_digits, same_weights, small_run
 from peel.cli.main import main
-from peel.data.in_memory import Resident
+from peel.data.in_memory import InMemoryImages
 
 OWN = """
 from torch import nn
@@ -120,7 +120,7 @@ def test_fed_as_its_file_says_the_slim_network_has_the_reported_accuracy(tmp_pat
     told = network.peel_record["input"]
     assert told["classes"] == list(few_digits().classes)
     test = few_digits().test
-    assert isinstance(test, Resident)
+    assert isinstance(test, InMemoryImages)
     pixels = test.pixels.permute(0, 3, 1, 2) / 255
     assert list(pixels.shape[1:]) == told["shape"]
     scale = [torch.tensor(told[name])[:, None, None] for name in ("mean", "std")]
@@ -170,7 +170,7 @@ def test_a_signal_outside_training_stops_at_once(tmp_path: Path) -> None:
 
 
 def test_pull_is_that_of_all_rounds_together(tmp_path: Path) -> None:
-    small_run(pull=2.0, rounds=2, search={"epochs": 2}, output=tmp_path / "run", steps=["backbone", "plan"], distill="none")
+    small_run(l1_strength=2.0, rounds=2, search={"epochs": 2}, output=tmp_path / "run", steps=["backbone", "plan"], distill="none")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     recipe = json.loads((tmp_path / "run" / "settings.json").read_text())["resolved"]["search"]

@@ -64,7 +64,7 @@ def test_an_operator_without_a_rule_fixes_what_reaches_it_and_is_named() -> None
 
 def test_a_rule_of_the_users_own_frees_the_channels_and_a_wrong_one_is_found_out() -> None:
     def honest(interpreter, node, value, dim):
-        interpreter.solver.blur(value[dim], "a running sum")
+        interpreter.solver.mark_inexact(value[dim], "a running sum")
         return value
 
     net, x = UnknownOperator(), torch.randn(1, 3, 8, 8)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from peel.data.datasets import Data, load_data
-from peel.run.callbacks import Silent
+from peel.run.callbacks import NoCallback
 from peel.run.prune import prune
 from peel.run.result import Result
 from peel.train.engine import Engine
@@ -111,7 +111,7 @@ def small_run(model: nn.Module | None = None, data: Data | None = None, **settin
     return prune(model if model is not None else Small(), data if data is not None else few_digits(), **{**SHORT, **settings})
 
 
-class Counting(Silent):
+class Counting(NoCallback):
     """Counts the steps of training in each stage."""
 
     def __init__(self) -> None:

@@ -10,23 +10,23 @@ from torch import Tensor, nn
 
 import peel
 from helpers.nets import Net
-from peel.data.in_memory import Resident
+from peel.data.in_memory import InMemoryImages
 from peel.steps.criteria import find_criterion
-from peel.steps.importance import Criterion, Importance, Measured, Subject, summarise
+from peel.steps.importance import Criterion, CriterionInput, Importance, LayerScores, summarise
 from peel.train.engine import Engine
 from peel.train.objective import CrossEntropy
 
 CPU = Engine(torch.device("cpu"))
 
 
-def images(count: int, shape: tuple[int, ...] = (3, 8, 8), seed: int = 0, classes: int = 5) -> Resident:
+def images(count: int, shape: tuple[int, ...] = (3, 8, 8), seed: int = 0, classes: int = 5) -> InMemoryImages:
     chance = torch.Generator().manual_seed(seed)
     channels, height, width = shape
     pixels = torch.randint(256, (count, height, width, channels), generator=chance, dtype=torch.uint8)
-    return Resident(pixels, torch.randint(classes, (count,), generator=chance), (0.5,) * channels, (0.3,) * channels)
+    return InMemoryImages(pixels, torch.randint(classes, (count,), generator=chance), (0.5,) * channels, (0.3,) * channels)
 
 
-def seen(split: Resident) -> tuple[Tensor, Tensor]:
+def seen(split: InMemoryImages) -> tuple[Tensor, Tensor]:
     """All images of a split as a network sees them, and their labels."""
     return (split.pixels.permute(0, 3, 1, 2) / 255 - 0.5) / 0.3, split.labels
 
@@ -34,22 +34,22 @@ def seen(split: Resident) -> tuple[Tensor, Tensor]:
 def subject(
     net: nn.Module,
     groups: dict[str, list[str]] | None = None,
-    train: Resident | None = None,
-    held_out: Resident | None = None,
+    train: InMemoryImages | None = None,
+    held_out: InMemoryImages | None = None,
     seed: int = 0,
     shape: tuple[int, ...] = (3, 8, 8),
-) -> Subject:
+) -> CriterionInput:
     graph = peel.trace(net, torch.randn(1, *shape))
     train = images(16, shape) if train is None else train
-    return Subject(net, graph if groups is None else graph.regroup(groups), train, held_out or train, CrossEntropy(), CPU, seed)
+    return CriterionInput(net, graph if groups is None else graph.regroup(groups), train, held_out or train, CrossEntropy(), CPU, seed)
 
 
-def importance(criterion: str | Criterion, of: Subject, reduce: str = "mean") -> Importance:
+def importance(criterion: str | Criterion, of: CriterionInput, reduce: str = "mean") -> Importance:
     chosen = find_criterion(criterion) if isinstance(criterion, str) else criterion
     return summarise(chosen.measure(of), of.graph, reduce)
 
 
-def per_tie(found: list[Measured]) -> dict[tuple[str, str], list[float]]:
+def per_tie(found: list[LayerScores]) -> dict[tuple[str, str], list[float]]:
     return {(item.tie, item.layer): item.values.tolist() for item in found}
 
 

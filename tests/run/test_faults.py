@@ -26,7 +26,7 @@ from helpers.disks import small_disk_at
 from helpers.folders import kept, weights
 from helpers.killing import KILLED, command, exit_code, start, wait_for
 from helpers.small import CPU, Small, few_digits, small_run
-from peel.run.folder import Workspace
+from peel.run.folder import RunFolder
 from peel.train.checkpoint import Checkpoints
 from peel.train.loop import fit
 from peel.train.objective import CrossEntropy
@@ -47,7 +47,7 @@ def write_some_bytes_and_die(folder: Path, count: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 1000, 20_000])
 def test_killed_after_some_bytes_of_a_checkpoint_the_one_before_is_used(count: int, tmp_path: Path) -> None:
-    with Workspace(tmp_path / "run"):
+    with RunFolder(tmp_path / "run"):
         pass
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", "peel")
     first = checkpoints.save({"number": 1}, 1, 0)
@@ -55,7 +55,7 @@ def test_killed_after_some_bytes_of_a_checkpoint_the_one_before_is_used(count: i
     half = [path for path in checkpoints.folder.iterdir() if path != first]
     assert [path.stat().st_size for path in half] == [count], "it was killed in the middle of its write"
     assert checkpoints.newest() == {"number": 1}
-    with Workspace(tmp_path / "run"):
+    with RunFolder(tmp_path / "run"):
         assert list(checkpoints.folder.iterdir()) == [first], "the next start sweeps what was left behind"
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from helpers.killing import Suicidal, command, exit_code, run_until, start
 from helpers.small import Counting, Small, few_digits, small_run
-from peel.errors import DamagedError, RunError
-from peel.run.callbacks import Silent
+from peel.errors import CorruptFileError, RunError
+from peel.run.callbacks import NoCallback
 from peel.run.result import Result
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -208,7 +208,7 @@ def test_what_was_forced_on_a_teacher_is_said_by_every_run_that_uses_it(tmp_path
 
 
 def test_the_page_of_a_forced_run_that_is_stopped_again_says_so(killed: Path) -> None:
-    class Breaking(Silent):
+    class Breaking(NoCallback):
         def step(self, done: int, total: int, images: int) -> None:
             raise RunError("no more")
 
@@ -228,7 +228,7 @@ def test_force_on_an_empty_folder_says_that_there_is_nothing_to_go_on_with(tmp_p
 )
 def test_a_record_of_changes_that_is_none_is_damage(forced: object, killed: Path) -> None:
     (killed / "settings.json").write_text(json.dumps({**settings_of(killed), "forced": forced}))
-    with pytest.raises(DamagedError, match=r"settings\.json is damaged: its 'forced'"):
+    with pytest.raises(CorruptFileError, match=r"settings\.json is damaged: its 'forced'"):
         go_on(killed)
 
 

@@ -13,10 +13,10 @@ from torch import nn
 
 import peel
 from helpers.small import CPU, Small, few_digits, same_weights, small_run
-from peel.data.view import AS_IT_IS
+from peel.data.view import EVAL
 from peel.errors import ConfigError
 from peel.methods.settings import CRITERIA
-from peel.run.callbacks import Silent
+from peel.run.callbacks import NoCallback
 from peel.run.prune import prune
 from peel.run.result import Result
 from peel.train.recipe import Recipe
@@ -85,7 +85,7 @@ def test_gradient_is_the_first_order_effect_of_each_scale_on_the_loss(folder: Pa
     # One batch that holds all images: no matter in which order they come.
     data = few_digits(100)
     plan, backbone = searched(folder, criterion="gradient", data=data)
-    images, labels, _ = next(iter(data.train.batches(torch.arange(100), 100, AS_IT_IS, CPU.device)))
+    images, labels, _ = next(iter(data.train.batches(torch.arange(100), 100, EVAL, CPU.device)))
     # By differences in double precision, channel by channel.
     backbone, images = backbone.double(), images.double()
 
@@ -186,21 +186,21 @@ def test_the_penalty_is_the_papers_for_bn_and_none_for_the_others() -> None:
     assert planned(criterion="weight")["penalty"] == 0
     assert "sparsity" in run(steps=("backbone", "plan")).history["backbone"][0].train
     assert "sparsity" not in run(steps=("backbone", "plan"), criterion="weight").history["backbone"][0].train
-    given = run(steps=("backbone", "plan"), criterion="weight", penalty=0.01)
+    given = run(steps=("backbone", "plan"), criterion="weight", l1_coefficient=0.01)
     # At the start all scales are 1: the term is the coefficient times their number, and falls from there.
     channels = sum(given.plan["backbone"]["widths"].values())  # type: ignore[index]
     assert given.history["backbone"][0].train["sparsity"] == pytest.approx(0.01 * channels, rel=0.1)
 
 
 def test_the_pull_becomes_the_penalty_that_has_it_over_the_schedule() -> None:
-    plan = planned(pull=0.5)
+    plan = planned(l1_strength=0.5)
     recipe = Recipe(epochs=1, batch_size=64, lr=0.1, weight_decay=5e-4)
     assert plan["penalty"] == pytest.approx(0.5 * 0.1 / sum(recipe.rate(step, 3) for step in range(3)))
 
 
 def test_a_stronger_penalty_leaves_smaller_scales() -> None:
     length = frozenset({"epochs": 6}.items())
-    found = [importance(planned(penalty=penalty, search=length)) for penalty in (0.0, 0.01, 0.05)]
+    found = [importance(planned(l1_coefficient=l1_coefficient, search=length)) for l1_coefficient in (0.0, 0.01, 0.05)]
     for group in TIES:
         assert found[0][group] > found[1][group] + 0.02 > found[2][group] + 0.04
 
@@ -297,7 +297,7 @@ def test_the_random_policy_grows_half_of_the_ties_drawn_by_the_seed() -> None:
 
 
 def test_the_triangular_solve_charges_layers_to_the_group_that_they_write() -> None:
-    telescoped, triangular = planned(keep=0.6), planned(keep=0.6, solve="triangular")
+    telescoped, triangular = planned(keep=0.6), planned(keep=0.6, solver="triangular")
     factors = [plan["rounds"][0]["factors"] for plan in (telescoped, triangular)]
     assert max(abs(factors[0][group] - factors[1][group]) for group in TIES) > 1e-3
     backbone, wide = triangular["backbone"]["widths"], ideal(triangular)
@@ -333,7 +333,7 @@ def test_two_rounds_split_the_pool_and_train_the_widened_backbone_on() -> None:
 
 
 def test_a_cap_holds_layers_back() -> None:
-    free, capped = planned(budget="90%", keep=0.5), planned(budget="90%", keep=0.5, cap=1.0)
+    free, capped = planned(budget="90%", keep=0.5), planned(budget="90%", keep=0.5, max_width=1.0)
     original = capped["original"]["widths"]
     assert any(free["widths"][tie] > width for tie, width in original.items())
     assert all(capped["widths"][tie] <= width for tie, width in original.items())
@@ -346,7 +346,7 @@ def test_widths_are_multiples_of_the_divisor() -> None:
 
 
 def test_held_ties_keep_their_width() -> None:
-    plan = planned(hold=("conv3",))
+    plan = planned(freeze=("conv3",))
     assert plan["widths"]["conv3"] == plan["backbone"]["widths"]["conv3"] == plan["uniform"]["widths"]["conv3"] == 16
     assert planned()["widths"]["conv3"] < 16
 
@@ -390,7 +390,7 @@ def test_a_strong_teacher_is_followed_closer_than_a_weak_one() -> None:
     length = frozenset({"epochs": 6, "batch_size": 50}.items())
     torch.manual_seed(5)
     teacher = Small()
-    images, *_ = next(iter(few_digits().test.batches(torch.arange(90), 90, AS_IT_IS, CPU.device)))
+    images, *_ = next(iter(few_digits().test.batches(torch.arange(90), 90, EVAL, CPU.device)))
 
     def distance(weight: float) -> float:
         student = small_run(
@@ -433,7 +433,7 @@ def test_in_place_the_labels_may_count_for_the_student_too() -> None:
 
 
 def steps_of_the_backbone(**settings: Any) -> int:
-    class Counting(Silent):
+    class Counting(NoCallback):
         steps = 0
 
         def step(self, done: int, total: int, images: int) -> None:
@@ -472,7 +472,7 @@ def test_a_network_of_the_zoo_goes_through_the_whole_of_it() -> None:
 
 @pytest.mark.parametrize("criterion", CRITERIA)
 def test_what_a_criterion_cannot_measure_is_refused_before_anything_is_trained(criterion: str) -> None:
-    class Never(Silent):
+    class Never(NoCallback):
         def stage(self, name: str, what: str) -> None:
             raise AssertionError(f"{name} was begun")
 

@@ -19,7 +19,7 @@ from helpers.folders import content, read
 from helpers.small import CPU, SHORT, WIDTHS, Counting, Small, few_digits, same_weights, small_run
 from peel.cli.main import main
 from peel.cost.count import count_macs
-from peel.data.view import AS_IT_IS
+from peel.data.view import EVAL
 from peel.errors import ConfigError
 from peel.run.result import Result
 
@@ -77,7 +77,7 @@ def test_the_costs_in_the_table_are_those_of_the_saved_networks(finished: tuple[
 
 def test_the_accuracy_in_the_table_is_that_of_the_saved_networks(finished: tuple[Path, Result]) -> None:
     folder, result = finished
-    images, labels, _ = next(iter(few_digits().test.batches(torch.arange(90), 90, AS_IT_IS, CPU.device)))
+    images, labels, _ = next(iter(few_digits().test.batches(torch.arange(90), 90, EVAL, CPU.device)))
     for row in result.rows:
         network = peel.load(folder / row["file"], model=Small()).eval()
         with torch.no_grad():

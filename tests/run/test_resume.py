@@ -10,9 +10,9 @@ import pytest
 
 from helpers.folders import content
 from helpers.small import Counting, same_weights, small_run
-from peel.errors import DamagedError, RunError, StoreError
-from peel.run.callbacks import Silent
-from peel.run.folder import Workspace
+from peel.errors import CorruptFileError, RunError, StoreError
+from peel.run.callbacks import NoCallback
+from peel.run.folder import RunFolder
 from peel.run.result import Result
 from peel.train.history import Epoch
 
@@ -56,7 +56,7 @@ def test_stages_that_finished_are_kept_when_a_later_one_is_lost(own: Path) -> No
 
 
 def test_checkpoints_that_a_kill_left_beside_a_finished_stage_are_taken_away(own: Path) -> None:
-    Workspace(own).checkpoints("uniform").save({"epoch": 2}, 2, 0)
+    RunFolder(own).checkpoints("uniform").save({"epoch": 2}, 2, 0)
     small_run(output=own, seed=3)
     assert not list((own / "checkpoints").iterdir())
 
@@ -74,7 +74,7 @@ def test_strange_lines_among_the_metrics_do_not_stop_a_run(own: Path) -> None:
 
 
 def test_an_error_that_nobody_foresaw_is_kept_until_the_run_goes_on(tmp_path: Path) -> None:
-    class Broken(Silent):
+    class Broken(NoCallback):
         def epoch(self, epoch: Epoch) -> None:
             raise ValueError("this was not foreseen")
 
@@ -106,7 +106,7 @@ def test_a_damaged_result_is_made_anew(own: Path) -> None:
 def test_stages_that_were_finished_before_are_all_named(own: Path) -> None:
     """Otherwise their time would be counted as still to come."""
 
-    class Naming(Silent):
+    class Naming(NoCallback):
         def __init__(self) -> None:
             self.planned: list[str] = []
             self.named: list[str] = []
@@ -128,7 +128,7 @@ def test_stages_that_were_finished_before_are_all_named(own: Path) -> None:
 def test_a_stage_of_another_network_is_said_to_be_damaged(own: Path) -> None:
     for suffix in ("json", "safetensors"):
         (own / "stages" / f"peel.{suffix}").write_bytes((own / "stages" / f"original.{suffix}").read_bytes())
-    with pytest.raises(DamagedError, match=r"stages/peel.json is of another network: \w+ has \d+ channels there, not \d+\. Restore"):
+    with pytest.raises(CorruptFileError, match=r"stages/peel.json is of another network: \w+ has \d+ channels there, not \d+\. Restore"):
         small_run(output=own, seed=3)
 
 
@@ -159,7 +159,7 @@ def test_a_damaged_stage_is_said_to_be_damaged(own: Path) -> None:
 )
 def test_a_file_with_something_else_in_it_is_said_to_be_damaged(name: str, content: str, reason: str, own: Path) -> None:
     (own / name).write_text(content)
-    with pytest.raises(DamagedError, match=rf"{name} is damaged: {reason}\. Restore it from a copy, or .* another --output"):
+    with pytest.raises(CorruptFileError, match=rf"{name} is damaged: {reason}\. Restore it from a copy, or .* another --output"):
         small_run(output=own, seed=3)
 
 
@@ -191,5 +191,5 @@ GOOD = RECORD.replace("NOTES", "[]")
 )
 def test_what_is_wrong_with_a_file_is_said(name: str, content: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(DamagedError, match=rf"{name} is damaged: {reason}\."):
-        Workspace(tmp_path).read_json(name)
+    with pytest.raises(CorruptFileError, match=rf"{name} is damaged: {reason}\."):
+        RunFolder(tmp_path).read_json(name)

@@ -56,7 +56,7 @@ def test_other_settings_on_an_existing_folder_are_refused_with_the_difference(
 
 def test_a_run_with_zero_channels_that_only_one_kind_of_device_adds_names_the_device(own: Path) -> None:
     settings = read(own / "settings.json")
-    settings["resolved"].update(pads=True, device="cuda")
+    settings["resolved"].update(pad_channels=True, device="cuda")
     (own / "settings.json").write_text(json.dumps(settings))
     with pytest.raises(RunError, match=r"pads: True -> False .*go on with the kind of --device that began the run"):
         small_run(output=own, seed=3)
@@ -277,7 +277,7 @@ def test_a_folder_of_another_version_of_peel_with_other_settings_is_said_to_be_o
     """What only the other version knows cannot be given to this one."""
     settings = read(own / "settings.json")
     resolved = settings["resolved"]
-    del resolved["pads"], resolved["method"]["keep"]
+    del resolved["pad_channels"], resolved["method"]["keep"]
     (own / "settings.json").write_text(json.dumps({**settings, "resolved": {"align": 1, **resolved}}))
     with pytest.raises(RunError, match="was begun by another version of peel") as caught:
         small_run(output=own, seed=3)

@@ -14,8 +14,8 @@ from torch import nn
 import peel
 from helpers.folders import content, read
 from helpers.small import CPU, WIDTHS, Counting, Small, few_digits, same_weights, small_run
-from peel.errors import DamagedError, DataError, RunError, StoreError
-from peel.run.folder import Workspace
+from peel.errors import CorruptFileError, DataError, RunError, StoreError
+from peel.run.folder import RunFolder
 from peel.run.result import Result
 from peel.train.loop import evaluate
 
@@ -170,7 +170,7 @@ def test_a_teacher_module_with_other_classes_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["{}", "{"])
 def test_a_damaged_record_of_a_teacher_is_named(content: str, own: Path, tmp_path: Path) -> None:
     (own / "stages" / "original.record.json").write_text(content)
-    with pytest.raises(DamagedError, match=r"original.record.json is damaged: .* another --teacher"):
+    with pytest.raises(CorruptFileError, match=r"original.record.json is damaged: .* another --teacher"):
         small_run(teacher=own, output=tmp_path / "other")
 
 
@@ -183,7 +183,7 @@ def test_a_slim_network_is_no_teacher(name: str, finished: tuple[Path, Result], 
 
 
 def test_an_error_of_the_teachers_folder_names_the_option_that_it_was_given_with(tmp_path: Path) -> None:
-    with Workspace(tmp_path / "teacher"), pytest.raises(RunError, match=r"teacher is in use by .* name another folder with --teacher"):
+    with RunFolder(tmp_path / "teacher"), pytest.raises(RunError, match=r"teacher is in use by .* name another folder with --teacher"):
         small_run(teacher=tmp_path / "teacher", output=tmp_path / "run")
 
 

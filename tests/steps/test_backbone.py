@@ -50,8 +50,8 @@ def test_equal_channels_are_those_of_the_network_not_of_the_layer(resource: str)
 def test_held_ties_keep_their_width_and_the_others_pay_for_them(start: str) -> None:
     _, graph = traced_zoo("mobilenet_v2")
     free = backbone(graph, "150M", start=start)  # type: ignore[arg-type]
-    for hold in ("features.18.0", ["features.18.0"], iter(["features.18.0"])):
-        widths = backbone(graph, "150M", start=start, hold=hold)  # type: ignore[arg-type]
+    for freeze in ("features.18.0", ["features.18.0"], iter(["features.18.0"])):
+        widths = backbone(graph, "150M", start=start, freeze=freeze)  # type: ignore[arg-type]
         assert widths["features.18.0"] == 1280
         others = [tie for tie in widths if tie != "features.18.0"]
         assert sum(widths[tie] for tie in others) < sum(free[tie] for tie in others)
@@ -81,7 +81,7 @@ def test_a_budget_above_the_original_needs_layers_that_may_grow() -> None:
     _, graph = traced_zoo("resnet18")
     with pytest.raises(peel.BudgetError, match="cap"):
         backbone(graph, "3G")
-    widths = backbone(graph, "3G", cap=None)
+    widths = backbone(graph, "3G", max_width=None)
     assert 0.999 * 2.4e9 <= graph.macs(widths) <= 2.4e9
     assert all(widths[tie] > graph.widths[tie] for tie in widths)
 

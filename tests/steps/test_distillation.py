@@ -16,7 +16,7 @@ import peel
 from helpers.graphs import traced_net
 from helpers.nets import NETS, AuxiliaryHead, Chain, ChannelsLast, Dense, Depthwise, Net, Shuffled
 from peel.data.batch import Batch
-from peel.data.in_memory import Resident
+from peel.data.in_memory import InMemoryImages
 from peel.steps.distillation import Distillation, InPlace, Pair, in_place_pair, soft_loss
 from peel.train.engine import Engine
 from peel.train.loop import fit
@@ -30,10 +30,10 @@ CPU = Engine(torch.device("cpu"))
 rows = st.lists(st.lists(st.floats(-8, 8), min_size=4, max_size=4), min_size=3, max_size=3)
 
 
-def images(count: int = 64) -> Resident:
+def images(count: int = 64) -> InMemoryImages:
     chance = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (count, 8, 8, 3), generator=chance, dtype=torch.uint8)
-    return Resident(pixels, torch.randint(5, (count,), generator=chance), (0.5,) * 3, (0.3,) * 3)
+    return InMemoryImages(pixels, torch.randint(5, (count,), generator=chance), (0.5,) * 3, (0.3,) * 3)
 
 
 def batch(count: int = 16) -> tuple[Tensor, Tensor]:
@@ -247,7 +247,7 @@ def test_in_place_the_wide_network_learns_from_labels_and_the_student_from_it() 
     own = CrossEntropy(0.1)(pair, Batch(pictures, labels))
     soft = soft_loss(pair(pictures), pair.wide(pictures).detach(), 2.0)
     assert float(losses.total.detach()) == pytest.approx(float((hard + 0.7 * soft).detach()), rel=1e-5)
-    assert torch.equal(losses.scores, own.scores)
+    assert torch.equal(losses.logits, own.logits)
     assert float(losses.terms["distillation"]) == pytest.approx(float(soft.detach()), rel=1e-5)
     both = InPlace(CrossEntropy(0.1), weight=0.7, hard_weight=0.5, temperature=2.0)(pair, Batch(pictures, labels))
     assert float((both.total - losses.total).detach()) == pytest.approx(0.5 * float(own.total.detach()), rel=1e-4)

@@ -15,12 +15,12 @@ from helpers.graphs import traced_net
 from helpers.nets import NETS, Chain, ChannelsLast, Decoder, Dense, Grouped, MapNorm, Net
 from helpers.subjects import CPU, Rivals, filled, images, importance, per_tie, seen, subject
 from peel.data.batch import Batch
-from peel.data.in_memory import Resident
+from peel.data.in_memory import InMemoryImages
 from peel.steps.criteria import find_criterion
 from peel.steps.criteria.gradient import Gradient
 from peel.steps.criteria.legr import Legr
 from peel.steps.criteria.reconstruction import Reconstruction
-from peel.steps.importance import Importance, Measured, Penalised, Subject, penalty_of_pull, scale_weights, summarise
+from peel.steps.importance import CriterionInput, Importance, LayerScores, WithL1, l1_coefficient_for, norm_scales, summarise
 from peel.train.loop import fit
 from peel.train.objective import CrossEntropy
 from peel.train.recipe import RECIPES, Recipe
@@ -133,13 +133,13 @@ def test_filters_lie_along_the_second_axis_of_a_transposed_convolution() -> None
 # Gradients
 
 
-def loss(net: nn.Module, split: Resident) -> float:
+def loss(net: nn.Module, split: InMemoryImages) -> float:
     with torch.no_grad():
         pictures, labels = seen(split)
         return float(F.cross_entropy(net(pictures).double(), labels))
 
 
-def effect(net: nn.Module, split: Resident, scaled: list[tuple[Tensor, int | slice]], step: float = 2e-2) -> float:
+def effect(net: nn.Module, split: InMemoryImages, scaled: list[tuple[Tensor, int | slice]], step: float = 2e-2) -> float:
     """By how much the loss moves, per unit, when some entries are scaled."""
 
     def moved(factor: float) -> float:
@@ -213,7 +213,9 @@ def test_groups_that_are_alike_are_said_to_be(reduce: str) -> None:
     graph = peel.trace(Rivals(), torch.randn(1, 3, 8, 8)).regroup({"loud": ["loud"], "quiet": ["quiet"]})
 
     def found(loud: list[float], quiet: list[float]) -> Importance:
-        return summarise([Measured("loud", "loud", torch.tensor(loud)), Measured("quiet", "quiet", torch.tensor(quiet))], graph, reduce)
+        return summarise(
+            [LayerScores("loud", "loud", torch.tensor(loud)), LayerScores("quiet", "quiet", torch.tensor(quiet))], graph, reduce
+        )
 
     equal = found([1.0] * 8, [1.02] * 8)
     assert not equal.distinct
@@ -258,7 +260,7 @@ OF_IMAGES = [kind for kind in NETS if len(kind.shape) == 3 and kind.expected]
 def test_weights_and_gradients_can_be_measured_on_any_network(kind: type[Net]) -> None:
     net, graph = traced_net(kind)
     split = images(8, kind.shape)
-    of = Subject(net, graph, split, split, CrossEntropy(), CPU, 0)
+    of = CriterionInput(net, graph, split, split, CrossEntropy(), CPU, 0)
     for criterion in ("weight", "gradient"):
         found = find_criterion(criterion).measure(of)
         assert {item.tie for item in found} == set(kind.expected)
@@ -282,15 +284,15 @@ def test_the_penalty_adds_exactly_its_part_of_the_scales() -> None:
     net = normed()
     of = subject(net, NORMED)
     pictures, labels = seen(images(16))
-    scales = list(scale_weights(net, of.graph))
+    scales = list(norm_scales(net, of.graph))
     plain = CrossEntropy(0.1)(net, Batch(pictures, labels))
-    whole = Penalised(CrossEntropy(0.1), scales, 0.01)(net, Batch(pictures, labels))
+    whole = WithL1(CrossEntropy(0.1), scales, 0.01)(net, Batch(pictures, labels))
     assert float((whole.total - plain.total).detach()) == pytest.approx(0.01 * (10 + 2 + 1 + 3), rel=1e-5)
     assert float(whole.terms["sparsity"]) == pytest.approx(0.16)
     assert float(whole.terms["cross_entropy"]) == float(plain.total.detach())
     with_term, without = (torch.autograd.grad(losses.total, net.bn1.weight)[0] for losses in (whole, plain))
     assert torch.allclose(with_term - without, 0.01 * torch.tensor([1.0, -1.0, 1.0, -1.0]), atol=1e-6)
-    for nothing in (Penalised(CrossEntropy(0.1), scales, 0.0), Penalised(CrossEntropy(0.1), [], 0.01)):
+    for nothing in (WithL1(CrossEntropy(0.1), scales, 0.0), WithL1(CrossEntropy(0.1), [], 0.01)):
         assert nothing(net, Batch(pictures, labels)).total == plain.total
 
 
@@ -309,14 +311,14 @@ class Aside(Net):
     "changed", [{}, {"momentum": 0.0, "nesterov": False}, {"nesterov": False}, {"schedule": "steps"}, {"lr": 0.02, "warmup_from": 0.01}]
 )
 def test_a_pull_moves_scales_by_as_much_over_the_schedule(changed: dict[str, object]) -> None:
-    pull = 0.6
+    l1_strength = 0.6
     recipe = Recipe(epochs=30, batch_size=4, lr=0.1, warmup_epochs=3, augment="none", weight_decay=0.1).changed(**changed)
     net, split = Aside(), images(32)
     filled(net.bn.weight, [1.0, -1.0, 1.0])
-    fit(net, Penalised(CrossEntropy(), ["bn.weight"], penalty_of_pull(pull, recipe, 8)), split, recipe, engine=CPU, seed=0)
-    assert net.bn.weight.tolist() == pytest.approx([1 - pull, pull - 1, 1 - pull], abs=0.05 * pull)
+    fit(net, WithL1(CrossEntropy(), ["bn.weight"], l1_coefficient_for(l1_strength, recipe, 8)), split, recipe, engine=CPU, seed=0)
+    assert net.bn.weight.tolist() == pytest.approx([1 - l1_strength, l1_strength - 1, 1 - l1_strength], abs=0.05 * l1_strength)
 
 
 def test_the_penalty_of_the_paper_pulls_by_twelve_and_a_half() -> None:
     steps = 1_281_167 // 512
-    assert penalty_of_pull(12.5, RECIPES["imagenet-backbone"], steps) == pytest.approx(1e-4, rel=0.01)
+    assert l1_coefficient_for(12.5, RECIPES["imagenet-backbone"], steps) == pytest.approx(1e-4, rel=0.01)

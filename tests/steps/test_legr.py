@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from helpers.subjects import Rivals, images, importance, per_tie, seen, subject
-from peel.data.in_memory import Resident
+from peel.data.in_memory import InMemoryImages
 from peel.steps.criteria.legr import Legr
-from peel.steps.importance import Subject
+from peel.steps.importance import CriterionInput
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def rivals(branch: str, seed: int = 0, train_seed: int = 7) -> Subject:
+def rivals(branch: str, seed: int = 0, train_seed: int = 7) -> CriterionInput:
     """Held-out images whose labels only one branch knows."""
     net = Rivals().eval()
     split = images(64, seed=1)
-    held_out = Resident(split.pixels, net.answers(seen(split)[0], branch), split.mean, split.std)
+    held_out = InMemoryImages(split.pixels, net.answers(seen(split)[0], branch), split.mean, split.std)
     return subject(net, {"loud": ["loud"], "quiet": ["quiet"]}, images(8, seed=train_seed), held_out, seed)
 
 

@@ -16,7 +16,7 @@ from helpers.nets import NETS, AuxiliaryHead, Depthwise, Grouped, Net
 from peel.steps.backbone import backbone
 from peel.steps.reallocation import add_evenly, group_factors, grow_at_random, reallocate, reallocation, shares_of
 
-HELD = {"mobilenet_v2": ("features.18.0",)}
+FROZEN = {"mobilenet_v2": ("features.18.0",)}
 
 
 def macs(graph: peel.ChannelGraph, widths: dict[str, float]) -> float:
@@ -24,11 +24,11 @@ def macs(graph: peel.ChannelGraph, widths: dict[str, float]) -> float:
     return graph.mac_cost.total([widths[name] / step for name, step in graph.steps.items()])
 
 
-def fractional_backbone(graph: peel.ChannelGraph, budget: float, hold: tuple[str, ...]) -> tuple[float, dict[str, float]]:
+def fractional_backbone(graph: peel.ChannelGraph, budget: float, freeze: tuple[str, ...]) -> tuple[float, dict[str, float]]:
     """The uniform network at 0.8 of the budget before any rounding, as the worked-out numbers have it."""
 
     def scaled(factor: float) -> dict[str, float]:
-        return {name: width if name in hold else width * factor for name, width in graph.widths.items()}
+        return {name: width if name in freeze else width * factor for name, width in graph.widths.items()}
 
     low, high = 0.0, 2.0
     for _ in range(60):
@@ -63,10 +63,10 @@ def test_the_telescoped_solve_gives_the_numbers_worked_out_for_the_paper(
     name: str, budget: float, width: float, shares: tuple[int, ...], factors: str, widths: str
 ) -> None:
     _, graph = traced_zoo(name)
-    hold = HELD.get(name, ())
-    factor, base = fractional_backbone(graph, budget, hold)
+    freeze = FROZEN.get(name, ())
+    factor, base = fractional_backbone(graph, budget, freeze)
     assert abs(factor - width) <= 1e-4
-    found = group_factors(graph, base, dict(zip(graph.groups, shares)), budget, hold=hold)
+    found = group_factors(graph, base, dict(zip(graph.groups, shares)), budget, freeze=freeze)
     assert close(list(found.values()), factors)
     assert close([factor * grown for grown in found.values()], widths)
 
@@ -90,7 +90,7 @@ def test_the_winner_reaches_the_widths_worked_out_for_the_paper(name: str, budge
 def test_the_triangular_solve_shrinks_what_follows_a_winner() -> None:
     _, graph = traced_zoo("resnet50")
     _, base = fractional_backbone(graph, 1.1e9, ())
-    found = group_factors(graph, base, {"56x56": 1}, 1.1e9, solve="triangular")
+    found = group_factors(graph, base, {"56x56": 1}, 1.1e9, solver="triangular")
     assert close(list(found.values()), "1.541 0.942 1.004 0.999")
 
 
@@ -103,12 +103,12 @@ def test_the_triangular_solve_shrinks_what_follows_a_winner() -> None:
     st.sampled_from(["telescoped", "triangular"]),
 )
 def test_fractional_factors_spend_the_budget_to_the_last_unit(
-    name: str, part: float, keep: float, weights: list[float], resource: str, solve: str
+    name: str, part: float, keep: float, weights: list[float], resource: str, solver: str
 ) -> None:
     _, graph = traced_zoo(name)
     budget = int(getattr(graph, resource)() * part)
     base = backbone(graph, budget, keep, resource=resource)
-    found = reallocation(graph, base, dict(zip(graph.groups, weights)), budget, resource=resource, solve=solve)
+    found = reallocation(graph, base, dict(zip(graph.groups, weights)), budget, resource=resource, solver=solver)
     assert found.ideal_cost == pytest.approx(budget, rel=1e-9)
     for group, ties in graph.groups.items():
         assert [found.ideal[tie] / base[tie] for tie in ties] == pytest.approx([found.factors[group]] * len(ties))
@@ -142,7 +142,7 @@ def test_triangular_each_group_adds_its_share_to_its_own_layers(name: str, weigh
     budget = graph.macs() * part
     base = backbone(graph, int(budget))
     shares = dict(zip(graph.groups, weights))
-    found = group_factors(graph, base, shares, budget, solve="triangular")
+    found = group_factors(graph, base, shares, budget, solver="triangular")
 
     def own(group: str, factors: dict[str, float]) -> float:
         """What the layers that write the group's channels cost; a classifier belongs to the channels it reads."""
@@ -166,7 +166,7 @@ def test_triangular_each_group_adds_its_share_to_its_own_layers(name: str, weigh
     st.sampled_from(["telescoped", "triangular"]),
 )
 def test_the_budget_is_never_exceeded_and_met_within_a_thousandth(
-    name: str, part: float, keep: float, weights: list[float], resource: str, solve: str
+    name: str, part: float, keep: float, weights: list[float], resource: str, solver: str
 ) -> None:
     _, graph = traced_zoo(name)
     shares = dict(zip(graph.groups, weights))
@@ -174,10 +174,10 @@ def test_the_budget_is_never_exceeded_and_met_within_a_thousandth(
     count = getattr(graph, resource)
     budget = int(count() * part)
     base = backbone(graph, budget, keep, resource=resource)
-    found = reallocation(graph, base, shares, budget, resource=resource, solve=solve)
+    found = reallocation(graph, base, shares, budget, resource=resource, solver=solver)
     assert found.spent == count(found.widths)
     assert 0.999 * budget <= count(found.widths) <= budget
-    if solve == "telescoped":
+    if solver == "telescoped":
         assert all(found.widths[tie] >= base[tie] for tie in base)
 
 
@@ -195,7 +195,7 @@ def test_on_the_smallest_networks_no_single_step_more_would_fit(kind: type[Net],
     graph = by_tie(kind)
     budget = int(graph.macs() * part)
     assume(budget * keep >= graph.macs(graph.steps))
-    base = backbone(graph, budget, keep, cap=None)
+    base = backbone(graph, budget, keep, max_width=None)
     widths = reallocate(graph, base, dict(zip(graph.groups, weights)), budget)
     spent = graph.macs(widths)
     assert spent <= budget
@@ -255,10 +255,10 @@ def branches() -> peel.ChannelGraph:
 
 @pytest.mark.parametrize("solve", ["telescoped", "triangular"])
 @pytest.mark.parametrize("grown", [9, 12, 16, 20])
-def test_equal_everything_gives_equal_everything(branches: peel.ChannelGraph, solve: str, grown: int) -> None:
+def test_equal_everything_gives_equal_everything(branches: peel.ChannelGraph, solver: str, grown: int) -> None:
     base = dict.fromkeys(branches.widths, 8)
     wanted = dict.fromkeys(branches.widths, grown)
-    found = reallocation(branches, base, dict.fromkeys(branches.groups, 0.7), branches.macs(wanted), solve=solve)
+    found = reallocation(branches, base, dict.fromkeys(branches.groups, 0.7), branches.macs(wanted), solver=solver)
     assert list(found.factors.values()) == pytest.approx([grown / 8] * 3)
     assert found.widths == wanted
 
@@ -273,10 +273,10 @@ def test_shares_count_against_each_other_only(times: float) -> None:
 
 
 @pytest.mark.parametrize("solve", ["telescoped", "triangular"])
-def test_no_pool_changes_nothing(solve: str) -> None:
+def test_no_pool_changes_nothing(solver: str) -> None:
     _, graph = traced_zoo("cifar_resnet20")
     base = backbone(graph, "50%", 1.0)
-    found = reallocation(graph, base, dict.fromkeys(graph.groups, 1), graph.macs(base), solve=solve)
+    found = reallocation(graph, base, dict.fromkeys(graph.groups, 1), graph.macs(base), solver=solver)
     assert found.widths == base
     assert list(found.factors.values()) == pytest.approx([1, 1, 1])
 
@@ -298,15 +298,15 @@ def test_shares_are_importance_over_its_sum() -> None:
 
 
 @pytest.mark.parametrize("solve", ["telescoped", "triangular"])
-def test_held_ties_keep_the_width_of_the_backbone(solve: str) -> None:
+def test_held_ties_keep_the_width_of_the_backbone(solver: str) -> None:
     _, graph = traced_zoo("mobilenet_v2")
     held = ("features.18.0", "features.0.0")
-    base = backbone(graph, "150M", hold=held)
-    for hold in (held, iter(held)):
-        widths = reallocate(graph, base, dict.fromkeys(graph.groups, 1), "150M", hold=hold, solve=solve)  # type: ignore[arg-type]
+    base = backbone(graph, "150M", freeze=held)
+    for freeze in (held, iter(held)):
+        widths = reallocate(graph, base, dict.fromkeys(graph.groups, 1), "150M", freeze=freeze, solver=solver)  # type: ignore[arg-type]
         assert (widths["features.18.0"], widths["features.0.0"]) == (1280, 32)
         assert 0.999 * 150e6 <= graph.macs(widths) <= 150e6
-    widths = reallocate(graph, base, dict.fromkeys(graph.groups, 1), "150M", hold="features.0.0", solve=solve)  # type: ignore[arg-type]
+    widths = reallocate(graph, base, dict.fromkeys(graph.groups, 1), "150M", freeze="features.0.0", solver=solver)  # type: ignore[arg-type]
     assert widths["features.0.0"] == 32
     assert widths["features.18.0"] > 1280
 
@@ -314,9 +314,9 @@ def test_held_ties_keep_the_width_of_the_backbone(solve: str) -> None:
 @pytest.mark.parametrize("policy", [add_evenly, grow_at_random])
 def test_the_other_policies_hold_ties_too(policy: object) -> None:
     _, graph = traced_zoo("mobilenet_v2")
-    base = backbone(graph, "150M", hold="features.18.0")
-    for hold in ("features.18.0", iter(["features.18.0"])):
-        found = policy(graph, base, "150M", hold=hold)  # type: ignore[operator]
+    base = backbone(graph, "150M", freeze="features.18.0")
+    for freeze in ("features.18.0", iter(["features.18.0"])):
+        found = policy(graph, base, "150M", freeze=freeze)  # type: ignore[operator]
         assert found.widths["features.18.0"] == found.ideal["features.18.0"] == 1280
         assert found.ideal_cost == pytest.approx(150e6, rel=1e-9)
         assert 0.999 * 150e6 <= graph.macs(found.widths) <= 150e6
@@ -324,24 +324,24 @@ def test_the_other_policies_hold_ties_too(policy: object) -> None:
 
 @given(st.floats(0.5, 1.0), st.floats(0.3, 0.95), st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4), st.sampled_from([0.9, 1.0, 1.2]))
 @example(0.8, 0.375, [1.0, 1.0, 1.0, 1.0], 0.9)
-def test_what_a_capped_group_cannot_take_goes_to_the_others(part: float, keep: float, weights: list[float], cap: float) -> None:
+def test_what_a_capped_group_cannot_take_goes_to_the_others(part: float, keep: float, weights: list[float], max_width: float) -> None:
     _, graph = traced_zoo("resnet18")
     budget = int(graph.macs() * part)
-    assume(part < 0.99 * cap**2)
+    assume(part < 0.99 * max_width**2)
     base = backbone(graph, budget, keep)
     shares = dict(zip(graph.groups, weights))
     free = reallocation(graph, base, shares, budget)
-    capped = reallocation(graph, base, shares, budget, cap=cap)
-    assert all(base[tie] <= width <= max(base[tie], cap * graph.widths[tie]) for tie, width in capped.widths.items())
+    capped = reallocation(graph, base, shares, budget, max_width=max_width)
+    assert all(base[tie] <= width <= max(base[tie], max_width * graph.widths[tie]) for tie, width in capped.widths.items())
     assert 0.999 * budget <= graph.macs(capped.widths) <= budget
     assert capped.ideal_cost == pytest.approx(budget, rel=1e-9)
     reaches = {group: max(free.ideal[tie] / graph.widths[tie] for tie in ties) for group, ties in graph.groups.items()}
     # The least factor that says it all: a group at its cap is there, not at some number beyond.
-    most = {group: max(cap * graph.widths[tie] / base[tie] for tie in ties) for group, ties in graph.groups.items()}
+    most = {group: max(max_width * graph.widths[tie] / base[tie] for tie in ties) for group, ties in graph.groups.items()}
     assert all(1 <= factor <= max(1, most[group]) * (1 + 1e-9) for group, factor in capped.factors.items())
-    if max(reaches.values()) > cap + 0.05:
+    if max(reaches.values()) > max_width + 0.05:
         assert any(capped.factors[group] > free.factors[group] for group in graph.groups)
-    if max(reaches.values()) < cap:
+    if max(reaches.values()) < max_width:
         # Rounding may still want a step beyond the cap, so only what is solved for is the same.
         assert (capped.factors, capped.ideal) == (free.factors, free.ideal)
 
@@ -350,7 +350,7 @@ def test_the_others_share_it_by_their_own_shares(branches: peel.ChannelGraph) ->
     base = dict.fromkeys(branches.widths, 8)
     wanted = {"first.0": 16, "second.0": 16, "first.1": 12, "second.1": 12, "first.2": 12, "second.2": 12}
     shares = {"branch 0": 0.9, "branch 1": 0.05, "branch 2": 0.05}
-    found = reallocation(branches, base, shares, branches.macs(wanted), cap=1.0)
+    found = reallocation(branches, base, shares, branches.macs(wanted), max_width=1.0)
     assert list(found.factors.values()) == pytest.approx([2, 1.5, 1.5])
     assert found.widths == wanted
 
@@ -358,7 +358,7 @@ def test_the_others_share_it_by_their_own_shares(branches: peel.ChannelGraph) ->
 def test_what_was_meant_for_a_held_group_goes_to_the_others(branches: peel.ChannelGraph) -> None:
     base = dict.fromkeys(branches.widths, 8)
     wanted = {**dict.fromkeys(branches.widths, 14), "first.1": 8, "second.1": 8}
-    found = reallocation(branches, base, dict.fromkeys(branches.groups, 1), branches.macs(wanted), hold=["first.1", "second.1"])
+    found = reallocation(branches, base, dict.fromkeys(branches.groups, 1), branches.macs(wanted), freeze=["first.1", "second.1"])
     assert list(found.factors.values()) == pytest.approx([1.75, 1, 1.75])
     assert found.widths == wanted
 
@@ -366,7 +366,7 @@ def test_what_was_meant_for_a_held_group_goes_to_the_others(branches: peel.Chann
 def test_a_tie_that_is_above_the_cap_already_stays_as_it_is() -> None:
     _, graph = traced_zoo("resnet18")
     base = backbone(graph, "1.04G", start="equal")  # 68 channels everywhere, where the first ties had 64
-    found = reallocation(graph, base, dict.fromkeys(graph.groups, 1), "1.04G", cap=1.0)
+    found = reallocation(graph, base, dict.fromkeys(graph.groups, 1), "1.04G", max_width=1.0)
     above = [tie for tie in base if base[tie] > graph.widths[tie]]
     assert len(above) == 3
     assert all(found.widths[tie] == found.ideal[tie] == base[tie] for tie in above)
@@ -386,7 +386,7 @@ def test_a_group_that_costs_nothing_takes_nothing() -> None:
 def test_a_cap_that_leaves_no_room_for_the_budget_says_so() -> None:
     _, graph = traced_zoo("resnet18")
     with pytest.raises(peel.BudgetError, match="cap"):
-        reallocate(graph, backbone(graph, "80%"), {"7x7": 1}, "2G", cap=1.0)
+        reallocate(graph, backbone(graph, "80%"), {"7x7": 1}, "2G", max_width=1.0)
 
 
 @given(st.sampled_from(["resnet18", "cifar_resnet20", "mobilenet_v2"]), st.floats(0.2, 1.0), st.floats(0.4, 0.9))
@@ -484,7 +484,7 @@ def test_memory_can_be_given_away_too_but_not_layer_by_layer() -> None:
     assert all(widths[tie] >= base[tie] for tie in base)
     assert graph.activation_bytes(base) < graph.activation_bytes(widths) <= 0.9 * graph.activation_bytes()
     with pytest.raises(peel.PeelError, match="adds up over layers"):
-        reallocate(graph, base, dict.fromkeys(graph.groups, 1), "90%", resource="memory", solve="triangular")
+        reallocate(graph, base, dict.fromkeys(graph.groups, 1), "90%", resource="memory", solver="triangular")
 
 
 def test_widths_are_multiples_of_the_divisor() -> None:

@@ -16,7 +16,7 @@ import torch
 import peel
 from helpers.killing import exit_code, start
 from helpers.small import Small, small_run
-from peel.errors import DamagedError
+from peel.errors import CorruptFileError
 from peel.train.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -98,5 +98,5 @@ def test_a_compressed_checkpoint_is_not_unpacked(tmp_path: Path) -> None:
     compressed(tmp_path / "bomb.pt")
     data = (tmp_path / "bomb.pt").read_bytes()
     (tmp_path / f"peel-00001-0000000-{hashlib.sha256(data).hexdigest()}.pt").write_bytes(data)
-    with pytest.raises(DamagedError, match="peel-00001"):
+    with pytest.raises(CorruptFileError, match="peel-00001"):
         Checkpoints(tmp_path, "peel").newest()

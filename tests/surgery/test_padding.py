@@ -148,8 +148,8 @@ def test_a_network_that_cannot_be_tried_is_not_padded() -> None:
 
 def padding_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine of the CPU that pads, as that of a GPU does."""
-    engines = run.find_engine
-    monkeypatch.setattr(run, "find_engine", lambda *arguments, **named: replace(engines(*arguments, **named), pads=True))
+    engines = run.make_engine
+    monkeypatch.setattr(run, "make_engine", lambda *arguments, **named: replace(engines(*arguments, **named), pad_channels=True))
 
 
 def test_a_run_that_is_not_padded_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

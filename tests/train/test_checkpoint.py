@@ -16,7 +16,7 @@ import torch
 
 from helpers.killing import die, die_at_replace, exit_code, start
 from peel.errors import RunError
-from peel.run.folder import Workspace
+from peel.run.folder import RunFolder
 from peel.train.checkpoint import Checkpoints
 from peel.utils.files import write_bytes
 
@@ -185,7 +185,7 @@ def write_half_and_die(folder: Path, after: bool) -> None:
     ("target", "after", "expected"), [(write_and_die, False, 2), (write_and_die, True, 3), (write_half_and_die, False, 2)]
 )
 def test_killed_during_a_write_no_half_file_has_a_final_name(target: Any, after: bool, expected: int, tmp_path: Path) -> None:
-    with Workspace(tmp_path / "run"):
+    with RunFolder(tmp_path / "run"):
         pass
     folder = tmp_path / "run" / "checkpoints"
     checkpoints, _ = saved(folder, 1, 2)
@@ -195,7 +195,7 @@ def test_killed_during_a_write_no_half_file_has_a_final_name(target: Any, after:
     assert newest_number(checkpoints) == expected
     leftovers = [path for path in folder.iterdir() if path.suffix != ".pt"]
     assert bool(leftovers) is (not after)
-    with Workspace(tmp_path / "run"):
+    with RunFolder(tmp_path / "run"):
         assert not [path for path in folder.iterdir() if path.suffix != ".pt"], "the next start sweeps what was left behind"
     assert newest_number(checkpoints) == expected
 

@@ -22,11 +22,11 @@ from helpers.small import CPU, PLAIN, few_digits, fresh
 from peel.data.batch import Batch
 from peel.data.view import View
 from peel.errors import RunError
-from peel.train.distributed import World, join_world, leave_world
+from peel.train.distributed import World, init_distributed, shutdown_distributed
 from peel.train.engine import Engine
 from peel.train.loop import evaluate
 from peel.train.objective import CrossEntropy
-from peel.train.signals import Stopped, listened_to, listening
+from peel.train.signals import Interrupted, defer_signals, handle_signals
 from peel.train.state import Training
 from peel.train.step import Step
 
@@ -47,9 +47,9 @@ def _one(rank: int, count: int, port: int, place: Path, task: Task, *arguments: 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     try:
-        (place / f"{rank}.json").write_text(json.dumps(task(join_world(torch.device("cpu")), *arguments)))
+        (place / f"{rank}.json").write_text(json.dumps(task(init_distributed(torch.device("cpu")), *arguments)))
     finally:
-        leave_world()
+        shutdown_distributed()
 
 
 def engine_of(world: World, **settings: Any) -> Engine:
@@ -98,7 +98,7 @@ def _exchanges(world: World, parts: list[int]) -> list[int]:
 
 
 def _exchanged(world: World, parts: int) -> int:
-    engine = engine_of(world, parts=parts)
+    engine = engine_of(world, accumulation_steps=parts)
     step = Step(fresh(), CrossEntropy(0.0), PLAIN, engine)
     batch = Batch(torch.randn(12, 3, 8, 8), torch.arange(12) % 10, None)
     step(batch, 0.1, 10)
@@ -126,7 +126,7 @@ class Sometimes(nn.Module):
 def _by_chance(world: World) -> list[float]:
     torch.manual_seed(0)
     images = few_digits().train
-    step = Step(model := Sometimes(world.is_first), CrossEntropy(), PLAIN, engine_of(world))
+    step = Step(model := Sometimes(world.is_main_process), CrossEntropy(), PLAIN, engine_of(world))
     for batch in images.batches(torch.arange(64), 32, View.of_epoch("none", 0, 0), CPU.device):
         step(batch, 0.1, 9)
     return [float(parameter.detach().sum()) for parameter in model.parameters()]
@@ -154,12 +154,12 @@ def test_paths_that_are_taken_by_chance_do_not_part_the_processes(averaged: list
 
 
 def _stopped_while_looking(world: World) -> int | None:
-    with listening(), listened_to():
+    with handle_signals(), defer_signals():
         if world.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         try:
             evaluate(fresh(), few_digits().test, engine_of(world), batch_size=7, stop_early=True)
-        except Stopped as stop:
+        except Interrupted as stop:
             return stop.signal_number
     return None
 
@@ -172,7 +172,7 @@ def _asked(world: World, pause: float, told_at: int, steps: int) -> list[int]:
     """The steps at which this process learns that one was told to stop, when nobody stops."""
     training = Training(fresh(), CrossEntropy(0.0), replace(PLAIN, batch_size=2 * world.size), engine_of(world), None, 1)
     learned = []
-    with listening(), listened_to():
+    with handle_signals(), defer_signals():
         for step in range(100, 100 + steps):
             time.sleep(pause)
             if world.rank == 1 and step == 100 + told_at:

@@ -70,7 +70,7 @@ def test_a_last_step_that_breaks_the_weights_is_noticed_although_its_loss_was_a_
             losses = super().__call__(model, batch)
             # The square root of zero: a finite value with an infinite gradient.
             bad = (model.get_parameter("fc.bias") * 0).abs().sqrt().sum() if Breaking.calls == 8 else 0.0
-            return Losses(losses.total + bad, losses.terms, losses.scores)
+            return Losses(losses.total + bad, losses.terms, losses.logits)
 
     checkpoints = Checkpoints(tmp_path, "peel")
     with pytest.raises(DivergedError, match="epoch 2, step 4"):
@@ -85,7 +85,7 @@ def test_a_loss_that_is_no_number_is_noticed_although_the_weights_are() -> None:
     class Undefined(CrossEntropy):
         def __call__(self, model: nn.Module, batch: Batch) -> Losses:
             losses = super().__call__(model, batch)
-            return Losses(losses.total + math.inf, losses.terms, losses.scores)
+            return Losses(losses.total + math.inf, losses.terms, losses.logits)
 
     with pytest.raises(DivergedError):
         fit(fresh(), Undefined(), few_digits().train, PLAIN, engine=CPU, seed=0)

@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from helpers.small import CPU, PLAIN, few_digits, fresh, same_weights, trained
 from peel.data.batch import Batch
 from peel.data.datasets import Split
-from peel.data.in_memory import Resident
-from peel.data.view import AS_IT_IS
-from peel.errors import DamagedError, DataError
+from peel.data.in_memory import InMemoryImages
+from peel.data.view import EVAL
+from peel.errors import CorruptFileError, DataError
 from peel.train import auto_compile as pace_module
-from peel.train.auto_compile import Pace
+from peel.train.auto_compile import AutoCompile
 from peel.train.checkpoint import Checkpoints
 from peel.train.history import Epoch
 from peel.train.loop import evaluate, fit
-from peel.train.objective import CrossEntropy, Losses, class_scores
+from peel.train.objective import CrossEntropy, Losses, get_logits
 from peel.train.recipe import Recipe
-from peel.train.signals import Stopped, listening
+from peel.train.signals import Interrupted, handle_signals
 from peel.utils.rng import epoch_order
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,7 +43,7 @@ class Nothing:
     """A loss whose gradient is zero everywhere."""
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
-        scores = class_scores(model(batch.images))
+        scores = get_logits(model(batch.images))
         loss = 0.0 * sum(parameter.sum() for parameter in model.parameters())
         return Losses(loss, {}, scores)
 
@@ -88,7 +88,7 @@ def test_top_1_and_top_5_count_what_a_person_would_count() -> None:
     torch.manual_seed(0)
     pixels = torch.randint(0, 256, (57, 1, 12, 1), dtype=torch.uint8)
     labels = torch.randint(0, 12, (57,))
-    split = Resident(pixels, labels, (0.5,), (0.25,))
+    split = InMemoryImages(pixels, labels, (0.5,), (0.25,))
     scores = evaluate(Known(), split, CPU, batch_size=10)
     first = among = 0
     for row, label in zip(pixels.flatten(1).tolist(), labels.tolist()):
@@ -101,7 +101,7 @@ def test_top_1_and_top_5_count_what_a_person_would_count() -> None:
 
 
 def test_top_5_of_three_classes_is_certain() -> None:
-    split = Resident(torch.randint(0, 256, (8, 1, 3, 1), dtype=torch.uint8), torch.arange(8) % 3, (0.5,), (0.25,))
+    split = InMemoryImages(torch.randint(0, 256, (8, 1, 3, 1), dtype=torch.uint8), torch.arange(8) % 3, (0.5,), (0.25,))
     assert evaluate(Known(), split, CPU).top5 == 1.0
 
 
@@ -137,7 +137,7 @@ def test_training_is_what_a_plain_loop_of_sgd_does() -> None:
     optimiser = torch.optim.SGD([{"params": weights, "weight_decay": 0.01}, {"params": others}], lr=1.0, momentum=0.9, nesterov=True)
     for epoch in range(2):
         for step, index in enumerate(epoch_order(200, 0, epoch).split(50)):
-            images, labels, _ = next(iter(data.batches(index, 50, AS_IT_IS, CPU.device)))
+            images, labels, _ = next(iter(data.batches(index, 50, EVAL, CPU.device)))
             for group in optimiser.param_groups:
                 group["lr"] = recipe.rate(4 * epoch + step, 4)
             optimiser.zero_grad()
@@ -261,9 +261,7 @@ def test_no_augmentation_shows_the_images_as_they_are() -> None:
 
     train = few_digits().train
     plain = {
-        image.contiguous().numpy().tobytes()
-        for images, *_ in train.batches(torch.arange(200), 200, AS_IT_IS, CPU.device)
-        for image in images
+        image.contiguous().numpy().tobytes() for images, *_ in train.batches(torch.arange(200), 200, EVAL, CPU.device) for image in images
     }
     for augment, inside in (("none", 200), ("crop", 60)):
         shown.clear()
@@ -295,7 +293,7 @@ def test_a_signal_during_the_evaluation_keeps_the_epoch(tmp_path: Path) -> None:
     straight = fit(whole, CrossEntropy(), data.train, recipe, engine=CPU, seed=0, test=data.test)
     checkpoints = Checkpoints(tmp_path, "a")
     test: Any = Signalling(data.test)
-    with listening(), pytest.raises(Stopped):
+    with handle_signals(), pytest.raises(Interrupted):
         fit(first, CrossEntropy(), data.train, recipe, engine=CPU, seed=0, test=test, checkpoints=checkpoints)
     state = checkpoints.newest()
     assert state is not None
@@ -315,10 +313,10 @@ def test_compiling_waits_until_the_steps_that_are_left_repay_it(monkeypatch: pyt
 
     def asked(steps: int, seconds: float, compile: str = "auto") -> list[int]:
         """The steps before which the network would be compiled."""
-        pace = Pace(replace(CPU, compile=compile))
+        pace = AutoCompile(replace(CPU, compile=compile))
         found = []
         for step in range(steps):
-            if pace.repays_compiling(steps - step):
+            if pace.should_compile(steps - step):
                 found.append(step)
             now[0] += seconds
         return found
@@ -377,7 +375,7 @@ def test_a_checkpoint_of_other_shapes_is_refused_in_words(tmp_path: Path) -> Non
     checkpoints = Checkpoints(tmp_path, "peel")
     trained(checkpoints=checkpoints)
     wider = fresh(num_classes=12)
-    with pytest.raises(DamagedError, match="other shapes than the network"):
+    with pytest.raises(CorruptFileError, match="other shapes than the network"):
         trained(model=wider, checkpoints=checkpoints)
 
 
@@ -388,5 +386,5 @@ def test_a_checkpoint_of_another_version_is_refused_in_words(tmp_path: Path) -> 
     assert state is not None
     del state["steps"]
     checkpoints.save(state, 99, 0)
-    with pytest.raises(DamagedError, match="not as this version of peel writes it"):
+    with pytest.raises(CorruptFileError, match="not as this version of peel writes it"):
         trained(checkpoints=checkpoints)

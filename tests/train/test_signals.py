@@ -16,14 +16,14 @@ import peel
 from helpers.killing import command, exit_code
 from helpers.small import CPU, Pooled, Small, few_digits, same_weights, small_run
 from peel.cli.main import main
-from peel.errors import ConfigError, MemoryShortError
+from peel.errors import ConfigError, OutOfMemoryError
 from peel.train.checkpoint import Checkpoints
 from peel.train.engine import Engine
 from peel.train.loop import fit
-from peel.train.memory import with_what_fits
+from peel.train.memory import retry_on_oom
 from peel.train.objective import CrossEntropy
 from peel.train.recipe import Recipe
-from peel.train.signals import Stopped, listening
+from peel.train.signals import Interrupted, handle_signals
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,7 +31,7 @@ RECIPE = Recipe(epochs=2, batch_size=64, lr=0.05, augment="crop")
 
 #: Two epochs of five steps, and the same in two parts each.
 FIVE_STEPS = Recipe(epochs=2, batch_size=40, lr=0.05, augment="crop")
-IN_TWO_PARTS = Engine(CPU.device, parts=2)
+IN_TWO_PARTS = Engine(CPU.device, accumulation_steps=2)
 
 
 OPTIONS = ["--train.epochs", "2", "--search.epochs", "1", "--train.batch-size", "128", "--device", "cpu", "--quiet", "--output"]
@@ -72,12 +72,12 @@ class Vanishing:
 
 def test_a_signal_at_a_moment_when_nothing_can_be_raised_is_not_lost() -> None:
     """Neither where nobody asks for it, nor in a training that begins right after it."""
-    with listening(), pytest.raises(Stopped, match="SIGTERM"):
+    with handle_signals(), pytest.raises(Interrupted, match="SIGTERM"):
         Vanishing()
         time.sleep(10)
-    with listening():
+    with handle_signals():
         Vanishing()
-        with pytest.raises(Stopped, match="SIGTERM"):
+        with pytest.raises(Interrupted, match="SIGTERM"):
             fit(Small(), CrossEntropy(), few_digits().train, RECIPE, engine=CPU, seed=0)
 
 
@@ -93,7 +93,7 @@ def test_short_memory_halves_the_parts_and_the_batch_stays(monkeypatch: pytest.M
     monkeypatch.setenv("PEEL_FAULT_OOM", "")
     torch.manual_seed(0)
     parts = Small()
-    fit(parts, CrossEntropy(), few_digits().train, RECIPE, engine=type(CPU)(CPU.device, parts=2), seed=0)
+    fit(parts, CrossEntropy(), few_digits().train, RECIPE, engine=type(CPU)(CPU.device, accumulation_steps=2), seed=0)
     for (name, value), other in zip(short.named_parameters(), parts.parameters()):
         assert torch.equal(value, other), name
 
@@ -200,11 +200,11 @@ def test_what_a_cpu_says_of_too_little_memory_is_understood() -> None:
         torch.empty(size * 2**50)
         return size
 
-    with pytest.raises(MemoryShortError, match="not one image fits"):
-        with_what_fits(work, 4, torch.device("cpu"))
+    with pytest.raises(OutOfMemoryError, match="not one image fits"):
+        retry_on_oom(work, 4, torch.device("cpu"))
     assert asked == [4, 2, 1]
     with pytest.raises(RuntimeError, match="size"):
-        with_what_fits(lambda size: torch.zeros(size) + torch.zeros(size + 1), 4, torch.device("cpu"))
+        retry_on_oom(lambda size: torch.zeros(size) + torch.zeros(size + 1), 4, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("size", "parts"), [(1, 1), (8, 8), (8, 6)])
@@ -216,13 +216,13 @@ def test_a_norm_layer_that_would_see_one_value_is_explained(size: int, parts: in
 def test_short_memory_does_not_end_in_parts_that_a_norm_layer_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PEEL_FAULT", "0:oom")
     monkeypatch.setenv("PEEL_FAULT_OOM", "")
-    with pytest.raises(MemoryShortError, match=r"2 images do not fit .* one image is too small for a batch norm"):
+    with pytest.raises(OutOfMemoryError, match=r"2 images do not fit .* one image is too small for a batch norm"):
         small_run(Pooled(), steps=["original"], train={"epochs": 1, "batch_size": 2})
 
 
 def test_memory_for_not_even_one_image_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PEEL_FAULT_OOM", "1")
-    with pytest.raises(peel.MemoryShortError, match="1 images does not fit"):
+    with pytest.raises(peel.OutOfMemoryError, match="1 images does not fit"):
         small_run()
 
 

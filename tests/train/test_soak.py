@@ -20,7 +20,7 @@ from peel.train.checkpoint import Checkpoints
 from peel.train.loop import fit
 from peel.train.objective import CrossEntropy
 from peel.train.recipe import Recipe
-from peel.train.signals import Stopped, listening
+from peel.train.signals import Interrupted, handle_signals
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,12 +51,12 @@ def soak(folder: Path, said: Path) -> None:
     found, history = [], None
     while history is None:
         try:
-            with listening():
+            with handle_signals():
                 history = fit(
                     Small(), CrossEntropy(), few_digits().train, recipe, engine=CPU, seed=0, test=few_digits().test,
                     checkpoints=checkpoints, watcher=Stopping(24),
                 )  # fmt: skip
-        except Stopped:
+        except Interrupted:
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
             files = sum(path.stat().st_size for path in (folder / "checkpoints").iterdir())

@@ -20,7 +20,7 @@ from peel.train import teacher_cache as answers_module
 from peel.train.loop import fit
 from peel.train.objective import CrossEntropy
 from peel.train.recipe import Recipe
-from peel.train.teacher_cache import Answers, Taught, remember_answers
+from peel.train.teacher_cache import CachedTeacher, LogitCache, make_logit_cache
 
 RECIPE = Recipe(epochs=3, batch_size=50, lr=0.05, augment="crop")
 
@@ -39,11 +39,11 @@ class Counting(nn.Module):
         return self.net(images)  # type: ignore[no-any-return]
 
 
-def taught(teacher: nn.Module, augment: str = "crop") -> Taught:
+def taught(teacher: nn.Module, augment: str = "crop") -> CachedTeacher:
     split: Split = few_digits().train
-    remembered = remember_answers(teacher, split, augment, 10, CPU)
+    remembered = make_logit_cache(teacher, split, augment, 10, CPU)
     assert remembered is not None
-    return Taught(split, remembered)
+    return CachedTeacher(split, remembered)
 
 
 @pytest.mark.parametrize("augment", ["none", "crop", "crop-flip"])
@@ -52,8 +52,8 @@ def test_the_answers_are_those_of_the_teacher_for_just_these_views(augment: str)
     images = taught(teacher, augment)
     for epoch in range(4):
         for batch in images.batches(torch.randperm(200), 30, View.of_epoch(augment, 0, epoch), CPU.device):
-            assert batch.answers is not None
-            assert torch.allclose(batch.answers, teacher.net(batch.images), atol=1e-5)
+            assert batch.teacher_logits is not None
+            assert torch.allclose(batch.teacher_logits, teacher.net(batch.images), atol=1e-5)
 
 
 def test_where_nothing_is_left_of_an_epoch_there_is_nothing_to_see() -> None:
@@ -81,8 +81,8 @@ def test_where_memory_is_short_fewer_images_are_asked_about_at_a_time() -> None:
 
     teacher = Narrow().eval()
     (batch,) = taught(teacher).batches(torch.arange(200), 200, View.of_epoch("crop", 0, 0), CPU.device)
-    assert batch.answers is not None
-    assert torch.allclose(batch.answers, teacher.net(batch.images), atol=1e-5)
+    assert batch.teacher_logits is not None
+    assert torch.allclose(batch.teacher_logits, teacher.net(batch.images), atol=1e-5)
     assert teacher.shown == 200
 
 
@@ -90,8 +90,8 @@ def test_a_table_that_does_not_fit_into_memory_is_not_made(monkeypatch: pytest.M
     def short(*_: object) -> None:
         raise torch.OutOfMemoryError("there is none")
 
-    monkeypatch.setattr(answers_module, "Answers", short)
-    assert remember_answers(Counting(), few_digits().train, "crop", 10, CPU) is None
+    monkeypatch.setattr(answers_module, "LogitCache", short)
+    assert make_logit_cache(Counting(), few_digits().train, "crop", 10, CPU) is None
 
 
 def test_students_learn_the_same_from_remembered_answers() -> None:
@@ -120,8 +120,8 @@ def test_answers_are_kept_for_other_runs_and_joined_with_theirs(tmp_path: Path) 
     third.answers.keep_in(tmp_path / "kept")
     shown = teacher.shown
     for batch in third.batches(torch.arange(200), 50, View.of_epoch("crop", 0, 0), CPU.device):
-        assert batch.answers is not None
-        assert torch.allclose(batch.answers, teacher.net(batch.images), atol=1e-5)
+        assert batch.teacher_logits is not None
+        assert torch.allclose(batch.teacher_logits, teacher.net(batch.images), atol=1e-5)
     assert teacher.shown == shown
 
 
@@ -137,7 +137,7 @@ def test_a_damaged_file_of_answers_is_said_and_not_used(content: bytes, tmp_path
 
 def test_answers_of_another_size_are_not_used(tmp_path: Path) -> None:
     teacher = Counting().eval()
-    other = Answers(teacher, 30, 9, 10, CPU)
+    other = LogitCache(teacher, 30, 9, 10, CPU)
     other.known[:] = True
     other.keep_in(tmp_path / "kept")
     other.save()
@@ -150,39 +150,39 @@ def test_teachers_images_and_views_are_told_apart() -> None:
     split = few_digits().train
     teachers = [Small(), Small()]
     names = {
-        Answers.name_of(teachers[0], split, "crop", CPU),
-        Answers.name_of(teachers[1], split, "crop", CPU),
-        Answers.name_of(teachers[0], split, "none", CPU),
-        Answers.name_of(teachers[0], split.subset(torch.arange(199)), "crop", CPU),
-        Answers.name_of(teachers[0], split, "crop", replace(CPU, bf16=True)),
+        LogitCache.name_of(teachers[0], split, "crop", CPU),
+        LogitCache.name_of(teachers[1], split, "crop", CPU),
+        LogitCache.name_of(teachers[0], split, "none", CPU),
+        LogitCache.name_of(teachers[0], split.subset(torch.arange(199)), "crop", CPU),
+        LogitCache.name_of(teachers[0], split, "crop", replace(CPU, bf16=True)),
     }
     assert len(names) == 5
-    assert Answers.name_of(copy.deepcopy(teachers[0]), split, "crop", CPU) in names
+    assert LogitCache.name_of(copy.deepcopy(teachers[0]), split, "crop", CPU) in names
 
 
 def test_views_that_cannot_be_counted_and_tables_too_large_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     split = few_digits().train
-    assert remember_answers(Small(), split, "imagenet", 10, CPU) is None
+    assert make_logit_cache(Small(), split, "imagenet", 10, CPU) is None
     monkeypatch.setattr(answers_module, "TABLE_BYTES", 200 * 18 * 10 * 4)
-    assert remember_answers(Small(), split, "crop", 10, CPU) is not None
+    assert make_logit_cache(Small(), split, "crop", 10, CPU) is not None
     monkeypatch.setattr(answers_module, "TABLE_BYTES", 200 * 18 * 10 * 4 - 1)
-    assert remember_answers(Small(), split, "crop", 10, CPU) is None
+    assert make_logit_cache(Small(), split, "crop", 10, CPU) is None
 
 
 def test_a_run_keeps_the_answers_beside_a_teacher_that_it_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from peel.run import prune as run_module
 
-    engines = run_module.find_engine
-    monkeypatch.setattr(run_module, "find_engine", lambda *a, **k: replace(engines(*a, **k), remembers=True))
+    engines = run_module.make_engine
+    monkeypatch.setattr(run_module, "make_engine", lambda *a, **k: replace(engines(*a, **k), cache_teacher=True))
     asked: list[int] = []
-    ask = Answers.ask
+    ask = LogitCache.ask
 
-    def noting(self: Answers, *arguments: object) -> None:
+    def noting(self: LogitCache, *arguments: object) -> None:
         before = self.asked
         ask(self, *arguments)  # type: ignore[arg-type]
         asked.append(self.asked - before)
 
-    monkeypatch.setattr(Answers, "ask", noting)
+    monkeypatch.setattr(LogitCache, "ask", noting)
     for number in range(2):
         prune(Small(), few_digits(), teacher=tmp_path / "teacher", device="cpu", output=tmp_path / str(number), **SHORT)
     # Two epochs of 192 images for uniform; what it asked serves the slim network, and the whole second run.

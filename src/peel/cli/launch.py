@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from ..utils.environment import LOST, count_cores
+from ..utils.environment import PEER_LOST, count_cores
 
 __all__ = ["launch"]
 
@@ -102,7 +102,7 @@ def _ended(processes: list[subprocess.Popen[bytes]], told: list[int]) -> int:
     code: int = processes[failed].returncode
     if told and code in (-told[0], 128 + told[0]):
         return 128 + told[0]
-    if code >= 0 and code != LOST:
+    if code >= 0 and code != PEER_LOST:
         return code
     sys.stderr.write(f"error: {_what_happened(processes, failed, code)}. The same command goes on.\n")
     return 1
@@ -111,7 +111,7 @@ def _ended(processes: list[subprocess.Popen[bytes]], told: list[int]) -> int:
 def _what_happened(processes: list[subprocess.Popen[bytes]], failed: int, code: int) -> str:
     """What the processes cannot say themselves."""
     count = len(processes)
-    if code != LOST:
+    if code != PEER_LOST:
         return f"process {failed} of {count} was ended by {signal.Signals(-code).name}; the others were stopped"
     silent = [str(rank) for rank, process in enumerate(processes) if process.poll() is None]
     return f"process {' and '.join(silent)} of {count} does not answer and was ended" if silent else "the processes have lost each other"

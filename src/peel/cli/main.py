@@ -18,10 +18,10 @@ from typing import Annotated, Any, get_type_hints
 
 from cyclopts import App, CycloptsError, Parameter
 
-from ..errors import DamagedError, DataError, DivergedError, MemoryShortError, PeelError, StoreError
+from ..errors import CorruptFileError, DataError, DivergedError, OutOfMemoryError, PeelError, StoreError
 from ..methods.settings import Method
 from ..train.recipe import FIELDS, Recipe
-from ..utils.environment import LOST, is_first_process, is_lost
+from ..utils.environment import PEER_LOST, is_main_process, is_peer_lost
 from ..version import __version__
 from .launch import launch
 from .terminal import make_console, show_status, silence
@@ -139,7 +139,7 @@ def run(
     seed: int = 0,
     image_size: int | None = None,
     data_root: Path | None = None,
-    skip_bad: bool = False,
+    skip_corrupt: bool = False,
     device: str = "auto",
     workers: int | None = None,
     deterministic: bool = False,
@@ -215,14 +215,14 @@ def run(
         if "TORCHELASTIC_RUN_ID" in os.environ:
             raise PeelError("torchrun has started the processes already: leave out --gpus.")
         return _start_processes(gpus)
-    from ..run.callbacks import Silent
+    from ..run.callbacks import NoCallback
     from ..run.prune import prune
-    from ..train.distributed import leave_world
-    from ..train.signals import listening
+    from ..train.distributed import shutdown_distributed
+    from ..train.signals import handle_signals
     from .progress import RunProgress
     from .summary import draw_estimate, draw_outcome, read_groups, run_folder
 
-    is_first = is_first_process()
+    is_main = is_main_process()
     console, notes = make_console(), make_console(stderr=True)
     chosen = {name: value for name, value in vars(method or Method()).items() if value != getattr(Method(), name)}
     arguments: dict[str, Any] = {
@@ -237,15 +237,15 @@ def run(
         "seed": seed,
         "image_size": image_size,
         "data_root": data_root,
-        "skip_bad": skip_bad,
+        "skip_corrupt": skip_corrupt,
         "deterministic": deterministic,
         **{name: value for name, value in chosen.items() if name != "budget"},
     }
     folder = None if dry_run else output or run_folder(model, data, arguments)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(listening())
-        stack.callback(leave_world)
-        reporter = Silent() if quiet or not is_first else stack.enter_context(RunProgress(notes))
+        stack.enter_context(handle_signals())
+        stack.callback(shutdown_distributed)
+        reporter = NoCallback() if quiet or not is_main else stack.enter_context(RunProgress(notes))
         stack.enter_context(_stopped_rather_than_lost())
         result = prune(
             model,
@@ -263,7 +263,7 @@ def run(
             command=_command(),
             **arguments,
         )
-    if not is_first:
+    if not is_main:
         return OK
     if json:
         _print_json(
@@ -279,16 +279,16 @@ def run(
 @contextlib.contextmanager
 def _stopped_rather_than_lost() -> Iterator[None]:
     """Where several processes are told to stop, one may end before another that still waits for it: that one was told as well."""
-    from ..train.signals import Stopped, stop_requested
+    from ..train.signals import Interrupted, interrupt_requested
 
     try:
         yield
     except RuntimeError as error:
-        if is_lost(error):
+        if is_peer_lost(error):
             time.sleep(1.0)  # the signal may be on its way
-            number = stop_requested()
+            number = interrupt_requested()
             if number is not None:
-                raise Stopped(number) from error
+                raise Interrupted(number) from error
         raise
 
 
@@ -333,7 +333,7 @@ def _print_json(data: dict[str, Any]) -> None:
 
 
 def _say(error: PeelError) -> None:
-    if not is_first_process():
+    if not is_main_process():
         # What goes wrong in all processes is said by the first, whose end is the end of the others, if they wait for it.
         time.sleep(10)
     print(f"error: {error}", file=sys.stderr)
@@ -349,20 +349,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = app(list(_arguments), exit_on_error=False, result_action="return_value")
     except CycloptsError:
         return WRONG_INPUT  # already printed
-    except (DataError, StoreError, DamagedError) as error:
+    except (DataError, StoreError, CorruptFileError) as error:
         _say(error)
         return BAD_FILES
     except DivergedError as error:
         _say(error)
         return DIVERGED
-    except MemoryShortError as error:
+    except OutOfMemoryError as error:
         _say(error)
         return MEMORY_SHORT
     except PeelError as error:
         _say(error)
         return WRONG_INPUT
     except KeyboardInterrupt:
-        if is_first_process():
+        if is_main_process():
             print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
@@ -371,17 +371,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         # By their names: their home imports torch.
         if type(error).__name__ == "OutOfMemoryError" or "CPUAllocator" in str(error):
-            _say(MemoryShortError(f"{str(error).splitlines()[0]} Choose a smaller batch, smaller images, or more parts (--parts)."))
+            _say(OutOfMemoryError(f"{str(error).splitlines()[0]} Choose a smaller batch, smaller images, or more parts (--parts)."))
             return MEMORY_SHORT
-        if is_lost(error):
+        if is_peer_lost(error):
             # Whoever was lost has said why, or whoever started the processes says it.
             time.sleep(10)
             place = f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
             print(f"error: {place} waited in vain for the others ({str(error).splitlines()[0]}).", file=sys.stderr)
-            return LOST
-        if type(error).__name__ != "Stopped":
+            return PEER_LOST
+        if type(error).__name__ != "Interrupted":
             raise
-        if is_first_process():
+        if is_main_process():
             way_on = "." if "--dry-run" in _arguments else f"; the state is kept. Go on with the same command:\n  {_command()}"
             print(f"{error}{way_on}", file=sys.stderr)
         return 128 + error.signal_number  # type: ignore[attr-defined, no-any-return]

@@ -62,8 +62,8 @@ def uniform(
     *,
     resource: str = "macs",
     divisor: int = 1,
-    hold: Iterable[str] = (),
-    cap: float | None = 1.0,
+    freeze: Iterable[str] = (),
+    max_width: float | None = 1.0,
 ) -> Widths:
     """One factor for all ties, chosen so that the network meets the budget.
 
@@ -76,7 +76,7 @@ def uniform(
     """
     cost = cost_of(graph, resource)
     target = resolve_budget(graph, budget, resource)
-    ladder = _Ladder(graph, divisor, hold, cap)
+    ladder = _Ladder(graph, divisor, freeze, max_width)
     original = graph.units()
     _check_reachable(ladder, cost, target, resource)
 
@@ -100,8 +100,8 @@ def round_to_budget(
     resource: str = "macs",
     divisor: int = 1,
     at_least: Mapping[str, int] | None = None,
-    hold: Iterable[str] = (),
-    cap: float | None = None,
+    freeze: Iterable[str] = (),
+    max_width: float | None = None,
 ) -> Widths:
     """Whole widths near the ideal ones: none below `at_least`, together never above the budget, and close to it.
 
@@ -109,7 +109,7 @@ def round_to_budget(
     """
     cost = cost_of(graph, resource)
     target = resolve_budget(graph, budget, resource)
-    ladder = _Ladder(graph, divisor, hold, cap, at_least)
+    ladder = _Ladder(graph, divisor, freeze, max_width, at_least)
     _check_reachable(ladder, cost, target, resource)
     units = [ideal[name] / step for name, step in graph.steps.items()]
     return _widths(graph, _exchange(ladder, ladder.clamp(units), cost, target))
@@ -122,15 +122,15 @@ class _Ladder:
         self,
         graph: Costed,
         divisor: int,
-        hold: Iterable[str],
-        cap: float | None,
+        freeze: Iterable[str],
+        max_width: float | None,
         at_least: Mapping[str, int] | None = None,
     ) -> None:
         if isinstance(divisor, bool) or not isinstance(divisor, int) or divisor < 1:
             raise BudgetError(f"divisor must be a whole number of at least 1, not {divisor!r}.")
-        if cap is not None and not cap > 0:
-            raise BudgetError(f"cap must be positive or None, not {cap!r}.")
-        held = {hold} if isinstance(hold, str) else set(hold)
+        if max_width is not None and not max_width > 0:
+            raise BudgetError(f"max_width must be positive or None, not {max_width!r}.")
+        held = {freeze} if isinstance(freeze, str) else set(freeze)
         for name in held - set(graph.widths):
             raise BudgetError(f"hold: no free tie is called {name!r}.{did_you_mean(name, graph.widths)}")
         floor_units = graph.units(at_least) if at_least is not None else None
@@ -141,7 +141,7 @@ class _Ladder:
             step = graph.steps[name]
             units = width // step
             quantum = lcm(step, divisor) // step
-            top = float("inf") if cap is None else floor(cap * units / quantum + 1e-9) * quantum
+            top = float("inf") if max_width is None else floor(max_width * units / quantum + 1e-9) * quantum
             bottom = quantum
             if floor_units is not None:
                 bottom = max(bottom, -(-floor_units[i] // quantum) * quantum)

@@ -60,12 +60,12 @@ class Widths(Mapping[str, int]):
             raise WidthsError(f"no tie is called {unknown[0]}.")
         return Widths({**self._channels, **channels})
 
-    def scale(self, factor: float, *, divisor: int = 1, hold: Iterable[str] = ()) -> Widths:
+    def scale(self, factor: float, *, divisor: int = 1, freeze: Iterable[str] = ()) -> Widths:
         """Every width times `factor`, rounded to the nearest multiple of `divisor`; those in `hold` stay.
 
         With a divisor above 1 the rounding is `make_divisible`. Steps of ties are not known here: `peel.uniform` keeps them.
         """
-        held = set(hold)
+        held = set(freeze)
 
         def scaled(width: int) -> int:
             return make_divisible(width * factor, divisor) if divisor > 1 else max(1, round(width * factor))

@@ -13,13 +13,13 @@ class Batch(NamedTuple):
     images: Tensor
     """Normalised, in channels-last memory."""
     labels: Tensor
-    answers: Tensor | None = None
+    teacher_logits: Tensor | None = None
     """The class scores that a teacher gave for just these views of the images, where they are known already."""
 
     def split(self, parts: int) -> list[Batch]:
         """The batch in parts of nearly equal size."""
-        answers = [None] * parts if self.answers is None else self.answers.tensor_split(parts)
-        return [Batch(*part) for part in zip(self.images.tensor_split(parts), self.labels.tensor_split(parts), answers, strict=True)]
+        teacher_logits = [None] * parts if self.teacher_logits is None else self.teacher_logits.tensor_split(parts)
+        return [Batch(*part) for part in zip(self.images.tensor_split(parts), self.labels.tensor_split(parts), teacher_logits, strict=True)]
 
     def clone(self) -> Batch:
         return Batch(*(None if tensor is None else tensor.clone() for tensor in self))  # type: ignore[arg-type]

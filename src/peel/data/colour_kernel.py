@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .transforms import LUMA, Changes
+from .transforms import LUMA, ColorJitter
 
-__all__ = ["fused_colours"]
+__all__ = ["fused_color_jitter"]
 
 #: Pixels that one program works on.
 BLOCK = 1024
@@ -20,7 +20,7 @@ BLOCK = 1024
 _RED, _GREEN, _BLUE = (tl.constexpr(part) for part in LUMA)
 
 
-def fused_colours(images: Tensor, changes: Changes, mean: Tensor, scale: Tensor) -> Tensor:
+def fused_color_jitter(images: Tensor, changes: ColorJitter, mean: Tensor, scale: Tensor) -> Tensor:
     """Images (uint8, images x height x width x 3) changed and normalised, as float32."""
     images = images.contiguous()
     count, height, width, _ = images.shape
@@ -28,11 +28,11 @@ def fused_colours(images: Tensor, changes: Changes, mean: Tensor, scale: Tensor)
     out = torch.empty(images.shape, device=images.device)
     # The brightness before contrast is changed, in one sum per block: added up in a fixed order, unlike with atomic additions.
     sums = torch.empty(count, blocks, device=images.device)
-    strengths, order, mirrored = (part.contiguous() for part in changes)
+    strengths, order, flipped = (part.contiguous() for part in changes)
     grid = (count, blocks)
     _brightness[grid](images, strengths, order, sums, height * width, blocks, BLOCK)
     room = triton.next_power_of_2(blocks)
-    _colours[grid](images, strengths, order, mirrored, sums, mean, scale, out, height * width, width, blocks, room, BLOCK)
+    _colours[grid](images, strengths, order, flipped, sums, mean, scale, out, height * width, width, blocks, room, BLOCK)
     return out
 
 
@@ -103,7 +103,7 @@ def _colours(
     images,
     strengths,
     order,
-    mirrored,
+    flipped,
     sums,
     mean,
     scale,
@@ -123,7 +123,7 @@ def _colours(
         kind = tl.load(order + number * 4 + slot)
         red, green, blue = _changed(red, green, blue, kind, tl.load(strengths + number * 4 + kind), brightness)
     column = pixel % width
-    target = pixel - column + tl.where(tl.load(mirrored + number) != 0, width - 1 - column, column)
+    target = pixel - column + tl.where(tl.load(flipped + number) != 0, width - 1 - column, column)
     start = out + (number * pixels + target) * 3
     is_real = pixel < pixels
     tl.store(start, (_rounded(red) - tl.load(mean)) * tl.load(scale), mask=is_real)

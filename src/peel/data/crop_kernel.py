@@ -13,12 +13,12 @@ from torch import Tensor
 from .crops import DRAWS, padding_of
 from .view import View
 
-__all__ = ["fused_view"]
+__all__ = ["fused_crop"]
 
 BLOCK = 1024
 
 
-def fused_view(pixels: Tensor, index: Tensor, view: View, mean: Tensor, scale: Tensor) -> Tensor:
+def fused_crop(pixels: Tensor, index: Tensor, view: View, mean: Tensor, scale: Tensor) -> Tensor:
     """The images at these places as a view sees them, normalised: images x height x width x channels, float32."""
     _, height, width, channels = pixels.shape
     out = torch.empty(len(index), height, width, channels, device=pixels.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..utils.rng import uniform
 from .view import View
 
-__all__ = ["Windows", "count_windows", "draw_windows", "padding_of", "seen_through"]
+__all__ = ["Windows", "count_windows", "crop_windows", "draw_windows", "padding_of"]
 
 #: Random numbers drawn per image: rows, columns, mirrored or not.
 DRAWS = 3
@@ -23,12 +23,12 @@ class Windows:
     top: Tensor
     """Rows that the window is lower than the image; negative where it is higher."""
     left: Tensor
-    mirrored: Tensor
+    flipped: Tensor
 
     def numbers(self, pad: int) -> Tensor:
         """The number of each window, from 0 to `count_windows`."""
         side = 2 * pad + 1
-        return ((self.top + pad) * side + self.left + pad) * 2 + self.mirrored.long()
+        return ((self.top + pad) * side + self.left + pad) * 2 + self.flipped.long()
 
 
 def padding_of(height: int) -> int:
@@ -52,16 +52,16 @@ def draw_windows(index: Tensor, view: View, height: int) -> Windows:
     drawn = uniform(index, view.seed, DRAWS)
     top = (drawn[:, 0] * (2 * pad + 1)).long() - pad
     left = (drawn[:, 1] * (2 * pad + 1)).long() - pad
-    mirrored = drawn[:, 2] >= 0.5
-    return Windows(top, left, mirrored if view.augment == "crop-flip" else torch.zeros_like(mirrored))
+    flipped = drawn[:, 2] >= 0.5
+    return Windows(top, left, flipped if view.augment == "crop-flip" else torch.zeros_like(flipped))
 
 
-def seen_through(windows: Windows, images: Tensor) -> Tensor:
+def crop_windows(windows: Windows, images: Tensor) -> Tensor:
     """The images (height x width x channels) as the windows show them."""
     _, height, width, _ = images.shape
     rows = windows.top[:, None] + torch.arange(height, device=images.device)
     columns = windows.left[:, None] + torch.arange(width, device=images.device)
-    columns = torch.where(windows.mirrored[:, None], columns.flip(1), columns)
+    columns = torch.where(windows.flipped[:, None], columns.flip(1), columns)
     inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]
     which = torch.arange(len(images), device=images.device)[:, None, None]
     windowed = images[which, rows.clamp(0, height - 1)[:, :, None], columns.clamp(0, width - 1)[:, None, :]]

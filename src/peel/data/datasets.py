@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, DataError, did_you_mean
-from ..utils.rng import derive
+from ..utils.rng import derive_seed
 from .batch import Batch
-from .image_folder import Folder, Paths, find_images, image_size, load_images, scan
-from .in_memory import Resident
+from .image_folder import ImageFolder, Paths, find_images, image_size, load_images, scan
+from .in_memory import InMemoryImages
 from .view import View
 
 __all__ = ["DATA", "Data", "Split", "held_out_size", "hold_out", "load_data"]
@@ -29,7 +29,7 @@ DATA: dict[str, str] = {
 }
 
 #: A folder becomes resident when its images are at most this large and take at most this many bytes.
-RESIDENT_SIDE, RESIDENT_BYTES = 96, 4 * 2**30
+IN_MEMORY_SIDE, IN_MEMORY_BYTES = 96, 4 * 2**30
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -74,7 +74,7 @@ class Data:
 
 
 def load_data(
-    name: str, *, image_size: int | None = None, channels: int = 3, root: str | Path | None = None, skip_bad: bool = False
+    name: str, *, image_size: int | None = None, channels: int = 3, root: str | Path | None = None, skip_corrupt: bool = False
 ) -> Data:
     """The data set called `name`, or the folder at that path.
 
@@ -89,7 +89,7 @@ def load_data(
         return _torchvision(name, channels, image_size, root)
     folder = Path(name).expanduser()
     if folder.is_dir():
-        return _folder(folder, channels, image_size, skip_bad)
+        return _folder(folder, channels, image_size, skip_corrupt)
     if folder.exists():
         raise DataError(f"{name} is a file; data is a folder with train/ and val/ (or test/) in it, or one of {', '.join(DATA)}.")
     raise DataError(f"there is no data set and no folder called {name!r}.{did_you_mean(name, DATA)} Known are {', '.join(DATA)}.")
@@ -100,7 +100,7 @@ def hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:
     count = held_out_size(split.size, share)
     if count >= split.size:
         raise DataError(f"cannot hold {count} of {split.size} images out of the training data.")
-    order = torch.randperm(split.size, generator=torch.Generator().manual_seed(derive("hold out", seed)))
+    order = torch.randperm(split.size, generator=torch.Generator().manual_seed(derive_seed("hold out", seed)))
     return split.subset(order[count:].sort().values), split.subset(order[:count].sort().values)
 
 
@@ -115,7 +115,7 @@ def _digits(channels: int, image_size: int | None) -> Data:
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     train, test = order[:1437], order[1437:]
     names = tuple(str(digit) for digit in range(10))
-    return _resident_data("digits", names, pixels[train], labels[train], pixels[test], labels[test], channels, image_size, "crop")
+    return _in_memory_data("digits", names, pixels[train], labels[train], pixels[test], labels[test], channels, image_size, "crop")
 
 
 def _torchvision(name: str, channels: int, image_size: int | None, root: str | Path | None) -> Data:
@@ -139,10 +139,10 @@ def _torchvision(name: str, channels: int, image_size: int | None, root: str | P
         pixels = torch.as_tensor(np.asarray(dataset.data), dtype=torch.uint8)
         return pixels if pixels.ndim == 4 else pixels[..., None], torch.as_tensor(dataset.targets, dtype=torch.int64)
 
-    return _resident_data(name, tuple(train.classes), *tensors(train), *tensors(test), channels, image_size, "crop-flip")
+    return _in_memory_data(name, tuple(train.classes), *tensors(train), *tensors(test), channels, image_size, "crop-flip")
 
 
-def _folder(folder: Path, channels: int, wanted: int | None, skip_bad: bool) -> Data:
+def _folder(folder: Path, channels: int, wanted: int | None, skip_corrupt: bool) -> Data:
     evaluation = next((name for name in ("val", "test", "validation", "valid") if (folder / name).is_dir()), None)
     if not (folder / "train").is_dir() or evaluation is None:
         inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:5]) or "nothing"
@@ -157,8 +157,8 @@ def _folder(folder: Path, channels: int, wanted: int | None, skip_bad: bool) -> 
     shape = (channels, *_common_size(paths, wanted))
     # Both splits together, so that whatever is broken is named at once.
     every, every_label, count = [*paths, *test_paths], [*labels, *test_labels], len(paths)
-    is_resident = max(shape[1:]) <= RESIDENT_SIDE and len(every) * shape[0] * shape[1] * shape[2] <= RESIDENT_BYTES
-    pixels, good = load_images(every, shape, skip=skip_bad) if is_resident else (None, scan(every, skip=skip_bad))
+    is_resident = max(shape[1:]) <= IN_MEMORY_SIDE and len(every) * shape[0] * shape[1] * shape[2] <= IN_MEMORY_BYTES
+    pixels, good = load_images(every, shape, skip=skip_corrupt) if is_resident else (None, scan(every, skip=skip_corrupt))
     sides = [i for i in good if i < count], [i for i in good if i >= count]
     for side, name in zip(sides, ("train", evaluation), strict=True):
         for gone in sorted({*range(len(classes))} - {every_label[i] for i in side}):
@@ -166,10 +166,10 @@ def _folder(folder: Path, channels: int, wanted: int | None, skip_bad: bool) -> 
     kept, test_kept = (torch.tensor([every_label[i] for i in side]) for side in sides)
     if pixels is not None:
         seen, test_seen = pixels[: len(kept)], pixels[len(kept) :]
-        return _resident_data(str(folder), tuple(classes), seen, kept, test_seen, test_kept, channels, None, "crop-flip")
+        return _in_memory_data(str(folder), tuple(classes), seen, kept, test_seen, test_kept, channels, None, "crop-flip")
     mean, std = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((0.45,) * channels, (0.225,) * channels)
     train, test = (
-        Folder(Paths(every[i] for i in side), found, shape, mean, std) for side, found in zip(sides, (kept, test_kept), strict=True)
+        ImageFolder(Paths(every[i] for i in side), found, shape, mean, std) for side, found in zip(sides, (kept, test_kept), strict=True)
     )
     return Data(str(folder), tuple(classes), train, test, "imagenet")
 
@@ -185,10 +185,10 @@ def _common_size(paths: list[Path], wanted: int | None) -> tuple[int, int]:
         except Exception:
             continue  # named by the scan that follows
     common = sizes.pop() if len(sizes) == 1 else (224, 224)
-    return common if max(common) <= RESIDENT_SIDE else (224, 224)
+    return common if max(common) <= IN_MEMORY_SIDE else (224, 224)
 
 
-def _resident_data(
+def _in_memory_data(
     name: str,
     classes: tuple[str, ...],
     pixels: Tensor,
@@ -201,7 +201,7 @@ def _resident_data(
 ) -> Data:
     pixels, test_pixels = (_fitted(images, channels, image_size) for images in (pixels, test_pixels))
     mean, std = _statistics(pixels)
-    return Data(name, classes, Resident(pixels, labels, mean, std), Resident(test_pixels, test_labels, mean, std), augment)
+    return Data(name, classes, InMemoryImages(pixels, labels, mean, std), InMemoryImages(test_pixels, test_labels, mean, std), augment)
 
 
 def _statistics(pixels: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:

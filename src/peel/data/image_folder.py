@@ -24,13 +24,13 @@ from torch import Tensor
 
 from ..errors import DataError
 from .batch import Batch
-from .crops import draw_windows, seen_through
-from .kernels import fused_colours
+from .crops import crop_windows, draw_windows
+from .kernels import fused_color_jitter
 from .loader import Loader, ahead
-from .transforms import centre_view, draw_changes, imagenet_view, jittered_and_mirrored
+from .transforms import center_crop, color_jitter_and_flip, draw_color_jitter, random_resized_crop
 from .view import View
 
-__all__ = ["Folder", "Paths", "find_images", "fingerprint_of", "load_images", "scan"]
+__all__ = ["ImageFolder", "Paths", "find_images", "fingerprint_of", "load_images", "scan"]
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff", ".gif"}
 
@@ -72,7 +72,7 @@ class Paths(Sequence[Path]):
 
 
 @dataclass(frozen=True)
-class Folder:
+class ImageFolder:
     """One split that is read from disk as training goes."""
 
     paths: Paths
@@ -86,10 +86,10 @@ class Folder:
     def size(self) -> int:
         return len(self.labels)
 
-    def to(self, device: torch.device) -> Folder:
+    def to(self, device: torch.device) -> ImageFolder:
         return self
 
-    def subset(self, index: Tensor) -> Folder:
+    def subset(self, index: Tensor) -> ImageFolder:
         return replace(self, paths=self.paths.chosen(index), labels=self.labels[index])
 
     def batches(self, order: Tensor, batch_size: int, view: View, device: torch.device, workers: int = 0) -> Iterator[Batch]:
@@ -104,14 +104,14 @@ class Folder:
         mean = torch.tensor(self.mean, device=device) * 255
         scale = 1 / (torch.tensor(self.std, device=device) * 255)
         is_jittered = on_gpu and view.augment == "imagenet"
-        fused = fused_colours() if is_jittered and self.shape[0] == 3 else None
+        fused = fused_color_jitter() if is_jittered and self.shape[0] == 3 else None
 
         def prepare(images: Tensor, index: Tensor) -> tuple[Tensor, ...]:
             if fused is not None:
-                images = fused(images, draw_changes(index, view.seed), mean, scale)
+                images = fused(images, draw_color_jitter(index, view.seed), mean, scale)
             else:
                 if is_jittered:
-                    images = jittered_and_mirrored(images.permute(0, 3, 1, 2), index, view.seed).permute(0, 2, 3, 1)
+                    images = color_jitter_and_flip(images.permute(0, 3, 1, 2), index, view.seed).permute(0, 2, 3, 1)
                 images = ((images - mean) * scale).contiguous()
             return images.permute(0, 3, 1, 2), labels[index]
 
@@ -161,12 +161,12 @@ class _Decoder:
                 time.sleep(READ_PAUSE * 2**number)
         place = torch.tensor([index])
         if view.augment == "imagenet":
-            image = imagenet_view(image, (size[0], size[1]), view.seed, index)
+            image = random_resized_crop(image, (size[0], size[1]), view.seed, index)
             if self.finishes:
-                image = jittered_and_mirrored(image[None], place, view.seed)[0].to(torch.uint8)
+                image = color_jitter_and_flip(image[None], place, view.seed)[0].to(torch.uint8)
             return image.permute(1, 2, 0)
-        image = centre_view(image, (size[0], size[1])).permute(1, 2, 0)
-        return image if view.augment == "none" else seen_through(draw_windows(place, view, size[0]), image[None])[0]
+        image = center_crop(image, (size[0], size[1])).permute(1, 2, 0)
+        return image if view.augment == "none" else crop_windows(draw_windows(place, view, size[0]), image[None])[0]
 
 
 def decode(path: Path, channels: int) -> Tensor:
@@ -324,7 +324,7 @@ def load_images(paths: Sequence[Path], shape: tuple[int, int, int], *, skip: boo
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         if image.shape[1:] != (height, width):
-            image = centre_view(image, (height, width))
+            image = center_crop(image, (height, width))
         return image.permute(1, 2, 0)
 
     if paths[0].stat().st_size < SMALL_FILE:

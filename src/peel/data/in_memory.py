@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from .batch import Batch
-from .crops import draw_windows, seen_through
-from .kernels import fused_view
-from .transforms import imagenet_view, jittered_and_mirrored
+from .crops import crop_windows, draw_windows
+from .kernels import fused_crop
+from .transforms import color_jitter_and_flip, random_resized_crop
 from .view import View
 
-__all__ = ["Resident"]
+__all__ = ["InMemoryImages"]
 
 
 @dataclass(frozen=True)
-class Resident:
+class InMemoryImages:
     """One split. Pixels are kept height by width by channel, so that a batch of crops comes out in channels-last order at no cost."""
 
     pixels: Tensor
@@ -36,10 +36,10 @@ class Resident:
         _, height, width, channels = self.pixels.shape
         return channels, height, width
 
-    def to(self, device: torch.device) -> Resident:
+    def to(self, device: torch.device) -> InMemoryImages:
         return replace(self, pixels=self.pixels.to(device), labels=self.labels.to(device))
 
-    def subset(self, index: Tensor) -> Resident:
+    def subset(self, index: Tensor) -> InMemoryImages:
         index = index.to(self.pixels.device)
         return replace(self, pixels=self.pixels[index], labels=self.labels[index])
 
@@ -49,7 +49,7 @@ class Resident:
         order = order.to(home)
         mean = torch.tensor(self.mean, device=home) * 255
         scale = 1 / (torch.tensor(self.std, device=home) * 255)
-        fused = fused_view() if home.type == "cuda" and view.augment != "imagenet" else None
+        fused = fused_crop() if home.type == "cuda" and view.augment != "imagenet" else None
         for index in torch.split(order, batch_size) if len(order) else ():
             if fused is not None:
                 images = fused(self.pixels, index, view, mean, scale)
@@ -61,6 +61,6 @@ class Resident:
         if view.augment == "none":
             return self.pixels[index]
         if view.augment == "imagenet":
-            parts = [imagenet_view(self.pixels[i].permute(2, 0, 1), self.shape[1:], view.seed, int(i)) for i in index]
-            return jittered_and_mirrored(torch.stack(parts), index, view.seed).permute(0, 2, 3, 1)
-        return seen_through(draw_windows(index, view, self.shape[1]), self.pixels[index])
+            parts = [random_resized_crop(self.pixels[i].permute(2, 0, 1), self.shape[1:], view.seed, int(i)) for i in index]
+            return color_jitter_and_flip(torch.stack(parts), index, view.seed).permute(0, 2, 3, 1)
+        return crop_windows(draw_windows(index, view, self.shape[1]), self.pixels[index])

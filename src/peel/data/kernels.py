@@ -9,38 +9,38 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .transforms import Changes
-from .view import AS_IT_IS
+from .transforms import ColorJitter
+from .view import EVAL
 
-__all__ = ["fused_colours", "fused_view"]
+__all__ = ["fused_color_jitter", "fused_crop"]
 
 log = logging.getLogger("peel")
 
 
 @cache
-def fused_view() -> Callable[..., Tensor] | None:
+def fused_crop() -> Callable[..., Tensor] | None:
     """Cropping, mirroring and normalising small images."""
 
     def tried() -> Callable[..., Tensor]:
-        from .crop_kernel import fused_view as kernel
+        from .crop_kernel import fused_crop as kernel
 
         pixels, one = torch.zeros(1, 4, 4, 1, dtype=torch.uint8, device="cuda"), torch.ones(1, device="cuda")
-        kernel(pixels, torch.zeros(1, dtype=torch.int64, device="cuda"), AS_IT_IS, one, one)
+        kernel(pixels, torch.zeros(1, dtype=torch.int64, device="cuda"), EVAL, one, one)
         return kernel
 
     return _working(tried)
 
 
 @cache
-def fused_colours() -> Callable[..., Tensor] | None:
+def fused_color_jitter() -> Callable[..., Tensor] | None:
     """Changing the colours of large images, mirroring and normalising them."""
 
     def tried() -> Callable[..., Tensor]:
-        from .colour_kernel import fused_colours as kernel
+        from .colour_kernel import fused_color_jitter as kernel
 
         pixels, one = torch.zeros(1, 4, 4, 3, dtype=torch.uint8, device="cuda"), torch.ones(3, device="cuda")
         order = torch.arange(4, device="cuda")[None]
-        kernel(pixels, Changes(torch.ones(1, 4, device="cuda"), order, torch.ones(1, dtype=torch.bool, device="cuda")), one, one)
+        kernel(pixels, ColorJitter(torch.ones(1, 4, device="cuda"), order, torch.ones(1, dtype=torch.bool, device="cuda")), one, one)
         return kernel
 
     return _working(tried)

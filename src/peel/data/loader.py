@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..errors import DataError
-from ..utils.environment import number_from
+from ..utils.environment import env_number
 
 __all__ = ["Loader", "ahead"]
 
@@ -33,7 +33,7 @@ Key = TypeVar("Key")
 TRIES = 3
 
 #: Seconds without a batch after which a process counts as hanging; and after which it is looked at whether it is still there.
-PATIENCE, LOOK_SECONDS = 300.0, 5.0
+TIMEOUT, LOOK_SECONDS = 300.0, 5.0
 
 #: Pieces of a batch that each process makes before they are asked for.
 PIECES_AHEAD = 8
@@ -64,19 +64,19 @@ class Loader(Generic[Key]):
         """For each sequence of keys, what they make, stacked."""
         given = tries = 0
         is_cautious = False
-        patience = number_from("PEEL_PATIENCE", PATIENCE)
+        timeout = env_number("PEEL_PATIENCE", TIMEOUT)
         running: Any = None
         asked = time.monotonic()
         try:
             while given < len(wanted):
                 try:
                     if running is None:
-                        running = self._start(wanted[given:], patience, cautious=is_cautious)
+                        running = self._start(wanted[given:], timeout, cautious=is_cautious)
                     batch = next(running)
                 except (RuntimeError, OSError, EOFError) as error:
                     said = " ".join([type(error).__name__, *str(error).splitlines()[:1]])
                     is_slow = "timed out" in said
-                    if is_slow and running is not None and time.monotonic() - asked < patience:
+                    if is_slow and running is not None and time.monotonic() - asked < timeout:
                         continue
                     # What is on its way from a process that dies, such as a descriptor of shared memory, may fail in ways of its own.
                     is_gone = "exited unexpectedly" in said or "is killed" in said or not isinstance(error, RuntimeError)
@@ -110,14 +110,14 @@ class Loader(Generic[Key]):
         more = f" and {len(keys) - NAMED} more" if len(keys) > NAMED else ""
         return f" ({', '.join(str(self.file_of(key)) for key in keys[:NAMED])}{more})"
 
-    def _start(self, wanted: list[Sequence[Key]], patience: float, *, cautious: bool) -> Any:
+    def _start(self, wanted: list[Sequence[Key]], timeout: float, *, cautious: bool) -> Any:
         """An iterator over what the processes make; a cautious one asks for little at a time, so that it is known where they fail."""
         self._wanted[:] = wanted
         if self._loader is None:
             several: dict[str, Any] = {}
             if self.workers:
                 # Whether a process is gone is looked at whenever this time has passed without a batch.
-                pause = min(LOOK_SECONDS, patience)
+                pause = min(LOOK_SECONDS, timeout)
                 several = {
                     "persistent_workers": True,
                     "timeout": pause,

@@ -14,9 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..utils.rng import derive, uniform
+from ..utils.rng import derive_seed, uniform
 
-__all__ = ["LUMA", "Changes", "centre_view", "draw_changes", "draw_part", "imagenet_view", "jittered", "jittered_and_mirrored"]
+__all__ = [
+    "LUMA",
+    "ColorJitter",
+    "center_crop",
+    "color_jitter",
+    "color_jitter_and_flip",
+    "draw_color_jitter",
+    "draw_crop",
+    "random_resized_crop",
+]
 
 #: How far brightness, contrast and saturation are scaled up or down, and how far the hue is turned (of a whole turn).
 BRIGHTNESS, CONTRAST, SATURATION, HUE = 0.2, 0.2, 0.2, 0.1
@@ -38,9 +47,9 @@ def _centre(size: tuple[int, int]) -> Any:
     return v2.Compose([v2.Resize(round(min(size) * RESIZE), antialias=True), v2.CenterCrop(size)])
 
 
-def imagenet_view(image: Tensor, size: tuple[int, int], seed: int, index: int) -> Tensor:
+def random_resized_crop(image: Tensor, size: tuple[int, int], seed: int, index: int) -> Tensor:
     """A random part of a uint8 image (channels x height x width) at full size, drawn by (seed, index) alone."""
-    top, left, height, width = draw_part(image.shape[1], image.shape[2], seed, index)
+    top, left, height, width = draw_crop(image.shape[1], image.shape[2], seed, index)
     part = image[None, :, top : top + height, left : left + width].contiguous(memory_format=torch.channels_last)
     if image.device.type == "cpu":
         return nn.functional.interpolate(part, size=size, mode="bilinear", antialias=True)[0]
@@ -48,9 +57,9 @@ def imagenet_view(image: Tensor, size: tuple[int, int], seed: int, index: int) -
     return nn.functional.interpolate(part.float(), size=size, mode="bilinear", antialias=True)[0].round().clamp(0, 255).to(torch.uint8)
 
 
-def draw_part(height: int, width: int, seed: int, index: int) -> tuple[int, int, int, int]:
+def draw_crop(height: int, width: int, seed: int, index: int) -> tuple[int, int, int, int]:
     """Top, left, height and width of a part, distributed as by torchvision's RandomResizedCrop, at a fifth of its time."""
-    chance = random.Random(derive("view", seed, index))
+    chance = random.Random(derive_seed("view", seed, index))
     for _ in range(10):
         area = height * width * chance.uniform(*AREA)
         ratio = math.exp(chance.uniform(math.log(RATIO[0]), math.log(RATIO[1])))
@@ -62,37 +71,39 @@ def draw_part(height: int, width: int, seed: int, index: int) -> tuple[int, int,
     return (height - tall) // 2, (width - wide) // 2, tall, wide
 
 
-def centre_view(image: Tensor, size: tuple[int, int]) -> Tensor:
+def center_crop(image: Tensor, size: tuple[int, int]) -> Tensor:
     return _centre(tuple(size))(image)  # type: ignore[no-any-return]
 
 
-class Changes(NamedTuple):
+class ColorJitter(NamedTuple):
     """What happens to each image of a batch."""
 
     strengths: Tensor
     """Of brightness, contrast and saturation, to multiply by; of the hue, to turn by. Images x 4."""
     order: Tensor
     """Which of the four comes first, second, third and last. Images x 4."""
-    mirrored: Tensor
+    flipped: Tensor
 
 
-def draw_changes(index: Tensor, seed: int) -> Changes:
+def draw_color_jitter(index: Tensor, seed: int) -> ColorJitter:
     """By (seed, index) alone, on the device of the index."""
     drawn = uniform(index, seed, 9)
     strengths = [1 + BRIGHTNESS * _sign(drawn[:, 0]), 1 + CONTRAST * _sign(drawn[:, 1]), 1 + SATURATION * _sign(drawn[:, 2])]
-    return Changes(torch.stack([*strengths, HUE * _sign(drawn[:, 3])], 1), drawn[:, 4:8].argsort(dim=1, stable=True), drawn[:, 8] >= 0.5)
+    return ColorJitter(
+        torch.stack([*strengths, HUE * _sign(drawn[:, 3])], 1), drawn[:, 4:8].argsort(dim=1, stable=True), drawn[:, 8] >= 0.5
+    )
 
 
-def jittered_and_mirrored(images: Tensor, index: Tensor, seed: int) -> Tensor:
+def color_jitter_and_flip(images: Tensor, index: Tensor, seed: int) -> Tensor:
     """Images (uint8, images x channels x height x width) with their colours changed and half of them mirrored, by (seed, index) alone."""
-    changes = draw_changes(index.to(images.device), seed)
+    changes = draw_color_jitter(index.to(images.device), seed)
     changed = []
     for some, *parts in zip(*(torch.split(tensor, AT_A_TIME) for tensor in (images, *changes)), strict=True):
-        strengths, order, mirrored = parts
+        strengths, order, flipped = parts
         seen = some.float()
         if images.shape[1] == 3:
-            seen = jittered(seen, strengths, order).round_()
-        changed.append(torch.where(mirrored[:, None, None, None], seen.flip(3), seen))
+            seen = color_jitter(seen, strengths, order).round_()
+        changed.append(torch.where(flipped[:, None, None, None], seen.flip(3), seen))
     return torch.cat(changed)
 
 
@@ -101,7 +112,7 @@ def _sign(numbers: Tensor) -> Tensor:
     return 2 * numbers - 1
 
 
-def jittered(images: Tensor, strengths: Tensor, order: Tensor) -> Tensor:
+def color_jitter(images: Tensor, strengths: Tensor, order: Tensor) -> Tensor:
     """Brightness, contrast, saturation and hue (0 to 3) changed, each image with strengths and in an order of its own.
 
     The first three are blends with something grey and only differ in what; the hue is turned once, between those that come before it and

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..utils.rng import derive
+from ..utils.rng import derive_seed
 
-__all__ = ["AS_IT_IS", "View"]
+__all__ = ["EVAL", "View"]
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class View:
 
     @staticmethod
     def of_epoch(augment: str, seed: int, epoch: int) -> View:
-        return View(augment, derive("augment", seed, epoch))
+        return View(augment, derive_seed("augment", seed, epoch))
 
 
 #: The centre crop, for evaluation.
-AS_IT_IS = View()
+EVAL = View()

@@ -41,11 +41,11 @@ class Unit:
 class Atom:
     """Which channels: a run of `unit` channels in a certain order."""
 
-    __slots__ = ("blurred", "parent", "parts", "unit")
+    __slots__ = ("inexact", "parent", "parts", "unit")
 
-    def __init__(self, unit: Unit, blurred: str | None = None) -> None:
+    def __init__(self, unit: Unit, inexact: str | None = None) -> None:
         self.unit = unit
-        self.blurred = blurred
+        self.inexact = inexact
         self.parent: Atom | None = None
         self.parts: tuple[Segment, ...] | None = None
 
@@ -85,7 +85,7 @@ def _mirror(atom: Atom) -> tuple[Segment, ...] | None:
     if atom.parts is None:
         unit = root(atom.unit)
         if unit.parts is not None:
-            atom.parts = tuple(Segment(Atom(part, atom.blurred), times) for part, times in unit.parts)
+            atom.parts = tuple(Segment(Atom(part, atom.inexact), times) for part, times in unit.parts)
     return atom.parts
 
 
@@ -139,10 +139,10 @@ class AxisSolver:
             if unit.fixed is None:
                 unit.fixed = reason
 
-    def blur(self, axis: Axis, reason: str) -> None:
+    def mark_inexact(self, axis: Axis, reason: str) -> None:
         for atom, _ in expand(axis):
-            if atom.blurred is None:
-                atom.blurred = reason
+            if atom.inexact is None:
+                atom.inexact = reason
 
     # Equal sizes
 
@@ -318,26 +318,26 @@ class AxisSolver:
             return
         self._equate(root(a.unit), 1, root(b.unit), 1, cause)
         b.parent = a
-        a.blurred = a.blurred or b.blurred
+        a.inexact = a.inexact or b.inexact
 
     def _bind(self, atom: Atom, parts: tuple[Segment, ...], cause: str) -> None:
         (part, times), unit = parts[0], root(atom.unit)
         self._equate(unit, 1, root(part.unit), times, cause)
         atom.parts = parts
-        if atom.blurred or part.blurred:
-            atom.blurred = part.blurred = atom.blurred or part.blurred
+        if atom.inexact or part.inexact:
+            atom.inexact = part.inexact = atom.inexact or part.inexact
 
     # Shapes
 
     def cut(self, axis: Axis, lengths: Sequence[int], cause: str) -> list[Axis]:
         """Cut an axis into pieces of the given original lengths."""
         axis = expand(axis)
-        if len(axis) == 1 and axis[0].atom.blurred and not is_fixed(axis[0]):
+        if len(axis) == 1 and axis[0].atom.inexact and not is_fixed(axis[0]):
             atom, inner = axis[0]
             size = root(atom.unit).size
             if all(length % size == 0 for length in lengths) and inner > 1:
                 # Halves of interleaved channels: each is as long as one of the interleaved parts was.
-                return [(Segment(Atom(atom.unit, atom.blurred), length // size),) for length in lengths]
+                return [(Segment(Atom(atom.unit, atom.inexact), length // size),) for length in lengths]
         pieces: list[Axis] = []
         rest = list(axis)[::-1]
         for length in lengths:
@@ -419,7 +419,7 @@ class AxisSolver:
             self.same_size(pieces[0], piece, cause)
         reason = f"{cause} interleaves channels of different layers"
         for piece in pieces:
-            self.blur(piece, reason)
+            self.mark_inexact(piece, reason)
         return tuple(Segment(Atom(atom.unit, reason), inner) for atom, inner in expand(pieces[0]))
 
     def grouped(self, axis: Axis, run: int, cause: str) -> Axis:

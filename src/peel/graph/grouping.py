@@ -15,7 +15,7 @@ from torch.fx import Node
 from .axes import Unit, is_free
 from .capture import Capture
 from .channel_graph import Tie
-from .interpreter import Birth, Interpreter, module_of
+from .interpreter import Interpreter, Producer, module_of
 
 _ADD = {"aten::add", "aten::add_"}
 _MERGE = {"aten::mul", "aten::mul_", "aten::cat"}
@@ -23,12 +23,12 @@ _MERGE = {"aten::mul", "aten::mul_", "aten::cat"}
 Size = tuple[int, ...]
 
 
-def spatial_sizes(births_of: Mapping[Unit, Sequence[Birth]], capture: Capture, interpreter: Interpreter) -> dict[Unit, Size]:
+def spatial_sizes(births_of: Mapping[Unit, Sequence[Producer]], capture: Capture, interpreter: Interpreter) -> dict[Unit, Size]:
     """The spatial size that each unit counts with."""
     blocks = _blocks(capture, interpreter)
     sizes: dict[Unit, Size] = {}
-    for unit, births in births_of.items():
-        homes = [_ancestors(module_of(birth.node)) for birth in births]
+    for unit, producers in births_of.items():
+        homes = [_ancestors(module_of(producer.node)) for producer in producers]
         common = set(homes[0]).intersection(*homes[1:])
         for kind in ("add", "merge"):
             inside = [name for name, (block_kind, _) in blocks.items() if name in common and block_kind == kind]
@@ -38,7 +38,7 @@ def spatial_sizes(births_of: Mapping[Unit, Sequence[Birth]], capture: Capture, i
                 sizes[unit] = blocks[block][1]
                 break
         else:
-            sizes[unit] = _usual([birth.spatial for birth in births])
+            sizes[unit] = _usual([producer.spatial for producer in producers])
     return sizes
 
 

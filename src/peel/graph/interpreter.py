@@ -30,7 +30,7 @@ _IGNORED = {"aten::_assert_tensor_metadata", "aten::_assert_async", "aten::sym_c
 
 
 @dataclass(frozen=True)
-class Birth:
+class Producer:
     """Where channels come from: a layer that produces them."""
 
     layer: str
@@ -40,7 +40,7 @@ class Birth:
 
 
 @dataclass(frozen=True)
-class Charge:
+class MacTerm:
     """What a layer costs: one multiply-add for each element of the product of these axes."""
 
     layer: str
@@ -53,8 +53,8 @@ class Charge:
 class Findings:
     """What the rules tell beside equalities."""
 
-    births: list[Birth] = field(default_factory=list)
-    charges: list[Charge] = field(default_factory=list)
+    producers: list[Producer] = field(default_factory=list)
+    mac_terms: list[MacTerm] = field(default_factory=list)
     consumers: dict[str, set[int]] = field(default_factory=dict)
     """Weight -> the axes over which it sums what comes in: where a channel takes effect."""
     scales: dict[str, None] = field(default_factory=dict)
@@ -288,13 +288,13 @@ class Interpreter:
         value = self.shape(node)
         last = _rule_name(node.target) == "aten::linear"
         spatial = value[1:-1] if last else value[2:]
-        self.findings.births.append(Birth(self.layer(node), axis, node, spatial))
+        self.findings.producers.append(Producer(self.layer(node), axis, node, spatial))
 
     def charge(self, node: Node, axes: Value) -> None:
         """The operator does one multiply-add for each element of the product of these axes."""
-        output = self.findings.births[-1].axis if self.findings.births and self.findings.births[-1].node is node else ()
+        output = self.findings.producers[-1].axis if self.findings.producers and self.findings.producers[-1].node is node else ()
         if self._counting:
-            self.findings.charges.append(Charge(self.layer(node), axes, output))
+            self.findings.mac_terms.append(MacTerm(self.layer(node), axes, output))
 
     def contract(self, node: Node, weight: Value, place: int) -> None:
         """The operator sums over this axis of its weight: a channel whose slice is zero there has no effect."""
@@ -302,7 +302,7 @@ class Interpreter:
         if isinstance(source, Node) and source in self._tensor_of:
             self.findings.consumers.setdefault(self._tensor_of[source], set()).add(place)
         else:
-            self.solver.blur(weight[place], f"the weight of {self.describe(node)} is computed from parameters")
+            self.solver.mark_inexact(weight[place], f"the weight of {self.describe(node)} is computed from parameters")
 
     def scale(self, node: Node, place: int) -> None:
         """The argument at this place scales each channel."""

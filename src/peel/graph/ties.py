@@ -15,7 +15,7 @@ from .axes import Atom, Axis, Unit, axis_size, expand, leaves, root
 from .capture import Capture
 from .channel_graph import Buffered, ChannelGraph, Layout, Member, Run, Tie
 from .grouping import group_ties, spatial_sizes
-from .interpreter import Birth, Interpreter, Value
+from .interpreter import Interpreter, Producer, Value
 
 _MAX_CAUSES = 12
 
@@ -28,12 +28,12 @@ class Builder:
         self.interpreter = interpreter
         self.findings = interpreter.findings
         self.capture = captures[0]
-        self.births_of: dict[Unit, list[Birth]] = {}
-        for birth in self.findings.births:
-            for unit in _units(birth.axis):
-                births = self.births_of.setdefault(unit, [])
-                if all(birth.layer != other.layer or birth.node is not other.node for other in births):
-                    births.append(birth)
+        self.births_of: dict[Unit, list[Producer]] = {}
+        for producer in self.findings.producers:
+            for unit in _units(producer.axis):
+                producers = self.births_of.setdefault(unit, [])
+                if all(producer.layer != other.layer or producer.node is not other.node for other in producers):
+                    producers.append(producer)
         self._fix_leftovers()
         self.names, self.widths = self._name_units()
         self.free = [unit for unit in self.names if unit.fixed is None]
@@ -56,19 +56,19 @@ class Builder:
         """Names after the layer where a unit is born; with the slice of its outputs where the layer bears several."""
         names: dict[Unit, str] = {}
         widths: dict[Unit, int] = {}
-        for birth in self.findings.births:
-            segments = expand(birth.axis)
+        for producer in self.findings.producers:
+            segments = expand(producer.axis)
             units = list(dict.fromkeys(root(atom.unit) for atom, _ in segments))
             if all(unit.fixed is not None for unit in units):
-                if not any(unit in names for unit in units) and birth.layer not in names.values():
-                    names[units[0]], widths[units[0]] = birth.layer, axis_size(segments)
+                if not any(unit in names for unit in units) and producer.layer not in names.values():
+                    names[units[0]], widths[units[0]] = producer.layer, axis_size(segments)
                 continue
             for unit in units:
                 if unit in names:
                     continue
                 offset = _first_offset(segments, unit)
                 widths[unit] = sum(unit.size * inner for atom, inner in segments if root(atom.unit) is unit)
-                names[unit] = birth.layer if len(units) == 1 else f"{birth.layer}[{offset}:{offset + widths[unit]}]"
+                names[unit] = producer.layer if len(units) == 1 else f"{producer.layer}[{offset}:{offset + widths[unit]}]"
         return _unique(names), widths
 
     # Numbers in terms of ties
@@ -140,7 +140,7 @@ class Builder:
     def _ties(self, layouts: dict[str, Layout]) -> dict[str, Tie]:
         spatial = spatial_sizes(self.births_of, self.capture, self.interpreter)
         members = self._members(layouts)
-        blurred = self._blurred()
+        inexact = self._inexact()
         ties: dict[str, Tie] = {}
         for unit, name in self.names.items():
             ties[name] = Tie(
@@ -148,11 +148,11 @@ class Builder:
                 width=self.widths[unit],
                 step=self.widths[unit] // unit.size if unit.fixed is None else 1,
                 fixed=unit.fixed,
-                inexact=blurred.get(unit),
+                inexact=inexact.get(unit),
                 members=tuple(members.get(unit, ())),
                 causes=tuple(unit.causes)[:_MAX_CAUSES],
                 spatial=spatial.get(unit, ()),
-                layers=tuple(dict.fromkeys(birth.layer for birth in self.births_of[unit])),
+                layers=tuple(dict.fromkeys(producer.layer for producer in self.births_of[unit])),
             )
         return ties
 
@@ -178,19 +178,19 @@ class Builder:
                     members.setdefault(unit, []).append(Member(name, place, first, size, multiplicity))
         return members
 
-    def _blurred(self) -> dict[Unit, str]:
-        blurred: dict[Unit, str] = {}
+    def _inexact(self) -> dict[Unit, str]:
+        inexact: dict[Unit, str] = {}
         for axes in self.interpreter.tensors.values():
             for axis in axes:
                 for atom, _ in expand(axis):
-                    if atom.blurred is not None:
-                        blurred.setdefault(root(atom.unit), atom.blurred)
-        return blurred
+                    if atom.inexact is not None:
+                        inexact.setdefault(root(atom.unit), atom.inexact)
+        return inexact
 
     def _mac_terms(self) -> tuple[Term, ...]:
         return tuple(
             product(charge.layer, self.charged_tie(charge.output, *charge.axes), [self.form(axis) for axis in charge.axes])
-            for charge in self.findings.charges
+            for charge in self.findings.mac_terms
         )
 
     def _param_terms(self) -> tuple[Term, ...]:

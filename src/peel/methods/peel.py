@@ -16,16 +16,16 @@ from ..errors import ConfigError, did_you_mean
 from ..graph import ChannelGraph
 from ..steps.backbone import backbone
 from ..steps.criteria import find_criterion
-from ..steps.importance import Importance, Measured, Penalised, Subject, penalty_of_pull, scale_weights, summarise
+from ..steps.importance import CriterionInput, Importance, LayerScores, WithL1, l1_coefficient_for, norm_scales, summarise
 from ..steps.reallocation import Reallocation, add_evenly, grow_at_random, reallocation, shares_of
 from ..surgery import slim
 from ..train.objective import CrossEntropy, Objective
 from ..train.recipe import Recipe
-from ..utils.rng import derive, draw_from
+from ..utils.rng import derive_seed, seed_everything
 from .problem import Problem
 from .settings import Method
 
-__all__ = ["HELD_OUT", "Plan", "TrainBackbone", "make_plan", "neutral_plan", "recipe_of_round", "rehearse", "stage_of_round"]
+__all__ = ["HELD_OUT", "Plan", "TrainBackbone", "check_feasible", "equal_share_plan", "make_plan", "recipe_of_round", "stage_of_round"]
 
 #: The part of the training images that criteria which select (legr) look at, and nothing else.
 HELD_OUT = 0.1
@@ -47,9 +47,9 @@ class Plan:
     """plan.json: what every step decided."""
 
 
-def make_plan(problem: Problem, method: Method, train_backbone: TrainBackbone, *, is_rehearsal: bool = False) -> Plan:
+def make_plan(problem: Problem, method: Method, train_backbone: TrainBackbone, *, is_dry: bool = False) -> Plan:
     """Steps 1 to 4: the backbone, its importance, the groups, the reallocation; in one round or several."""
-    planner = _Planner(problem, method, is_rehearsal)
+    planner = _Planner(problem, method, is_dry)
     current = planner.backbone
     pool = problem.budget - problem.cost(current)
     if method.policy in ("uniform", "random"):
@@ -67,7 +67,7 @@ def make_plan(problem: Problem, method: Method, train_backbone: TrainBackbone, *
     return planner.finish(rounds)
 
 
-def neutral_plan(problem: Problem, method: Method) -> Plan:
+def equal_share_plan(problem: Problem, method: Method) -> Plan:
     """The plan with the same importance for every group: what can be said before anything is trained."""
     planner = _Planner(problem, method)
     equal = dict.fromkeys(problem.graph.groups, 1.0)
@@ -76,11 +76,11 @@ def neutral_plan(problem: Problem, method: Method) -> Plan:
     return planner.finish([planner.round(planner.backbone, importance, problem.budget)])
 
 
-def rehearse(problem: Problem, method: Method) -> None:
+def check_feasible(problem: Problem, method: Method) -> None:
     """Steps 1 to 4 with a backbone that is not trained: what would be refused after hours of training is refused at once."""
     few = problem.data.train.subset(torch.arange(min(REHEARSED, problem.data.train.size)))
     small = replace(problem, data=replace(problem.data, train=few), engine=replace(problem.engine, workers=0))
-    make_plan(small, replace(method, evaluations=1), lambda stage, network, *_: problem.engine.prepare(network), is_rehearsal=True)
+    make_plan(small, replace(method, evaluations=1), lambda stage, network, *_: problem.engine.prepare(network), is_dry=True)
 
 
 def stage_of_round(number: int) -> str:
@@ -105,8 +105,8 @@ class _Round:
 
 
 class _Planner:
-    def __init__(self, problem: Problem, method: Method, is_rehearsal: bool = False) -> None:
-        self.problem, self.method, self.is_rehearsal = problem, method, is_rehearsal
+    def __init__(self, problem: Problem, method: Method, is_dry: bool = False) -> None:
+        self.problem, self.method, self.is_dry = problem, method, is_dry
         self.backbone = backbone(
             problem.graph,
             problem.budget,
@@ -114,19 +114,19 @@ class _Planner:
             resource=problem.resource,
             start=method.start,  # type: ignore[arg-type]
             divisor=problem.divisor,
-            hold=problem.hold,
-            cap=1.0 if problem.budget * method.keep <= problem.cost(problem.graph.widths) else None,
+            freeze=problem.freeze,
+            max_width=1.0 if problem.budget * method.keep <= problem.cost(problem.graph.widths) else None,
         )
-        self.penalty: float | None = None
+        self.l1_coefficient: float | None = None
 
     def grown(self, before: nn.Module | None, graph: ChannelGraph | None, widths: Widths) -> nn.Module:
         """The backbone of this round: fresh in the first, widened with its weights kept in later ones."""
-        draw_from(derive("backbone", self.problem.seed))
+        seed_everything(derive_seed("backbone", self.problem.seed))
         if before is not None and graph is not None:
             return slim(before, widths, graph=graph, weights="inherit")
         network = slim(self.problem.model, widths, graph=self.problem.graph).requires_grad_(True)
         with torch.no_grad():
-            for scale in scale_weights(network, self.problem.graph).values():
+            for scale in norm_scales(network, self.problem.graph).values():
                 scale.fill_(self.method.gamma_init)
         return network
 
@@ -138,14 +138,14 @@ class _Planner:
         if method.criterion == "legr":
             train, held_out = hold_out(problem.data.train, HELD_OUT, problem.seed)
         objective = CrossEntropy(recipe.label_smoothing)
-        self.penalty = self._penalty(max(1, train.size // recipe.batch_size))
-        scales = list(scale_weights(network, graph))
+        self.l1_coefficient = self._penalty(max(1, train.size // recipe.batch_size))
+        scales = list(norm_scales(network, graph))
         criterion = find_criterion(method.criterion, **({"evaluations": method.evaluations} if method.criterion == "legr" else {}))
 
         def measure(model: nn.Module) -> Importance:
-            subject = Subject(model, graph, train, held_out, objective, problem.engine, problem.seed)
+            subject = CriterionInput(model, graph, train, held_out, objective, problem.engine, problem.seed)
             measured = self._counted(criterion.measure(subject))
-            if self.is_rehearsal:
+            if self.is_dry:
                 # What a network says that was never trained counts for nothing, be it infinite; only whether it can be asked.
                 measured = [replace(item, values=torch.ones_like(item.values)) for item in measured]
             return summarise(measured, graph, method.reduce)
@@ -155,19 +155,19 @@ class _Planner:
 
         # The slow criteria are measured once, at the end.
         each_epoch = note if method.criterion in ("bn", "weight", "gradient") else None
-        trained = train_backbone(stage_of_round(number), network, Penalised(objective, scales, self.penalty), recipe, train, each_epoch)
+        trained = train_backbone(stage_of_round(number), network, WithL1(objective, scales, self.l1_coefficient), recipe, train, each_epoch)
         # Each process measures, and the last digits may differ: all go by what the first one found.
-        return trained, problem.engine.world.share(measure(trained))
+        return trained, problem.engine.world.broadcast(measure(trained))
 
     def _penalty(self, steps: int) -> float:
-        if self.method.pull is not None:
+        if self.method.l1_strength is not None:
             first, *later = (recipe_of_round(self.problem, self.method, number) for number in range(self.method.rounds))
-            return penalty_of_pull(self.method.pull, first, steps, *later)
-        if self.method.penalty is not None:
-            return self.method.penalty
+            return l1_coefficient_for(self.method.l1_strength, first, steps, *later)
+        if self.method.l1_coefficient is not None:
+            return self.method.l1_coefficient
         return PENALTY if self.method.criterion == "bn" else 0.0
 
-    def _counted(self, measured: list[Measured]) -> list[Measured]:
+    def _counted(self, measured: list[LayerScores]) -> list[LayerScores]:
         layers = [item.layer for item in measured]
         for pattern in self.method.ignore:
             if not any(fnmatch(layer, pattern) for layer in layers):
@@ -179,7 +179,7 @@ class _Planner:
     def round(self, current: Widths, importance: Importance | None, budget: int) -> _Round:
         """Step 4."""
         problem, method = self.problem, self.method
-        common: dict[str, Any] = {"resource": problem.resource, "divisor": problem.divisor, "hold": problem.hold}
+        common: dict[str, Any] = {"resource": problem.resource, "divisor": problem.divisor, "hold": problem.freeze}
         graph = problem.graph.at(current)
         if method.policy == "uniform":
             return _Round(graph, None, None, add_evenly(problem.graph, current, budget, **common), budget)
@@ -187,7 +187,7 @@ class _Planner:
             return _Round(graph, None, None, grow_at_random(problem.graph, current, budget, seed=problem.seed, **common), budget)
         assert importance is not None
         shares = shares_of(importance.groups, method.policy)
-        found = reallocation(problem.graph, current, shares, budget, solve=method.solve, cap=method.cap, **common)
+        found = reallocation(problem.graph, current, shares, budget, solver=method.solver, max_width=method.max_width, **common)
         return _Round(graph, importance, shares, found, budget)
 
     def finish(self, rounds: list[_Round]) -> Plan:
@@ -208,12 +208,12 @@ class _Planner:
             "backbone": {"keep": method.keep, "start": method.start if isinstance(method.start, str) else "given", **described("backbone")},
             "pool": self.problem.budget - self.problem.cost(self.backbone),
             "groups": {group: list(ties) for group, ties in graph.groups.items()},
-            "hold": list(self.problem.hold),
+            "hold": list(self.problem.freeze),
             "criterion": method.criterion,
             "reduce": method.reduce,
-            "penalty": self.penalty,
+            "penalty": self.l1_coefficient,
             "policy": method.policy,
-            "solve": method.solve,
+            "solve": method.solver,
             "rounds": [self._described_round(item) for item in rounds],
             **described("peel"),
             "uniform": described("uniform"),

@@ -25,7 +25,7 @@ class Problem:
     """In units of the resource."""
     resource: str
     divisor: int
-    hold: tuple[str, ...]
+    freeze: tuple[str, ...]
     data: Data
     search: Recipe
     """How a method may train while it searches."""
@@ -42,5 +42,5 @@ class Problem:
 
     def uniform(self) -> Widths:
         """The network that every result is compared with: one factor for all layers, the same budget."""
-        cap = 1.0 if self.budget <= self.cost(self.graph.widths) else None
-        return uniform(self.graph, self.budget, resource=self.resource, divisor=self.divisor, hold=self.hold, cap=cap)
+        max_width = 1.0 if self.budget <= self.cost(self.graph.widths) else None
+        return uniform(self.graph, self.budget, resource=self.resource, divisor=self.divisor, freeze=self.freeze, max_width=max_width)

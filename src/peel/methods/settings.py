@@ -10,7 +10,7 @@ from typing import Any
 from ..cost.budget import RESOURCES
 from ..errors import ConfigError, did_you_mean
 
-__all__ = ["CRITERIA", "DISTILLATIONS", "POLICIES", "SOLVES", "STARTS", "Method"]
+__all__ = ["CRITERIA", "DISTILLATIONS", "POLICIES", "SOLVERS", "STARTS", "Method"]
 
 STARTS: dict[str, str] = {
     "uniform": "every tie at the same fraction of its original width",
@@ -32,7 +32,7 @@ POLICIES: dict[str, str] = {
     "random": "half of the ties, drawn at random, grow by a common factor",
 }
 
-SOLVES: dict[str, str] = {
+SOLVERS: dict[str, str] = {
     "telescoped": "each group adds its share to the cost of the whole network",
     "triangular": "each group adds its share to the cost of the layers that write its channels",
 }
@@ -60,9 +60,9 @@ class Method:
     """Step 2: bn, weight, legr, reconstruction or gradient."""
     reduce: str = "mean"
     """Step 2: a group's importance is the mean or the sum over its channels."""
-    penalty: float | None = None
+    l1_coefficient: float | None = None
     """Step 2: the coefficient of the L1 term (alpha_s). Default: 1e-4 for the criterion bn, none for others."""
-    pull: float | None = None
+    l1_strength: float | None = None
     """Step 2: instead of the penalty, how far the L1 term pulls a scale over the whole schedule: 12.5 in the paper."""
     gamma_init: float = 1.0
     """Step 2: what the scales of the backbone's norm layers start from."""
@@ -72,15 +72,15 @@ class Method:
     """Step 2: candidates that legr tries."""
     policy: str = "importance"
     """Step 4: importance, winner-take-all, uniform or random."""
-    solve: str = "telescoped"
+    solver: str = "telescoped"
     """Step 4: telescoped or triangular."""
     rounds: int = 1
     """Step 4: in how many parts the pool is given away; the backbone is widened and trained on between them."""
-    cap: float | None = None
+    max_width: float | None = None
     """Step 4: no layer grows beyond this multiple of its original width."""
     divisor: int = 1
     """Widths are multiples of this."""
-    hold: tuple[str, ...] | None = None
+    freeze: tuple[str, ...] | None = None
     """Ties that keep their width. Default: the last convolution of MobileNetV2, as the literature has it."""
     distill: str = "teacher"
     """Step 5: teacher, in-place or none."""
@@ -101,7 +101,7 @@ class Method:
             raise ConfigError(
                 f"keep (lambda) is the part of the budget that the backbone may cost, above 0 and at most 1, not {self.keep!r}."
             )
-        if self.penalty is not None and self.pull is not None:
+        if self.l1_coefficient is not None and self.l1_strength is not None:
             raise ConfigError("penalty and pull say the same thing in two ways: give one of them.")
         for name in ("penalty", "pull", "kd_weight", "hard_weight"):
             value = getattr(self, name)
@@ -123,7 +123,7 @@ class Method:
             ("criterion", CRITERIA),
             ("reduce", ("mean", "sum")),
             ("policy", POLICIES),
-            ("solve", SOLVES),
+            ("solve", SOLVERS),
             ("distill", DISTILLATIONS),
         ):
             value = getattr(self, name)

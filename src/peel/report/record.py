@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import DamagedError, RunError
+from ..errors import CorruptFileError, RunError
 from ..utils.files import parse_object
 
 __all__ = ["RunRecord"]
@@ -49,7 +49,7 @@ def _document(path: Path, form: str | None = None) -> dict[str, Any] | None:
     try:
         document = parse_object(data)
     except ValueError as error:
-        raise DamagedError(f"{path} is damaged: {error}. Restore the file, or run into a new folder.") from error
+        raise CorruptFileError(f"{path} is damaged: {error}. Restore the file, or run into a new folder.") from error
     if form is not None and document.get("format") != form:
         raise RunError(f"{path} has the format {document.get('format')!r}, not {form!r}: it was not written by a run of peel.")
     if form is not None and document.get("version") != VERSION:
@@ -67,7 +67,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             if number == lines[-1][0]:
                 break
-            raise DamagedError(f"{path} is damaged in line {number}: {error}. Take the line out, or run into a new folder.") from error
+            raise CorruptFileError(f"{path} is damaged in line {number}: {error}. Take the line out, or run into a new folder.") from error
     return objects
 
 

@@ -7,10 +7,10 @@ from typing import Protocol
 
 from ..train.history import Epoch
 
-__all__ = ["Reporter", "Silent"]
+__all__ = ["Callback", "NoCallback"]
 
 
-class Reporter(Protocol):
+class Callback(Protocol):
     """Is told how a run goes."""
 
     def plan_stages(self, stages: Sequence[tuple[str, float]]) -> None: ...
@@ -21,7 +21,7 @@ class Reporter(Protocol):
     def note(self, text: str) -> None: ...
 
 
-class Silent:
+class NoCallback:
     """Says nothing."""
 
     def plan_stages(self, stages: Sequence[tuple[str, float]]) -> None:

@@ -52,7 +52,7 @@ def _images_per_second(problem: Problem, recipe: Recipe) -> float:
     if problem.engine.device.type == "cuda":
         return _timed(problem, recipe, recipe.batch_size * GPU_STEPS)
     guess = _timed(problem, recipe, FIRST_IMAGES)
-    images = int(problem.engine.world.share(guess) * TIMED_SECONDS)
+    images = int(problem.engine.world.broadcast(guess) * TIMED_SECONDS)
     return _timed(problem, recipe, images) if images > FIRST_IMAGES else guess
 
 
@@ -64,5 +64,5 @@ def _timed(problem: Problem, recipe: Recipe, images: int) -> float:
     network = slim(problem.model, problem.graph.widths, graph=problem.graph)
     # The first epoch warms up: memory, kernels, processes that decode.
     short = replace(recipe, epochs=2, batch_size=batch, warmup_epochs=0.0, retries=0)
-    engine = replace(problem.engine, parts=min(problem.engine.parts, batch // processes), compile="off")
+    engine = replace(problem.engine, accumulation_steps=min(problem.engine.accumulation_steps, batch // processes), compile="off")
     return fit(network, CrossEntropy(), some, short, engine=engine, seed=0)[-1].images_per_second

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..data.datasets import Data
-from ..data.image_folder import Folder, fingerprint_of
-from ..data.in_memory import Resident
+from ..data.image_folder import ImageFolder, fingerprint_of
+from ..data.in_memory import InMemoryImages
 from ..graph import ChannelGraph
 from ..train.engine import Engine
 from ..utils.fingerprint import fingerprint
@@ -27,9 +27,9 @@ def fingerprint_of_images(data: Data) -> str:
     parts: list[Tensor | bytes] = []
     for split in (data.train, data.test):
         parts.append(split.labels)
-        if isinstance(split, Resident):
+        if isinstance(split, InMemoryImages):
             parts.append(split.pixels)
-        elif isinstance(split, Folder):
+        elif isinstance(split, ImageFolder):
             parts.append(fingerprint_of(split.paths))
     return fingerprint(parts)
 

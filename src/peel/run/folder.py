@@ -30,11 +30,11 @@ from ..errors import RunError, StoreError
 from ..surgery.serialization import load, save
 from ..train.checkpoint import Checkpoints
 from ..train.history import Epoch
-from ..utils.files import parse_object, room_named, write_bytes, write_json
+from ..utils.files import name_missing_space, parse_object, write_bytes, write_json
 from .resume import check_changes, what_is_fixed, with_what_is_free
 from .stage_record import StageRecord, read_object, read_record
 
-__all__ = ["Workspace"]
+__all__ = ["RunFolder"]
 
 log = logging.getLogger("peel")
 
@@ -45,7 +45,7 @@ EARLY = (".lock", ".probe", "environment.json")
 OWNER_LOOKS, OWNER_PAUSE = 10, 0.1
 
 
-class Workspace:
+class RunFolder:
     """A run folder, locked for this process while it is open. `option` is what it was named with."""
 
     def __init__(self, folder: str | os.PathLike[str], option: str = "--output") -> None:
@@ -53,7 +53,7 @@ class Workspace:
         self._lock: IO[str] | None = None
         self._run = ""
 
-    def __enter__(self) -> Workspace:
+    def __enter__(self) -> RunFolder:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
@@ -129,7 +129,7 @@ class Workspace:
 
     # Settings
 
-    def settle(self, settings: dict[str, Any], environment: dict[str, Any], *, force: bool = False) -> None:
+    def open_or_resume(self, settings: dict[str, Any], environment: dict[str, Any], *, force: bool = False) -> None:
         """Write the settings, or compare them with those that are there already.
 
         With `force`, a run goes on with other settings where that is possible; they take the place of the old, which stay on record.
@@ -155,10 +155,10 @@ class Workspace:
         if after != {"forced": [], **before}:
             self.write_json("settings.json", after)
 
-    def settle_teacher(self, weights: str, *, force: bool = False) -> None:
+    def check_teacher(self, weights: str, *, force: bool = False) -> None:
         """Note the hash of the teacher's weights once it is known; from then on the teacher stays the same."""
         settings = self.read_json("settings.json")
-        before = self.teacher_weights() or weights
+        before = self.teacher_hash() or weights
         if before != weights and not force:
             raise RunError(
                 f"{self.folder} was begun with another teacher: its weights had the hash {before}, now it is {weights}. Bring it back "
@@ -167,13 +167,13 @@ class Workspace:
             )
         if before != weights:
             log.warning("%s goes on with another teacher than it was started with, and its result will say so.", self.folder)
-            changed = {"teacher_weights": (before, weights)}
+            changed = {"teacher_hash": (before, weights)}
             settings["forced"] = [*settings.get("forced", []), self._change(changed)]
-        if settings.get("teacher_weights") != weights:
-            self.write_json("settings.json", {**settings, "teacher_weights": weights})
+        if settings.get("teacher_hash") != weights:
+            self.write_json("settings.json", {**settings, "teacher_hash": weights})
 
-    def teacher_weights(self) -> str | None:
-        found: str | None = self.read_json("settings.json").get("teacher_weights")
+    def teacher_hash(self) -> str | None:
+        found: str | None = self.read_json("settings.json").get("teacher_hash")
         return found
 
     def _change(self, changed: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
@@ -243,7 +243,7 @@ class Workspace:
 
     def log_epoch(self, stage: str, epoch: Epoch) -> None:
         path, line = self.folder / "metrics.jsonl", _line(stage, epoch)
-        with self._written(path.name), room_named(path, len(line)), path.open("a") as file:
+        with self._written(path.name), name_missing_space(path, len(line)), path.open("a") as file:
             file.write(line)
 
     def restart_metrics(self, stage: str, history: Sequence[Epoch]) -> None:

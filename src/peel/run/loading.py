@@ -14,22 +14,22 @@ from torch import Tensor, nn
 from .. import zoo
 from ..cost.widths import Widths
 from ..data.datasets import Data, load_data
-from ..data.in_memory import Resident
+from ..data.in_memory import InMemoryImages
 from ..errors import ConfigError, DataError, ModelError
 from ..graph import ChannelGraph
-from ..train.objective import class_scores
+from ..train.objective import get_logits
 from ..train.recipe import Recipe, backbone_recipe, named_recipe
 
 __all__ = ["check_classes", "check_weights", "frozen_notes", "held_ties", "model_and_data", "read_json", "read_plan", "recipes_for"]
 
 
 def model_and_data(
-    model: nn.Module | str, data: Data | str | Path, image_size: int | None, root: str | Path | None, skip_bad: bool, pretrained: bool
+    model: nn.Module | str, data: Data | str | Path, image_size: int | None, root: str | Path | None, skip_corrupt: bool, pretrained: bool
 ) -> tuple[Data, nn.Module]:
     def load(channels: int) -> Data:
         if isinstance(data, Data):
             return data
-        return load_data(str(data), image_size=image_size, channels=channels, root=root, skip_bad=skip_bad)
+        return load_data(str(data), image_size=image_size, channels=channels, root=root, skip_corrupt=skip_corrupt)
 
     loaded = load(zoo.find(model).input_size[0] if isinstance(model, str) else next(_convolved(model), 3))
     network = _create(model, len(loaded.classes), pretrained) if isinstance(model, str) else model
@@ -66,7 +66,7 @@ def _scores_of(network: nn.Module, shape: tuple[int, ...]) -> Tensor:
     modes = {name: module.training for name, module in network.named_modules()}
     try:
         with torch.inference_mode():
-            return class_scores(network.eval()(torch.zeros(1, *shape, device=next(network.parameters()).device)))
+            return get_logits(network.eval()(torch.zeros(1, *shape, device=next(network.parameters()).device)))
     finally:
         for name, module in network.named_modules():
             module.training = modes[name]
@@ -120,7 +120,7 @@ def recipes_for(
         is_mobile = any(word in source for word in ("mobile", "efficient", "mnas", "ghost", "shuffle"))
         if data.name == "digits":
             name = "digits"
-        elif isinstance(data.train, Resident):
+        elif isinstance(data.train, InMemoryImages):
             name = "cifar"
         else:
             name = "imagenet-mobilenet" if is_mobile else "imagenet-resnet"
@@ -135,11 +135,11 @@ def _suited(recipe: Recipe, data: Data) -> Recipe:
     return recipe.changed(augment=data.augment) if recipe.augment == "auto" else recipe
 
 
-def held_ties(network: nn.Module, graph: ChannelGraph, hold: tuple[str, ...] | None) -> tuple[str, ...]:
-    if hold is not None:
-        return tuple(hold)
+def held_ties(network: nn.Module, graph: ChannelGraph, freeze: tuple[str, ...] | None) -> tuple[str, ...]:
+    if freeze is not None:
+        return tuple(freeze)
     source = getattr(network, "peel_source", {}).get("zoo", "")
-    return tuple(tie for tie in zoo.HELD.get(source, ()) if tie in graph.widths)
+    return tuple(tie for tie in zoo.FROZEN.get(source, ()) if tie in graph.widths)
 
 
 def read_plan(plan: Mapping[str, Any] | str | Path, graph: ChannelGraph) -> Widths:

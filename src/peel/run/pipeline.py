@@ -13,29 +13,29 @@ from torch import nn
 
 from ..cost.widths import Widths
 from ..data.datasets import Split, held_out_size
-from ..errors import BudgetError, ConfigError, DamagedError, DataError, PeelError, RunError
-from ..methods.peel import HELD_OUT, Plan, make_plan, neutral_plan, rehearse, stage_of_round
+from ..errors import BudgetError, ConfigError, CorruptFileError, DataError, PeelError, RunError
+from ..methods.peel import HELD_OUT, Plan, check_feasible, equal_share_plan, make_plan, stage_of_round
 from ..methods.problem import Problem
 from ..methods.settings import Method
 from ..steps.distillation import Distillation, InPlace, in_place_pair
 from ..surgery import slim
 from ..train.distributed import World
-from ..train.history import Scores
+from ..train.history import Metrics
 from ..train.loop import evaluate
 from ..train.objective import CrossEntropy, Objective
 from ..train.recipe import Recipe
 from ..train.state import part_size
-from ..train.teacher_cache import Answers, Taught, remember_answers
-from ..utils.rng import derive, draw_from
+from ..train.teacher_cache import CachedTeacher, LogitCache, make_logit_cache
+from ..utils.rng import derive_seed, seed_everything
 from .estimate import seconds_per_mac, work_of
-from .folder import Workspace
+from .folder import RunFolder
 from .result import Result
 from .resume import forced_notes
 from .stage_record import StageRecord, read_object
 from .teacher import Teacher, find_teacher, weights_hash
 from .trainer import Trainer
 
-__all__ = ["STEPS", "Stages"]
+__all__ = ["STEPS", "Pipeline"]
 
 STEPS: dict[str, str] = {
     "original": "train the original, or take the trained one that was named: the teacher",
@@ -50,7 +50,7 @@ log = logging.getLogger("peel")
 
 
 @dataclass
-class Stages:
+class Pipeline:
     """The stages of one run."""
 
     problem: Problem
@@ -66,11 +66,11 @@ class Stages:
     force: bool
     """Whether a folder is gone on with although settings changed."""
 
-    workspace: Workspace | None = None
+    workspace: RunFolder | None = None
     taken: Teacher | None = None
     teacher_file: str = "stages/original.json"
     teacher_folder: Path | None = None
-    answers: Answers | None = None
+    answers: LogitCache | None = None
     """What the teacher said so far, where it is remembered."""
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -114,7 +114,7 @@ class Stages:
                 )
         problem.uniform()
         if self.given is None and "backbone" in self.steps:
-            rehearse(problem, method)
+            check_feasible(problem, method)
 
     @property
     def searches(self) -> bool:
@@ -123,7 +123,7 @@ class Stages:
 
     # The order of things
 
-    def go(self) -> Result:
+    def run(self) -> Result:
         self.trainer.reporter.plan_stages(self._work())
         if self.taken is not None:
             self._settle_teacher(self.taken.model)
@@ -186,7 +186,7 @@ class Stages:
 
     def _settle_teacher(self, teacher: nn.Module) -> None:
         if self.workspace is not None:
-            self.workspace.settle_teacher(weights_hash(teacher), force=self.force)
+            self.workspace.check_teacher(weights_hash(teacher), force=self.force)
 
     def _forced_notes(self) -> list[str]:
         """What was changed on the way of this run, and of that of its teacher."""
@@ -207,7 +207,7 @@ class Stages:
         try:
             return self.problem.graph.check(widths)
         except PeelError as error:
-            raise DamagedError(f"plan.json is damaged: {error} Restore it from a copy, or start anew with another --output.") from error
+            raise CorruptFileError(f"plan.json is damaged: {error} Restore it from a copy, or start anew with another --output.") from error
 
     def _compare_with_uniform(self, widths: Widths) -> None:
         uniform, cost = self.problem.uniform(), self.problem.cost
@@ -229,23 +229,23 @@ class Stages:
         if self.named_teacher == "train":
             return self._trained_original()
         assert isinstance(self.named_teacher, str | Path)
-        if not self.world.is_first:
+        if not self.world.is_main_process:
             return self._trained_original()
-        if self.workspace is not None and (known := self.workspace.teacher_weights()) is not None:
+        if self.workspace is not None and (known := self.workspace.teacher_hash()) is not None:
             raise RunError(
                 f"there is no teacher at {self.named_teacher}, and the run in {self.workspace.folder} was begun with one: its weights have "
                 f"the hash {known}. Name the place where it lies now."
             )
-        with Workspace(self.named_teacher, "--teacher") as shared:
+        with RunFolder(self.named_teacher, "--teacher") as shared:
             settings = {"format": "peel-run", "version": 1, "command": "the teacher of another run", "given": {}}
-            shared.settle({**settings, "resolved": self.teacher_settings}, self.environment, force=self.force)
+            shared.open_or_resume({**settings, "resolved": self.teacher_settings}, self.environment, force=self.force)
             self.teacher_file = str(Path(self.named_teacher) / "stages" / "original.json")
             self.teacher_folder = Path(self.named_teacher)
             with self.trainer.keeping_in(shared):
                 return self._trained_original()
 
     def _trained_original(self) -> nn.Module:
-        draw_from(derive("init", "original", self.problem.seed))
+        seed_everything(derive_seed("init", "original", self.problem.seed))
         fresh = slim(self.problem.model, self.problem.graph.widths, graph=self.problem.graph).requires_grad_(True)
         objective = CrossEntropy(self.recipe.label_smoothing)
         trained = self.trainer.train("original", fresh, objective, self.recipe, self.problem.data.train)
@@ -264,15 +264,15 @@ class Stages:
         """The plan, which all processes have come to alike; what counts is that of the first."""
         plan = self._found_plan()
         self.world.check_equal("the plan", json.dumps(dict(plan.widths) if plan is not None else None, sort_keys=True))
-        shared: Plan | None = self.world.share(plan)
+        shared: Plan | None = self.world.broadcast(plan)
         return shared
 
     def _found_plan(self) -> Plan | None:
         if self.given is not None:
             return self._given_plan(self.given)
         is_there = self.workspace is not None and self.workspace.has("plan.json")
-        if self.world.share(is_there):
-            document = self.world.share(self.workspace.read_json("plan.json") if self.workspace is not None else None)
+        if self.world.broadcast(is_there):
+            document = self.world.broadcast(self.workspace.read_json("plan.json") if self.workspace is not None else None)
             self._recall_search()
             return Plan(self._checked(document["widths"]), document)
         if "backbone" not in self.steps:
@@ -320,7 +320,7 @@ class Stages:
     def _final(self, name: str, widths: Widths, teacher: nn.Module | None) -> nn.Module:
         """Step 5: a network of these widths, trained from scratch with the recipe that all share."""
         problem, method = self.problem, self.method
-        draw_from(derive("init", name, problem.seed))
+        seed_everything(derive_seed("init", name, problem.seed))
         objective: Objective = CrossEntropy(self.recipe.label_smoothing)
         weight = method.kd_weight
         if method.distill == "in-place":
@@ -334,7 +334,7 @@ class Stages:
                 objective = Distillation(objective, teacher, 0.1 if weight is None else weight, method.temperature)
         images = self._taught(objective.teacher) if isinstance(objective, Distillation) else problem.data.train
         trained = self.trainer.train(name, network, objective, self.recipe, images)
-        if isinstance(images, Taught) and self.world.is_first:
+        if isinstance(images, CachedTeacher) and self.world.is_main_process:
             images.answers.save()
         return self._row(name, trained, widths)
 
@@ -342,18 +342,18 @@ class Stages:
         """The training images, with the teacher's answers where it is worth to remember them: all students share them."""
         problem = self.problem
         images, augment, classes = problem.data.train, self.recipe.augment, len(problem.data.classes)
-        if self.answers is None and problem.engine.remembers:
+        if self.answers is None and problem.engine.cache_teacher:
             code = " ".join([*problem.graph.operators, *problem.graph.constants])
-            self.answers = remember_answers(teacher, images, augment, classes, problem.engine, self.teacher_folder, code)
-        return images if self.answers is None else Taught(images, self.answers)
+            self.answers = make_logit_cache(teacher, images, augment, classes, problem.engine, self.teacher_folder, code)
+        return images if self.answers is None else CachedTeacher(images, self.answers)
 
     def _row(self, name: str, network: nn.Module, widths: Widths) -> nn.Module:
         last = self.trainer.records[name].history[-1].test
         assert last is not None
-        self._add_row(name, widths, Scores(**last))
+        self._add_row(name, widths, Metrics(**last))
         return network
 
-    def _add_row(self, name: str, widths: Widths, scores: Scores) -> None:
+    def _add_row(self, name: str, widths: Widths, scores: Metrics) -> None:
         graph, record = self.problem.graph, self.trainer.records[name]
         self.rows[name] = {
             "name": name,
@@ -373,6 +373,6 @@ class Stages:
 
     def estimate(self) -> Result:
         """The plan with neutral importance, and how long it would take."""
-        plan = neutral_plan(self.problem, self.method) if self.given is None else self._given_plan(self.given)
+        plan = equal_share_plan(self.problem, self.method) if self.given is None else self._given_plan(self.given)
         each = seconds_per_mac(self.problem, self.recipe)
         return Result(None, plan.document, {}, [], [], None, {name: work * each for name, work in self._work()})

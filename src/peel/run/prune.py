@@ -21,14 +21,14 @@ from ..errors import ConfigError, PeelError, RunError, did_you_mean
 from ..graph import trace
 from ..methods.problem import Problem
 from ..methods.settings import Method
-from ..train.engine import find_engine
-from ..utils.environment import is_lost
-from ..utils.rng import derive, draw_from
-from .callbacks import Reporter, Silent
+from ..train.engine import make_engine
+from ..utils.environment import is_peer_lost
+from ..utils.rng import derive_seed, seed_everything
+from .callbacks import Callback, NoCallback
 from .fingerprint import code_of, environment_of, fingerprint_of_images
-from .folder import Workspace
+from .folder import RunFolder
 from .loading import check_classes, check_weights, frozen_notes, held_ties, model_and_data, read_json, read_plan, recipes_for
-from .pipeline import STEPS, Stages
+from .pipeline import STEPS, Pipeline
 from .result import Result
 from .trainer import Trainer
 
@@ -69,7 +69,7 @@ def prune(
     groups: Mapping[str, Iterable[str]] | None = None,
     image_size: int | None = None,
     data_root: str | Path | None = None,
-    skip_bad: bool = False,
+    skip_corrupt: bool = False,
     device: str = "auto",
     workers: int | None = None,
     deterministic: bool = False,
@@ -79,7 +79,7 @@ def prune(
     dry_run: bool = False,
     force: bool = False,
     checkpoint_seconds: float = 600.0,
-    reporter: Reporter | None = None,
+    reporter: Callback | None = None,
     command: str | None = None,
     **method: Any,
 ) -> Result:
@@ -103,15 +103,15 @@ def prune(
         raise ConfigError(f"checkpoint_seconds must be a number of 0 or more, not {checkpoint_seconds!r}.")
     chosen = _method(budget, method)
     wanted = _check_steps(steps)
-    draw_from(derive("original", seed))
-    loaded, network = model_and_data(model, data, image_size, data_root, skip_bad, teacher == "pretrained")
+    seed_everything(derive_seed("original", seed))
+    loaded, network = model_and_data(model, data, image_size, data_root, skip_corrupt, teacher == "pretrained")
     check_weights(network)
     graph = trace(network, torch.zeros(1, *loaded.shape), groups=groups)
     check_classes(network, loaded)
     recipes = recipes_for(recipe, loaded, network, train, search)
-    chosen = replace(chosen, hold=held_ties(network, graph, chosen.hold))
+    chosen = replace(chosen, freeze=held_ties(network, graph, chosen.freeze))
     given_plan = read_plan(plan, graph) if plan is not None else None
-    engine = find_engine(device, workers=workers, deterministic=deterministic, parts=parts, compile=compile, sync_bn=sync_bn)
+    engine = make_engine(device, workers=workers, deterministic=deterministic, accumulate=parts, compile=compile, sync_bn=sync_bn)
     resolved: dict[str, Any] = {
         "model": model if isinstance(model, str) else f"{type(model).__module__}:{type(model).__qualname__}",
         "original": {"macs": graph.macs(), "params": graph.params(), **code_of(network, graph), "operators": " ".join(graph.operators)},
@@ -123,8 +123,8 @@ def prune(
         "seed": seed,
         "device": engine.device.type,
         "processes": engine.world.size,
-        "parts": engine.parts,
-        "pads": engine.pads,
+        "parts": engine.accumulation_steps,
+        "pad_channels": engine.pad_channels,
         "sync_bn": engine.sync_bn,
         "deterministic": deterministic,
         "method": asdict(chosen),
@@ -141,22 +141,22 @@ def prune(
         resolve_budget(graph, budget, chosen.resource),
         chosen.resource,
         chosen.divisor,
-        chosen.hold or (),
+        chosen.freeze or (),
         loaded.to(engine.device),
         recipes[1],
         engine,
         seed,
     )
     images = ("data", "image_shape", "images", "input", "fingerprint")
-    own = ("model", "original", *images, "seed", "device", "processes", "parts", "pads", "sync_bn", "train")
-    run = Stages(
+    own = ("model", "original", *images, "seed", "device", "processes", "parts", "pad_channels", "sync_bn", "train")
+    run = Pipeline(
         problem,
         chosen,
         recipes[0],
         wanted,
         teacher,
         given_plan,
-        Trainer(problem, (reporter if engine.world.is_first else None) or Silent(), checkpoint_seconds),
+        Trainer(problem, (reporter if engine.world.is_main_process else None) or NoCallback(), checkpoint_seconds),
         teacher_settings={name: resolved[name] for name in own},
         environment=environment_of(engine),
         force=force,
@@ -166,9 +166,9 @@ def prune(
     engine.world.check_equal("a setting", json.dumps({**resolved, "device": None, "taken": run.taken is not None}, sort_keys=True))
     if dry_run:
         return run.estimate()
-    if output is None or not engine.world.is_first:
+    if output is None or not engine.world.is_main_process:
         # The first process writes; the others learn from it what it finds in the folder.
-        return run.go()
+        return run.run()
     settings = {"format": "peel-run", "version": 1, "command": command or "peel.prune(...)", "resolved": resolved}
     return _go_in(output, run, {**settings, "given": _given(model, data, budget, recipe, train, search, method)})
 
@@ -184,17 +184,17 @@ def _method(budget: str | int | float, given: dict[str, Any]) -> Method:
     return Method(budget=budget if isinstance(budget, str) else repr(budget), **given)
 
 
-def _go_in(folder: str | Path, run: Stages, settings: dict[str, Any]) -> Result:
+def _go_in(folder: str | Path, run: Pipeline, settings: dict[str, Any]) -> Result:
     """The run in its folder, where it leaves what stopped it and its page."""
-    with Workspace(folder) as workspace:
-        workspace.settle(settings, run.environment, force=run.force)
+    with RunFolder(folder) as workspace:
+        workspace.open_or_resume(settings, run.environment, force=run.force)
         run.workspace = run.trainer.workspace = workspace
         workspace.remove("stopped.json")
         try:
-            return run.go()
+            return run.run()
         except Exception as error:
             said = str(error) if isinstance(error, PeelError) else f"{type(error).__name__}: {error}"
-            if is_lost(error):
+            if is_peer_lost(error):
                 said = f"another process of this run ended, and has said why, or did not answer ({said.splitlines()[0]})"
             with contextlib.suppress(RunError):  # the disk may be full
                 workspace.write_json("stopped.json", {"format": "peel-stopped", "version": 1, "error": said})
@@ -203,7 +203,7 @@ def _go_in(folder: str | Path, run: Stages, settings: dict[str, Any]) -> Result:
             _draw(workspace)
 
 
-def _draw(workspace: Workspace) -> None:
+def _draw(workspace: RunFolder) -> None:
     """The page of the run, as far as it has come. It never fails a run."""
     from ..report import render
     from ..report.record import RunRecord

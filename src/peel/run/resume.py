@@ -25,7 +25,7 @@ SAID = ("parts",)
 TEACHER, NO_PATHS = "teacher", ("train", "pretrained", "given module")
 
 #: What is said of a setting that nobody gave: where it comes from.
-FROM = {"pads": " (zero channels, which a GPU is faster with: go on with the kind of --device that began the run)"}
+FROM = {"pad_channels": " (zero channels, which a GPU is faster with: go on with the kind of --device that began the run)"}
 
 #: What the network computes, in the words of torch: it tells whether the code of the model changed, unless it is torch that did.
 OPERATORS, CONSTANTS = "original.operators", "original.constants"

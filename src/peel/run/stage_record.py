@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..errors import DamagedError, RunError
-from ..train.history import Epoch, Scores
+from ..errors import CorruptFileError, RunError
+from ..train.history import Epoch, Metrics
 from ..utils.files import parse_object
 
 __all__ = ["StageRecord", "read_object", "read_record"]
 
 #: The end of a file's name -> key -> of which kind.
-HELD: dict[str, dict[str, type]] = {
+FROZEN: dict[str, dict[str, type]] = {
     "settings.json": {"resolved": dict},
     "plan.json": {"widths": dict, "rounds": list},
     ".record.json": {"history": list, "image_passes": int},
@@ -52,11 +52,11 @@ def read_object(path: Path, option: str = "--output") -> dict[str, Any]:
     """A file that a run wrote, with what it must hold; `option` names the folder that it is in."""
     try:
         found = parse_object(path.read_bytes())
-        _check_held(found, next((held for end, held in HELD.items() if path.name.endswith(end)), {}))
+        _check_held(found, next((held for end, held in FROZEN.items() if path.name.endswith(end)), {}))
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}.") from error
     except ValueError as error:
-        raise DamagedError(f"{path} is damaged: {error}. Restore it from a copy, or start anew with another {option}.") from error
+        raise CorruptFileError(f"{path} is damaged: {error}. Restore it from a copy, or start anew with another {option}.") from error
     return found
 
 
@@ -118,7 +118,7 @@ def _is_epoch(epoch: Any) -> bool:
     return (
         _are_numbers({name: epoch[name] for name in ("epoch", "of", "lr", "seconds", "images_per_second")})
         and _are_numbers(epoch["train"])
-        and (test is None or (_are_numbers(test) and test.keys() == _names(Scores)))
+        and (test is None or (_are_numbers(test) and test.keys() == _names(Metrics)))
         and isinstance(epoch.get("extra", {}), dict)
     )
 
@@ -127,5 +127,5 @@ def _are_numbers(values: Any) -> bool:
     return isinstance(values, dict) and all(isinstance(value, int | float) for value in values.values())
 
 
-def _names(kind: type[Epoch] | type[Scores]) -> set[str]:
+def _names(kind: type[Epoch] | type[Metrics]) -> set[str]:
     return {field.name for field in fields(kind)}

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..errors import DataError, RunError, StoreError
 from ..methods.problem import Problem
 from ..surgery.serialization import load
-from ..train.objective import class_scores
-from ..utils.files import is_packed
+from ..train.objective import get_logits
+from ..utils.files import is_compressed
 from ..utils.fingerprint import fingerprint
 from .resume import NO_PATHS
 from .stage_record import StageRecord, read_object, read_record
@@ -78,7 +78,7 @@ def _check(teacher: nn.Module, problem: Problem) -> None:
     device = problem.engine.device
     try:
         with torch.inference_mode():
-            scores = class_scores(teacher.to(device).eval()(torch.zeros(2, *problem.data.shape, device=device)))
+            scores = get_logits(teacher.to(device).eval()(torch.zeros(2, *problem.data.shape, device=device)))
     except (RuntimeError, ValueError, TypeError) as error:
         raise DataError(f"the teacher cannot take images of shape {problem.data.shape}: {error}") from error
     if not torch.isfinite(scores).all():
@@ -121,7 +121,7 @@ def load_teacher(path: Path, original: nn.Module) -> nn.Module:
         return load(path, model=original)
     try:
         with path.open("rb") as file:
-            packed = is_packed(file)
+            packed = is_compressed(file)
             stored: Any = None if packed else torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise StoreError(

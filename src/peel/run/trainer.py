@@ -11,20 +11,20 @@ from torch import nn
 
 from ..cost.widths import Widths
 from ..data.datasets import Split
-from ..errors import DamagedError
+from ..errors import CorruptFileError
 from ..methods.problem import Problem
 from ..steps.distillation import Pair
 from ..surgery import slim
 from ..surgery.fast_widths import fast_widths
 from ..surgery.padding import Padded, pad
-from ..train.checkpoint import passing_buffers
+from ..train.checkpoint import non_persistent_buffers
 from ..train.history import Epoch
 from ..train.loop import fit
 from ..train.objective import Objective
 from ..train.recipe import Recipe
-from ..utils.rng import derive
-from .callbacks import Reporter
-from .folder import Workspace
+from ..utils.rng import derive_seed
+from .callbacks import Callback
+from .folder import RunFolder
 from .stage_record import StageRecord
 
 __all__ = ["Trainer"]
@@ -55,14 +55,14 @@ class Trainer:
     """Trains networks, and keeps them in a folder where there is one."""
 
     problem: Problem
-    reporter: Reporter
+    reporter: Callback
     checkpoint_seconds: float = 600.0
-    workspace: Workspace | None = None
+    workspace: RunFolder | None = None
     records: dict[str, StageRecord] = field(default_factory=dict)
     """Of the stages that are done."""
 
     @contextlib.contextmanager
-    def keeping_in(self, workspace: Workspace) -> Iterator[None]:
+    def keeping_in(self, workspace: RunFolder) -> Iterator[None]:
         """What is trained meanwhile is kept there."""
         home, self.workspace = self.workspace, workspace
         try:
@@ -82,7 +82,7 @@ class Trainer:
         """The trained network; of a pair, the student."""
         engine, space = self.problem.engine, self.workspace
         what = WHAT[stage.split("-")[0]]
-        done: StageRecord | None = engine.world.share(space.finished(stage) if space is not None else None)
+        done: StageRecord | None = engine.world.broadcast(space.finished(stage) if space is not None else None)
         if done is not None:
             self.reporter.stage(stage, f"{what}: finished before")
             if space is not None:
@@ -97,9 +97,9 @@ class Trainer:
             images,
             recipe,
             engine=engine,
-            seed=derive("order", self.problem.seed),
+            seed=derive_seed("order", self.problem.seed),
             test=self.problem.data.test,
-            checkpoints=engine.world.share(space.checkpoints(stage) if space is not None else None),
+            checkpoints=engine.world.broadcast(space.checkpoints(stage) if space is not None else None),
             checkpoint_seconds=self.checkpoint_seconds,
             epoch_seconds=EPOCH_SECONDS if engine.device.type == "cuda" else 0.0,
             watcher=_Watcher(stage, self.reporter, space),
@@ -122,7 +122,7 @@ class Trainer:
     def _record(self, history: list[Epoch], notes: list[str]) -> StageRecord:
         # Of every epoch as many images as it had: some may have been lost on the way.
         passes = sum(round(epoch.images_per_second * epoch.seconds) for epoch in history)
-        varies = [] if self.problem.engine.repeats else [VARIES]
+        varies = [] if self.problem.engine.deterministic else [VARIES]
         return StageRecord(history, passes, self.problem.data.described(), (*varies, *notes))
 
     def _kept(self, stage: str, expected: Widths) -> nn.Module:
@@ -133,25 +133,25 @@ class Trainer:
             widths = _widths_of(network)
             other = [tie for tie in problem.graph.widths if widths.get(tie) != expected[tie]]
             if other:
-                raise DamagedError(
+                raise CorruptFileError(
                     f"{space.folder}/stages/{stage}.json is of another network: {other[0]} has {widths.get(other[0])} channels there, not "
                     f"{expected[other[0]]}. Restore it from a copy, or start anew with another {space.option}."
                 )
         if world.size == 1 and network is not None:
             return network
-        known = (_widths_of(network), network.state_dict(), passing_buffers(network)) if network is not None else None
-        shared = world.share(known)
+        known = (_widths_of(network), network.state_dict(), non_persistent_buffers(network)) if network is not None else None
+        shared = world.broadcast(known)
         if network is None:
             widths, weights, passing = shared
             network = slim(problem.model, {tie: widths[tie] for tie in problem.graph.widths}, graph=problem.graph)
             network.load_state_dict(weights)
-            for name, buffer in passing_buffers(network).items():
+            for name, buffer in non_persistent_buffers(network).items():
                 buffer.copy_(passing[name])
         return network
 
     def _padded(self, network: nn.Module) -> tuple[Padded | None, list[str]]:
         """The network with zero channels where the engine is faster with more; a note where that cannot be."""
-        if not self.problem.engine.pads or isinstance(network, Pair):
+        if not self.problem.engine.pad_channels or isinstance(network, Pair):
             return None, []
         widths = _widths_of(network)
         graph = self.problem.graph.at({tie: widths[tie] for tie in self.problem.graph.widths})
@@ -170,8 +170,8 @@ class _Watcher:
     """Passes on what the loop tells, and writes the metrics."""
 
     stage: str
-    reporter: Reporter
-    workspace: Workspace | None
+    reporter: Callback
+    workspace: RunFolder | None
 
     def begin(self, history: list[Epoch]) -> None:
         if self.workspace is not None:

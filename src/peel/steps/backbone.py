@@ -23,8 +23,8 @@ def backbone(
     resource: str = "macs",
     start: Literal["uniform", "equal"] | Mapping[str, int] = "uniform",
     divisor: int = 1,
-    hold: Iterable[str] = (),
-    cap: float | None = 1.0,
+    freeze: Iterable[str] = (),
+    max_width: float | None = 1.0,
 ) -> Widths:
     """The widths of the backbone; what it leaves of the budget is the pool that step 4 gives away.
 
@@ -48,12 +48,12 @@ def backbone(
             )
         return given
     part = max(1, int(target * keep))
-    held = {hold} if isinstance(hold, str) else set(hold)
+    held = {freeze} if isinstance(freeze, str) else set(freeze)
     try:
         if start == "uniform":
-            return uniform(graph, part, resource=resource, divisor=divisor, hold=held, cap=cap)
+            return uniform(graph, part, resource=resource, divisor=divisor, freeze=held, max_width=max_width)
         if start == "equal":
-            return round_to_budget(graph, _equal(graph, part, resource, held), part, resource=resource, divisor=divisor, hold=held)
+            return round_to_budget(graph, _equal(graph, part, resource, held), part, resource=resource, divisor=divisor, freeze=held)
     except BudgetError as error:
         raise BudgetError(f"the backbone, which may cost {keep:g} of the budget: {error}") from error
     raise ConfigError(f"start is {' or '.join(map(repr, STARTS))}, or widths, not {start!r}.")

@@ -22,7 +22,7 @@ from ..errors import ConfigError
 from ..graph import ChannelGraph
 from ..graph.channel_graph import Run
 from ..surgery import slim
-from ..train.objective import Losses, Objective, class_scores
+from ..train.objective import Losses, Objective, get_logits
 
 __all__ = ["Distillation", "InPlace", "Pair", "in_place_pair", "soft_loss"]
 
@@ -48,12 +48,12 @@ class Distillation:
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         losses = self.objective(model, batch)
-        answers = batch.answers
+        answers = batch.teacher_logits
         if answers is None:
             with torch.no_grad():
-                answers = class_scores(self.teacher(batch.images))
-        term = soft_loss(losses.scores, answers, self.temperature)
-        return Losses(losses.total + self.weight * term, {**losses.terms, "distillation": term.detach()}, losses.scores)
+                answers = get_logits(self.teacher(batch.images))
+        term = soft_loss(losses.logits, answers, self.temperature)
+        return Losses(losses.total + self.weight * term, {**losses.terms, "distillation": term.detach()}, losses.logits)
 
 
 class Pair(nn.Module):
@@ -122,12 +122,12 @@ class InPlace:
             raise ConfigError("in-place distillation trains a pair of networks; build it with in_place_pair.")
         wide = self.objective(model.wide, batch)
         student = self.objective(model, batch)
-        term = soft_loss(student.scores, wide.scores.detach(), self.temperature)
+        term = soft_loss(student.logits, wide.logits.detach(), self.temperature)
         total = wide.total + self.weight * term
         if self.hard_weight:
             total = total + self.hard_weight * student.total
         terms = {"cross_entropy": student.terms["cross_entropy"], "wide": wide.total.detach(), "distillation": term.detach()}
-        return Losses(total, terms, student.scores)
+        return Losses(total, terms, student.logits)
 
 
 def in_place_pair(model: nn.Module, graph: ChannelGraph, widths: Mapping[str, int], factor: float = IN_PLACE_WIDTH) -> Pair:

@@ -22,14 +22,24 @@ from ..train.engine import Engine
 from ..train.objective import Losses, Objective
 from ..train.recipe import Recipe
 
-__all__ = ["Criterion", "Importance", "Measured", "Penalised", "Subject", "along_ties", "penalty_of_pull", "scale_weights", "summarise"]
+__all__ = [
+    "Criterion",
+    "CriterionInput",
+    "Importance",
+    "LayerScores",
+    "WithL1",
+    "l1_coefficient_for",
+    "norm_scales",
+    "summarise",
+    "values_by_tie",
+]
 
 #: Groups whose shares all lie within this part of an equal share are as good as equal.
 ALIKE = 0.05
 
 
 @dataclass(frozen=True)
-class Subject:
+class CriterionInput:
     """What a criterion looks at."""
 
     model: nn.Module
@@ -45,7 +55,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Measured:
+class LayerScores:
     """What a criterion found about one layer: a number per channel of one tie, or a single one for the tie as a whole."""
 
     tie: str
@@ -54,7 +64,7 @@ class Measured:
 
 
 class Criterion(Protocol):
-    def measure(self, subject: Subject) -> list[Measured]: ...
+    def measure(self, subject: CriterionInput) -> list[LayerScores]: ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,7 @@ class Importance:
     """That, in words."""
 
 
-def summarise(measured: Sequence[Measured], graph: ChannelGraph, reduce: str = "mean") -> Importance:
+def summarise(measured: Sequence[LayerScores], graph: ChannelGraph, reduce: str = "mean") -> Importance:
     """Equation 4: the importance of a group is the mean over its channels, or, as a setting, their sum."""
     if reduce not in ("mean", "sum"):
         raise ConfigError(f'reduce is "mean" or "sum", not {reduce!r}.')
@@ -116,7 +126,7 @@ def _tell_apart(groups: Mapping[str, float], errors: Mapping[str, float]) -> tup
     return True, f"The groups differ: {text}."
 
 
-def along_ties(graph: ChannelGraph, name: str, axis: int, values: Tensor) -> dict[str, Tensor]:
+def values_by_tie(graph: ChannelGraph, name: str, axis: int, values: Tensor) -> dict[str, Tensor]:
     """Values along an axis of a tensor -> the free ties that lie there, with the values of each."""
     names = list(graph.widths)
     found: dict[str, list[Tensor]] = {}
@@ -128,32 +138,32 @@ def along_ties(graph: ChannelGraph, name: str, axis: int, values: Tensor) -> dic
     return {tie: torch.cat(parts) for tie, parts in found.items()}
 
 
-def scale_weights(model: nn.Module, graph: ChannelGraph) -> dict[str, nn.Parameter]:
+def norm_scales(model: nn.Module, graph: ChannelGraph) -> dict[str, nn.Parameter]:
     """The scales of norm layers (gamma), by name."""
     parameters = dict(model.named_parameters())
     return {name: parameters[name] for name in graph.scales if name in parameters}
 
 
 @dataclass(frozen=True)
-class Penalised:
+class WithL1:
     """Equation 3: an objective with an L1 term on the scales of norm layers."""
 
     objective: Objective
     scales: Sequence[str]
     """Names of the scales."""
-    penalty: float
+    l1_coefficient: float
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         losses = self.objective(model, batch)
-        if not self.scales or self.penalty == 0:
+        if not self.scales or self.l1_coefficient == 0:
             return losses
-        term = self.penalty * torch.cat([model.get_parameter(name).flatten() for name in self.scales]).abs().sum()
-        return Losses(losses.total + term, {**losses.terms, "sparsity": term.detach()}, losses.scores)
+        term = self.l1_coefficient * torch.cat([model.get_parameter(name).flatten() for name in self.scales]).abs().sum()
+        return Losses(losses.total + term, {**losses.terms, "sparsity": term.detach()}, losses.logits)
 
 
-def penalty_of_pull(pull: float, recipe: Recipe, steps_per_epoch: int, *later: Recipe) -> float:
+def l1_coefficient_for(l1_strength: float, recipe: Recipe, steps_per_epoch: int, *later: Recipe) -> float:
     """The coefficient at which the L1 term moves a scale by `pull` over the whole schedule: the paper's 1e-4 has a pull of about 12.5.
 
     Where the search has several rounds, `later` are the recipes of those after the first.
     """
-    return pull * (1 - recipe.momentum) / sum(part.rate_sum(steps_per_epoch) for part in (recipe, *later))
+    return l1_strength * (1 - recipe.momentum) / sum(part.rate_sum(steps_per_epoch) for part in (recipe, *later))

@@ -22,7 +22,7 @@ from ..cost.rounding import cost_of, resolve_budget, round_to_budget
 from ..cost.widths import Widths
 from ..errors import BudgetError, ConfigError, did_you_mean
 from ..graph import ChannelGraph
-from ..methods.settings import SOLVES
+from ..methods.settings import SOLVERS
 
 __all__ = ["Reallocation", "add_evenly", "group_factors", "grow_at_random", "reallocate", "reallocation", "shares_of"]
 
@@ -61,10 +61,10 @@ def reallocate(
     budget: Budget,
     *,
     resource: str = "macs",
-    solve: Literal["telescoped", "triangular"] = "telescoped",
+    solver: Literal["telescoped", "triangular"] = "telescoped",
     divisor: int = 1,
-    hold: Iterable[str] = (),
-    cap: float | None = None,
+    freeze: Iterable[str] = (),
+    max_width: float | None = None,
 ) -> Widths:
     """The widths at which the budget is spent: the backbone, with the pool given to the groups by their shares.
 
@@ -73,7 +73,9 @@ def reallocate(
 
     >>> peel.reallocate(graph, backbone, {"56x56": 0.4, "28x28": 0.3, "14x14": 0.2, "7x7": 0.1}, "50%")
     """
-    return reallocation(graph, backbone, shares, budget, resource=resource, solve=solve, divisor=divisor, hold=hold, cap=cap).widths
+    return reallocation(
+        graph, backbone, shares, budget, resource=resource, solver=solver, divisor=divisor, freeze=freeze, max_width=max_width
+    ).widths
 
 
 def reallocation(
@@ -83,20 +85,20 @@ def reallocation(
     budget: Budget,
     *,
     resource: str = "macs",
-    solve: str = "telescoped",
+    solver: str = "telescoped",
     divisor: int = 1,
-    hold: Iterable[str] = (),
-    cap: float | None = None,
+    freeze: Iterable[str] = (),
+    max_width: float | None = None,
 ) -> Reallocation:
     """As `reallocate`, with the factors and what rounding did."""
     base = graph.check(backbone)
     target, cost = _target(graph, base, budget, resource)
-    held = _names(hold)
-    factors = group_factors(graph, base, shares, target, resource=resource, solve=solve, hold=held, cap=cap)
-    ideal = _scaled(graph, base, factors, held, cap)
+    held = _names(freeze)
+    factors = group_factors(graph, base, shares, target, resource=resource, solver=solver, freeze=held, max_width=max_width)
+    ideal = _scaled(graph, base, factors, held, max_width)
     # Only the telescoped solve promises that no group shrinks.
-    at_least = base if solve == "telescoped" else base.replace({name: min(base[name], _floor(graph, name, ideal[name])) for name in base})
-    widths = round_to_budget(graph, ideal, target, resource=resource, divisor=divisor, at_least=at_least, hold=held, cap=cap)
+    at_least = base if solver == "telescoped" else base.replace({name: min(base[name], _floor(graph, name, ideal[name])) for name in base})
+    widths = round_to_budget(graph, ideal, target, resource=resource, divisor=divisor, at_least=at_least, freeze=held, max_width=max_width)
     return Reallocation(factors, ideal, widths, cost(_to_units(graph, ideal)), int(cost(graph.units(widths))))
 
 
@@ -107,21 +109,21 @@ def group_factors(
     target: float,
     *,
     resource: str = "macs",
-    solve: str = "telescoped",
-    hold: Iterable[str] = (),
-    cap: float | None = None,
+    solver: str = "telescoped",
+    freeze: Iterable[str] = (),
+    max_width: float | None = None,
 ) -> dict[str, float]:
     """The common factor of each group, in real numbers: the backbone `base` may have fractions of channels too."""
     checked = _check_shares(graph, shares)
-    if solve not in SOLVES:
-        raise ConfigError(f"solve is {' or '.join(map(repr, SOLVES))}, not {solve!r}.{did_you_mean(solve, SOLVES)}")
-    held = _names(hold)
+    if solver not in SOLVERS:
+        raise ConfigError(f"solver is {' or '.join(map(repr, SOLVERS))}, not {solver!r}.{did_you_mean(solver, SOLVERS)}")
+    held = _names(freeze)
     can_grow = {group for group, ties in graph.groups.items() if any(tie not in held for tie in ties)}
-    if solve == "triangular":
-        if cap is not None:
+    if solver == "triangular":
+        if max_width is not None:
             raise ConfigError('cap needs solve="telescoped": the triangular solve cannot hand on what a group does not take.')
         return _triangular(graph, base, checked, target, resource, held)
-    return _telescoped(graph, base, checked, target, resource, held, can_grow, cap)
+    return _telescoped(graph, base, checked, target, resource, held, can_grow, max_width)
 
 
 def _telescoped(
@@ -132,13 +134,13 @@ def _telescoped(
     resource: str,
     held: frozenset[str],
     can_grow: set[str],
-    cap: float | None,
+    max_width: float | None,
 ) -> dict[str, float]:
     cost = cost_of(graph, resource)
     factors = dict.fromkeys(graph.groups, 1.0)
 
     def total(changed: Mapping[str, float]) -> float:
-        return cost(_to_units(graph, _scaled(graph, base, {**factors, **changed}, held, cap)))
+        return cost(_to_units(graph, _scaled(graph, base, {**factors, **changed}, held, max_width)))
 
     open_groups = [group for group in graph.groups if group in can_grow and shares[group] > 0]
     while open_groups:
@@ -220,11 +222,11 @@ def add_evenly(
     *,
     resource: str = "macs",
     divisor: int = 1,
-    hold: Iterable[str] = (),
+    freeze: Iterable[str] = (),
 ) -> Reallocation:
     """The `uniform` policy: the same number of channels added to every tie."""
     base = graph.check(backbone)
-    held = _names(hold)
+    held = _names(freeze)
     return _grow(graph, base, budget, resource, divisor, held, lambda amount: {n: w if n in held else w + amount for n, w in base.items()})
 
 
@@ -236,11 +238,11 @@ def grow_at_random(
     seed: int = 0,
     resource: str = "macs",
     divisor: int = 1,
-    hold: Iterable[str] = (),
+    freeze: Iterable[str] = (),
 ) -> Reallocation:
     """The `random` policy: half of the ties, drawn at random, grow by a common factor."""
     base = graph.check(backbone)
-    held = _names(hold)
+    held = _names(freeze)
     free = [name for name in base if name not in held]
     drawn = set(random.Random(seed).sample(free, -(-len(free) // 2)))
     return _grow(
@@ -261,7 +263,7 @@ def _grow(
     target, cost = _target(graph, base, budget, resource)
     amount, _ = _reach(lambda amount: cost(_to_units(graph, grown(amount))), target, 0.0)
     ideal = grown(amount)
-    widths = round_to_budget(graph, ideal, target, resource=resource, divisor=divisor, at_least=base, hold=held)
+    widths = round_to_budget(graph, ideal, target, resource=resource, divisor=divisor, at_least=base, freeze=held)
     factors = {group: sum(ideal[tie] for tie in ties) / sum(base[tie] for tie in ties) for group, ties in graph.groups.items()}
     return Reallocation(factors, ideal, widths, cost(_to_units(graph, ideal)), int(cost(graph.units(widths))))
 
@@ -292,7 +294,7 @@ def _check_shares(graph: ChannelGraph, shares: Mapping[str, float]) -> dict[str,
 
 
 def _scaled(
-    graph: ChannelGraph, base: Mapping[str, float], factors: Mapping[str, float], held: frozenset[str], cap: float | None
+    graph: ChannelGraph, base: Mapping[str, float], factors: Mapping[str, float], held: frozenset[str], max_width: float | None
 ) -> dict[str, float]:
     """Every tie times the factor of its group. A cap holds a tie back, but never below what it has."""
     scaled = dict(base)
@@ -300,12 +302,12 @@ def _scaled(
         for tie in ties:
             if tie not in held:
                 grown = base[tie] * factors[group]
-                scaled[tie] = grown if cap is None else max(base[tie], min(grown, cap * graph.widths[tie]))
+                scaled[tie] = grown if max_width is None else max(base[tie], min(grown, max_width * graph.widths[tie]))
     return scaled
 
 
-def _names(hold: Iterable[str]) -> frozenset[str]:
-    return frozenset([hold] if isinstance(hold, str) else hold)
+def _names(freeze: Iterable[str]) -> frozenset[str]:
+    return frozenset([freeze] if isinstance(freeze, str) else freeze)
 
 
 def _to_units(graph: ChannelGraph, widths: Mapping[str, float]) -> Units:

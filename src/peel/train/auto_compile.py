@@ -8,7 +8,7 @@ import torch
 
 from .engine import Engine
 
-__all__ = ["Pace"]
+__all__ = ["AutoCompile"]
 
 #: Steps until the pace is taken (a recorded step has settled by then), and how many are timed.
 SETTLED, TIMED = 20, 30
@@ -17,7 +17,7 @@ SETTLED, TIMED = 20, 30
 WORTH_SECONDS = 600.0
 
 
-class Pace:
+class AutoCompile:
     """Times a few steps early in a training; the device is waited for at two of them and never again."""
 
     def __init__(self, engine: Engine) -> None:
@@ -26,7 +26,7 @@ class Pace:
         self.began = 0.0
         self.is_decided = engine.compile == "off"
 
-    def repays_compiling(self, steps_left: int) -> bool:
+    def should_compile(self, steps_left: int) -> bool:
         """Asked before every step: true once, when it is known that the network should be compiled."""
         if self.is_decided:
             return False
@@ -41,7 +41,7 @@ class Pace:
         self.is_decided = True
         seconds_left = (self._now() - self.began) / TIMED * steps_left
         # The first process decides for all.
-        return bool(self.engine.world.share(seconds_left > WORTH_SECONDS))
+        return bool(self.engine.world.broadcast(seconds_left > WORTH_SECONDS))
 
     def _now(self) -> float:
         if self.engine.device.type == "cuda":

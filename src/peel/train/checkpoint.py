@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import DamagedError, RunError
-from ..utils.files import is_packed, write_bytes
+from ..errors import CorruptFileError, RunError
+from ..utils.files import is_compressed, write_bytes
 
-__all__ = ["Checkpoints", "passing_buffers"]
+__all__ = ["Checkpoints", "non_persistent_buffers"]
 
 log = logging.getLogger("peel")
 
@@ -64,7 +64,7 @@ class Checkpoints:
                 continue
             if hashlib.sha256(data).hexdigest() == path.stem.rsplit("-", 1)[1]:
                 try:
-                    if is_packed(io.BytesIO(data)):
+                    if is_compressed(io.BytesIO(data)):
                         raise ValueError("compressed")
                     state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
                     owner = state.pop("run", self.run)
@@ -77,7 +77,7 @@ class Checkpoints:
                 continue
             log.warning("%s is damaged; an older checkpoint is used.", path)
         if found:
-            raise DamagedError(
+            raise CorruptFileError(
                 f"every checkpoint of stage {self.name} in {self.folder} is damaged or of another run: "
                 f"{', '.join(path.name[:40] for path in found)}. "
                 "Restore one of them from a copy, or delete them to train this stage from its beginning."
@@ -101,7 +101,7 @@ class Checkpoints:
         return (int(found[1]), int(found[2]), found[3]) if found else ()
 
 
-def passing_buffers(model: nn.Module) -> dict[str, Tensor]:
+def non_persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Buffers that are no part of the model's own state (`persistent=False`): it may change them in training all the same."""
     kept = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name not in kept}

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
 from ..errors import ConfigError, RunError
-from ..utils.environment import number_from
-from .signals import ended_from_outside
+from ..utils.environment import env_number
+from .signals import watch_parent
 
 T = TypeVar("T")
 
-__all__ = ["ALONE", "World", "join_world", "leave_world"]
+__all__ = ["SINGLE_PROCESS", "World", "init_distributed", "shutdown_distributed"]
 
 #: After this many seconds without an answer from the others, a process gives up instead of waiting for ever.
-PATIENCE = 300.0
+TIMEOUT = 300.0
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class World:
     local_rank: int = 0
 
     @property
-    def is_first(self) -> bool:
+    def is_main_process(self) -> bool:
         """Whether this process writes files and talks to people."""
         return self.rank == 0
 
-    def share(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """What the first process has, for all."""
         if self.size == 1:
             return value
@@ -54,7 +54,7 @@ class World:
         dist.all_gather_object(found, value)
         return found
 
-    def add(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over all processes, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
@@ -64,16 +64,16 @@ class World:
         """Whether it is so in any process."""
         return flag if self.size == 1 else any(self.gather(flag))
 
-    def first(self, value: T | None) -> T | None:
+    def first_not_none(self, value: T | None) -> T | None:
         """What the first process has that has anything."""
         return next((found for found in self.gather(value) if found is not None), None)
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         if self.size > 1:
             dist.barrier()
 
     @torch.no_grad()
-    def join_buffers(self, model: nn.Module) -> None:
+    def average_buffers(self, model: nn.Module) -> None:
         """Statistics of norm layers are each process's own while training; what is evaluated and kept is their mean."""
         if self.size > 1:
             for buffer in model.buffers():
@@ -93,24 +93,24 @@ class World:
             )
 
 
-ALONE = World()
+SINGLE_PROCESS = World()
 
 
-def join_world(device: torch.device) -> World:
+def init_distributed(device: torch.device) -> World:
     """The world that `torchrun` describes in the environment; alone without it."""
-    if number_from("WORLD_SIZE", 1) == 1:
-        return ALONE
+    if env_number("WORLD_SIZE", 1) == 1:
+        return SINGLE_PROCESS
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(f"WORLD_SIZE is set, but {', '.join(missing)} is not: start several processes with torchrun or with --gpus.")
     if not dist.is_initialized():
-        patience = timedelta(seconds=number_from("PEEL_PATIENCE", PATIENCE))
+        timeout = timedelta(seconds=env_number("PEEL_PATIENCE", TIMEOUT))
         # Questions and answers go from processor to processor: over NCCL each would wait until the GPU has done all its steps.
         kind = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        with ended_from_outside():
-            store, rank, size = next(rendezvous("env://", timeout=patience))
+        with watch_parent():
+            store, rank, size = next(rendezvous("env://", timeout=timeout))
             store = dist.PrefixStore(f"life-{_life()}", store)  # type: ignore[attr-defined]
-            dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=patience)
+            dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=timeout)
     return World(dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_RANK"]))
 
 
@@ -123,6 +123,6 @@ def _life() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get("GROUP_WORLD_SIZE") == "1" else "0"
 
 
-def leave_world() -> None:
+def shutdown_distributed() -> None:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, did_you_mean
-from ..utils.environment import count_cores, number_from
-from .distributed import ALONE, World, join_world
-from .sync_batch_norm import JointNorms
+from ..utils.environment import count_cores, env_number
+from .distributed import SINGLE_PROCESS, World, init_distributed
+from .sync_batch_norm import SyncBatchNormMode
 
-__all__ = ["COMPILE", "Engine", "find_engine"]
+__all__ = ["COMPILE", "Engine", "make_engine"]
 
 COMPILE: dict[str, str] = {
     "auto": "on a GPU, when what is left of the training takes longer than ten minutes",
@@ -28,23 +28,23 @@ class Engine:
     device: torch.device
     bf16: bool = False
     """Forward passes in bfloat16; weights and losses stay in float32."""
-    graphs: bool = False
+    cuda_graphs: bool = False
     """Training steps recorded once as a CUDA graph and replayed: small networks are bound by launches otherwise."""
     workers: int = 0
     """Processes that decode images, where they are read from disk."""
-    parts: int = 1
+    accumulation_steps: int = 1
     """In how many parts a batch goes through the network; gradients add up, and the weights move once."""
-    pads: bool = False
+    pad_channels: bool = False
     """Odd widths are padded with zero channels while training, to widths whose kernels are fast."""
     compile: str = "off"
     """Whether networks are turned into fused kernels before training: on, off, or auto, when the steps that are left repay it."""
-    remembers: bool = False
+    cache_teacher: bool = False
     """What a teacher says is kept for every view of every image, where views can be counted: asked once for all students."""
-    repeats: bool = True
+    deterministic: bool = True
     """The same seed gives the same bits."""
     sync_bn: bool = False
     """Batch norms take their statistics over all processes instead of each over its part."""
-    world: World = ALONE
+    world: World = SINGLE_PROCESS
     """The processes that train together."""
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -53,8 +53,8 @@ class Engine:
     def autocast(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext()
 
-    def joint_norms(self) -> AbstractContextManager[object]:
-        return JointNorms() if self.sync_bn and self.world.size > 1 else nullcontext()
+    def sync_batch_norm(self) -> AbstractContextManager[object]:
+        return SyncBatchNormMode() if self.sync_bn and self.world.size > 1 else nullcontext()
 
     @property
     def description(self) -> str:
@@ -64,15 +64,15 @@ class Engine:
 
 def _workers(device: torch.device) -> int:
     """One process per core that this one may use; on a CPU fewer, as they share the cores with training."""
-    return max(1, min(24 if device.type == "cuda" else 4, count_cores() // int(number_from("LOCAL_WORLD_SIZE", 1))))
+    return max(1, min(24 if device.type == "cuda" else 4, count_cores() // int(env_number("LOCAL_WORLD_SIZE", 1))))
 
 
-def find_engine(
+def make_engine(
     device: str = "auto",
     *,
     workers: int | None = None,
     deterministic: bool = False,
-    parts: int = 1,
+    accumulate: int = 1,
     compile: str = "auto",
     sync_bn: bool = False,
 ) -> Engine:
@@ -81,8 +81,8 @@ def find_engine(
         raise ConfigError(f"compile is one of {', '.join(COMPILE)}, not {compile!r}.{did_you_mean(compile, COMPILE)}")
     if compile == "on" and (deterministic or sync_bn):
         raise ConfigError("a network that is compiled is neither deterministic nor has it batch norms over all processes: choose one.")
-    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
-        raise ConfigError(f"parts must be a whole number of at least 1, not {parts!r}.")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ConfigError(f"accumulate must be a whole number of at least 1, not {accumulate!r}.")
     if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 0):
         raise ConfigError(f"workers must be a whole number, 0 or more, not {workers!r}.")
     if device == "auto":
@@ -97,8 +97,8 @@ def find_engine(
     if chosen.type not in ("cpu", "cuda"):
         raise ConfigError(f"training runs on cpu or cuda, not on {device!r}.")
     count = _workers(chosen) if workers is None else workers
-    world = join_world(chosen)
-    common = Engine(chosen, workers=count, parts=parts, sync_bn=sync_bn, world=world)
+    world = init_distributed(chosen)
+    common = Engine(chosen, workers=count, accumulation_steps=accumulate, sync_bn=sync_bn, world=world)
     if chosen.type != "cuda":
         # Compiling takes longer than most trainings on a CPU are worth, so it happens there only where it was asked for.
         return replace(common, compile="on" if compile == "on" else "off")
@@ -109,13 +109,13 @@ def find_engine(
     torch.use_deterministic_algorithms(deterministic, warn_only=deterministic)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        return replace(common, bf16=torch.cuda.is_bf16_supported(including_emulation=False), pads=True)
+        return replace(common, bf16=torch.cuda.is_bf16_supported(including_emulation=False), pad_channels=True)
     return replace(
         common,
         bf16=torch.cuda.is_bf16_supported(including_emulation=False),
-        graphs=True,
-        repeats=False,
-        pads=True,
-        remembers=True,
+        cuda_graphs=True,
+        deterministic=False,
+        pad_channels=True,
+        cache_teacher=True,
         compile="off" if sync_bn else compile,
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-__all__ = ["Epoch", "Scores", "Watcher"]
+__all__ = ["Epoch", "Metrics", "Watcher"]
 
 
 @dataclass(frozen=True)
-class Scores:
+class Metrics:
     """Accuracy (fractions) and cross entropy over a whole split."""
 
     loss: float

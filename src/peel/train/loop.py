@@ -12,17 +12,17 @@ import torch
 from torch import nn
 
 from ..data.datasets import Split
-from ..data.view import AS_IT_IS, View
+from ..data.view import EVAL, View
 from ..errors import DataError, DivergedError
-from ..utils.rng import derive, draw_from, epoch_order
+from ..utils.rng import derive_seed, epoch_order, seed_everything
 from .checkpoint import Checkpoints
 from .engine import Engine
 from .faults import fault
-from .history import Epoch, Scores, Watcher
-from .memory import at_a_time, with_what_fits
-from .objective import Objective, class_scores
+from .history import Epoch, Metrics, Watcher
+from .memory import eval_batch_size, retry_on_oom
+from .objective import Objective, get_logits
 from .recipe import Recipe
-from .signals import Stopped, listened_to, stop_requested
+from .signals import Interrupted, defer_signals, interrupt_requested
 from .state import Start, Training
 
 __all__ = ["evaluate", "fit"]
@@ -75,10 +75,10 @@ def fit(
         log.warning("retries %d: there is no folder to go back to, so a training that diverges ends; name one with output.", recipe.retries)
     engine.prepare(model)
     slower = 1.0
-    with listened_to():
+    with defer_signals():
         while True:
             training = Training(model, objective, recipe, engine, checkpoints, steps)
-            draw_from(derive("model", seed, engine.world.rank))
+            seed_everything(derive_seed("model", seed, engine.world.rank))
             start = training.start(slower)
             if watcher is not None:
                 watcher.begin(start.history)
@@ -88,7 +88,7 @@ def fit(
                 slower = start.slower / 2
                 if slower < 0.5**recipe.retries or checkpoints is None:
                     raise
-                level = logging.WARNING if engine.world.is_first else logging.DEBUG
+                level = logging.WARNING if engine.world.is_main_process else logging.DEBUG
                 log.log(level, "%s This training goes back to it and on with %g of the rate.", error, slower)
 
 
@@ -127,13 +127,13 @@ def _epochs(
                 training.keep(epoch, step + 1, history, spent_before + now - began, start.slower)
                 last_kept = now
             if stop is not None and not is_last:
-                raise Stopped(stop)
+                raise Interrupted(stop)
         means = training.means(steps)
         seconds = spent_before + time.perf_counter() - began
-        engine.world.join_buffers(model)
+        engine.world.average_buffers(model)
         try:
             scores = evaluate(model, test, engine, stop_early=True) if test is not None else None
-        except Stopped:
+        except Interrupted:
             # The steps of the epoch are done: on the way back only the evaluation is repeated.
             training.keep(epoch, steps, history, seconds, start.slower)
             raise
@@ -151,48 +151,48 @@ def _epochs(
         training.clear_sums()
         start_step, spent_before = 0, 0.0
         is_long_ago = time.perf_counter() - last_kept >= pauses.between
-        if engine.world.share(is_long_ago or stop is not None or epoch + 1 == recipe.epochs):
+        if engine.world.broadcast(is_long_ago or stop is not None or epoch + 1 == recipe.epochs):
             training.keep(epoch + 1, 0, history, 0.0, start.slower)
             last_kept = time.perf_counter()
         if watcher is not None:
             watcher.epoch(record)
         if stop is not None:
-            raise Stopped(stop)
+            raise Interrupted(stop)
     model.eval()
     return history
 
 
-def evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int | None = None, *, stop_early: bool = False) -> Scores:
+def evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int | None = None, *, stop_early: bool = False) -> Metrics:
     """Cross entropy, top-1 and top-5 over every image of the split, each counted once, by one process or shared among several.
 
     With `stop_early`, a signal that asks to stop is an exception (`Stopped`) after the batch at hand, in all processes when one has got
     it. Where memory is short, fewer images go through at a time.
     """
-    size = batch_size or at_a_time(split.shape)
+    size = batch_size or eval_batch_size(split.shape)
     was_training = model.training
     model.eval()
     try:
-        return with_what_fits(lambda size: _evaluated(model, split, engine, size, stop_early), size, engine.device)
+        return retry_on_oom(lambda size: _evaluated(model, split, engine, size, stop_early), size, engine.device)
     finally:
         model.train(was_training)
 
 
 @torch.inference_mode()
-def _evaluated(model: nn.Module, split: Split, engine: Engine, batch_size: int, stop_early: bool) -> Scores:
+def _evaluated(model: nn.Module, split: Split, engine: Engine, batch_size: int, stop_early: bool) -> Metrics:
     sums = torch.zeros(3, dtype=torch.float64, device=engine.device)
     # Nothing where there are more processes than images.
     mine = torch.arange(min(engine.world.rank, split.size), split.size, engine.world.size)
     stop = None
-    for images, labels, _ in split.batches(mine, batch_size, AS_IT_IS, engine.device, engine.workers):
+    for images, labels, _ in split.batches(mine, batch_size, EVAL, engine.device, engine.workers):
         with engine.autocast():
             output = model(images)
-        scores = class_scores(output)
+        scores = get_logits(output)
         loss = nn.functional.cross_entropy(scores, labels, reduction="sum")
         best = scores.topk(min(5, scores.shape[1]), dim=1).indices == labels[:, None]
         sums += torch.stack([loss.double(), best[:, 0].sum().double(), best.sum().double()])
-        if stop_early and (stop := stop_requested()) is not None:
+        if stop_early and (stop := interrupt_requested()) is not None:
             break
-    if stop_early and (stop := engine.world.first(stop)) is not None:
-        raise Stopped(stop)
-    loss_sum, first, among = (engine.world.add(sums) / split.size).tolist()
-    return Scores(loss_sum, first, among)
+    if stop_early and (stop := engine.world.first_not_none(stop)) is not None:
+        raise Interrupted(stop)
+    loss_sum, first, among = (engine.world.all_reduce(sums) / split.size).tolist()
+    return Metrics(loss_sum, first, among)

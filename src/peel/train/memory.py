@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import torch
 
-from ..errors import MemoryShortError
+from ..errors import OutOfMemoryError
 
-__all__ = ["at_a_time", "is_short_memory", "with_what_fits"]
+__all__ = ["eval_batch_size", "is_out_of_memory", "retry_on_oom"]
 
 T = TypeVar("T")
 
@@ -20,26 +20,26 @@ log = logging.getLogger("peel")
 FORWARD_IMAGES, FORWARD_PIXELS = 1000, 16_000_000
 
 
-def at_a_time(shape: tuple[int, int, int]) -> int:
+def eval_batch_size(shape: tuple[int, int, int]) -> int:
     """How many images of this shape go through a network at once where nothing is learnt."""
     return min(FORWARD_IMAGES, max(1, FORWARD_PIXELS // (shape[1] * shape[2])))
 
 
-def is_short_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Whether it says that there is no memory left: what a GPU lacks has an error of its own, what a CPU lacks only its words."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and "CPUAllocator" in str(error))
 
 
-def with_what_fits(work: Callable[[int], T], size: int, device: torch.device) -> T:
+def retry_on_oom(work: Callable[[int], T], size: int, device: torch.device) -> T:
     """Do the work with so many images at a time, or with fewer where memory is short."""
     while True:
         try:
             return work(size)
         except Exception as error:
-            if not is_short_memory(error):
+            if not is_out_of_memory(error):
                 raise
             if size == 1:
-                raise MemoryShortError(f"not one image fits into the memory of {device}.") from None
+                raise OutOfMemoryError(f"not one image fits into the memory of {device}.") from None
             size = -(-size // 2)
             torch.cuda.empty_cache()
             log.info("memory is short: forward passes go on with %d images at a time.", size)

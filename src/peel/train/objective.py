@@ -20,7 +20,7 @@ class Losses:
 
     total: Tensor
     terms: dict[str, Tensor]
-    scores: Tensor
+    logits: Tensor
 
 
 class Objective(Protocol):
@@ -34,12 +34,12 @@ class CrossEntropy:
     label_smoothing: float = 0.0
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
-        scores = class_scores(model(batch.images))
+        scores = get_logits(model(batch.images))
         loss = F.cross_entropy(scores, batch.labels, label_smoothing=self.label_smoothing)
         return Losses(loss, {"cross_entropy": loss.detach()}, scores)
 
 
-def class_scores(output: object) -> Tensor:
+def get_logits(output: object) -> Tensor:
     """The class scores among what a model returns; networks with auxiliary heads give them first. Losses are computed in float32."""
     if isinstance(output, tuple):
         output = output[0]

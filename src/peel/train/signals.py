@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from ..utils.environment import LOST, is_first_process
+from ..utils.environment import PEER_LOST, is_main_process
 
-__all__ = ["Stopped", "ended_from_outside", "listened_to", "listening", "stop_requested"]
+__all__ = ["Interrupted", "defer_signals", "handle_signals", "interrupt_requested", "watch_parent"]
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 
@@ -36,7 +36,7 @@ SECONDS_TO_HEAR = 2.0
 _listeners: list[None] = []
 
 
-class Stopped(BaseException):
+class Interrupted(BaseException):
     """Training was asked to stop and has kept its state. Not an Exception: nothing on the way should take it for a failure."""
 
     def __init__(self, signal_number: int) -> None:
@@ -44,7 +44,7 @@ class Stopped(BaseException):
         self.signal_number = signal_number
 
 
-def stop_requested() -> int | None:
+def interrupt_requested() -> int | None:
     """The signal that asked to stop, if any has."""
     if _received:
         return _received[0]
@@ -56,7 +56,7 @@ def _is_left_alone() -> bool:
 
 
 @contextlib.contextmanager
-def ended_from_outside() -> Iterator[None]:
+def watch_parent() -> Iterator[None]:
     """For the time in which the processes look for each other, minutes perhaps: Python hears nothing meanwhile, and there is nothing to
     keep yet. A process that is told to stop ends, and so does one whose starter is gone.
     """
@@ -69,7 +69,7 @@ def ended_from_outside() -> Iterator[None]:
                 if number is not None and not is_over.wait(SECONDS_TO_HEAR):
                     _end_here(number)
                 if _is_left_alone() and not is_over.is_set():
-                    os._exit(LOST)
+                    os._exit(PEER_LOST)
 
         watcher = threading.Thread(target=look, daemon=True)
         watcher.start()
@@ -104,14 +104,14 @@ def _signals_told() -> Iterator[Callable[[float], int | None]]:
 
 
 def _end_here(number: int) -> None:
-    if is_first_process():
+    if is_main_process():
         sys.stderr.write(f"stopped by {signal.Signals(number).name} before the processes had met; the same command begins again.\n")
         sys.stderr.flush()
     os._exit(128 + number)
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[None]:
+def handle_signals() -> Iterator[None]:
     """Turn signals into requests for as long as this lasts. Only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -121,7 +121,7 @@ def listening() -> Iterator[None]:
 
     def tell_again(dropped: sys.UnraisableHookArgs) -> None:
         """Python drops what is raised while an object is taken away, as there are many while a network is captured."""
-        if not isinstance(dropped.exc_value, Stopped):
+        if not isinstance(dropped.exc_value, Interrupted):
             complain(dropped)
             return
         number = dropped.exc_value.signal_number
@@ -141,7 +141,7 @@ def listening() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def listened_to() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """While this lasts, someone asks `stop_requested` at every step; otherwise a signal stops at once, as nothing would be lost."""
     _listeners.append(None)
     try:
@@ -155,6 +155,6 @@ def _note(number: int, _: FrameType | None) -> None:
     # First of all: should what is raised here be dropped, the next training still hears of it.
     _received.append(number)
     if not _listeners:
-        raise Stopped(number)
+        raise Interrupted(number)
     if is_second:
         raise KeyboardInterrupt

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, DamagedError, DivergedError
-from ..utils.rng import state_of_chance, take_up_chance
-from .checkpoint import Checkpoints, passing_buffers
+from ..errors import ConfigError, CorruptFileError, DivergedError
+from ..utils.rng import get_rng_state, set_rng_state
+from .checkpoint import Checkpoints, non_persistent_buffers
 from .engine import Engine
 from .history import Epoch
 from .objective import Objective
 from .recipe import Recipe
-from .signals import stop_requested
+from .signals import interrupt_requested
 from .step import Step
 
 __all__ = ["Start", "Training", "part_size"]
@@ -53,8 +53,8 @@ def part_size(recipe: Recipe, engine: Engine) -> int:
             f"such as --train.batch-size {near}, or another number of processes."
         )
     size = recipe.batch_size // processes
-    if engine.parts > size:
-        raise ConfigError(f"{size} images cannot go through in {engine.parts} parts. Choose at most {size} parts.")
+    if engine.accumulation_steps > size:
+        raise ConfigError(f"{size} images cannot go through in {engine.accumulation_steps} micro-batches. Choose at most {size}.")
     return size
 
 
@@ -81,11 +81,11 @@ class Training:
     def asked(self, step: int, is_time: bool) -> tuple[int | None, bool]:
         """The signal that asks to stop, and whether a checkpoint is due; with several processes, all learn it at the same step."""
         if self.world.size == 1:
-            return stop_requested(), is_time and self.checkpoints is not None
+            return interrupt_requested(), is_time and self.checkpoints is not None
         if step < self.next_ask:
             return None, False
         now = time.perf_counter()
-        answers = self.world.gather((stop_requested(), is_time, now))
+        answers = self.world.gather((interrupt_requested(), is_time, now))
         _, is_due, moment = answers[0]
         last_step, last_moment = self.last_ask or (step - 1, moment - ASK_SECONDS)
         seconds_per_step = max((moment - last_moment) / (step - last_step), 1e-9)
@@ -95,7 +95,7 @@ class Training:
 
     def means(self, steps: int) -> dict[str, float]:
         sums = self.running.sums
-        totals = self.world.add(torch.stack(list(sums.values()))) / (steps * self.world.size)
+        totals = self.world.all_reduce(torch.stack(list(sums.values()))) / (steps * self.world.size)
         return dict(zip(sums, totals.tolist(), strict=True))
 
     def clear_sums(self) -> None:
@@ -123,8 +123,8 @@ class Training:
         if self.checkpoints is None:
             return
         own = self.world.gather(self._own())
-        sums = {name: self.world.add(value.clone()) for name, value in self.running.sums.items()}
-        if self.world.is_first:
+        sums = {name: self.world.all_reduce(value.clone()) for name, value in self.running.sums.items()}
+        if self.world.is_main_process:
             state = {
                 "epoch": epoch,
                 "step": step,
@@ -138,26 +138,26 @@ class Training:
                 "own": own,
             }
             self.checkpoints.save(state, epoch, step, goes_back=goes_back)
-        self.world.wait()
+        self.world.barrier()
 
     def _own(self) -> dict[str, Any]:
         """What each process has for itself: random numbers, statistics of norm layers between the ends of epochs, and buffers that are no
         part of the network's own state.
         """
-        buffers = dict(self.model.named_buffers()) if self.world.size > 1 else passing_buffers(self.model)
-        return {**state_of_chance(self.engine.device), "buffers": {name: value.cpu() for name, value in buffers.items()}}
+        buffers = dict(self.model.named_buffers()) if self.world.size > 1 else non_persistent_buffers(self.model)
+        return {**get_rng_state(self.engine.device), "buffers": {name: value.cpu() for name, value in buffers.items()}}
 
     def start(self, slower: float) -> Start:
         """Begin, or go on from the newest checkpoint, with the rate as much slower as it says, or more."""
         where = self._resume(slower)
         # A mask of infinities that belongs to the network is none of our business.
-        tensors = [*self.model.state_dict().values(), *passing_buffers(self.model).values()]
+        tensors = [*self.model.state_dict().values(), *non_persistent_buffers(self.model).values()]
         floats = [tensor for tensor in tensors if tensor.is_floating_point()]
         self.finite = [tensor for tensor in floats if bool(torch.isfinite(tensor).all())]
         return where
 
     def _resume(self, slower: float) -> Start:
-        state = self.world.share(self.checkpoints.newest() if self.checkpoints is not None and self.world.is_first else None)
+        state = self.world.broadcast(self.checkpoints.newest() if self.checkpoints is not None and self.world.is_main_process else None)
         if state is None:
             if self.recipe.retries:
                 # Somewhere to go back to.
@@ -165,14 +165,14 @@ class Training:
             return Start(slower=slower)
         assert self.checkpoints is not None
         if "steps" not in state or not isinstance(state["optimiser"], dict) or "random of python" not in state["own"][0]:
-            raise DamagedError(
+            raise CorruptFileError(
                 f"the newest checkpoint in {self.checkpoints.folder} is not as this version of peel writes it. "
                 "Go on with the version that wrote it, or start anew with another --output."
             )
         try:
             self.model.load_state_dict(state["model"])
         except RuntimeError as error:
-            raise DamagedError(
+            raise CorruptFileError(
                 f"the newest checkpoint in {self.checkpoints.folder} has tensors of other shapes than the network that is trained here: "
                 "another version of peel or of the model's code may have written it. Go on with that, or start anew with another --output."
             ) from error
@@ -183,9 +183,9 @@ class Training:
             state.update(step=0, seconds=0.0, sums={})
         for name, value in state["sums"].items():
             # They were added up over all processes.
-            self.running.sums[name] = (value if self.world.is_first else torch.zeros_like(value)).to(self.engine.device)
+            self.running.sums[name] = (value if self.world.is_main_process else torch.zeros_like(value)).to(self.engine.device)
         own = state["own"][self.world.rank]
-        take_up_chance(own, self.engine.device)
+        set_rng_state(own, self.engine.device)
         for name, value in self.model.named_buffers():
             if name in own["buffers"]:
                 value.copy_(own["buffers"][name])

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..data.batch import Batch
-from ..errors import ConfigError, MemoryShortError, ModelError
-from ..utils.rng import state_of_chance, take_up_chance
-from .auto_compile import Pace
+from ..errors import ConfigError, ModelError, OutOfMemoryError
+from ..utils.rng import get_rng_state, set_rng_state
+from .auto_compile import AutoCompile
 from .engine import Engine
-from .memory import is_short_memory
+from .memory import is_out_of_memory
 from .objective import Losses, Objective
 from .recipe import Recipe
 
@@ -42,7 +42,7 @@ class _Loss(nn.Module):
 
     def forward(self, images: Tensor, labels: Tensor, answers: Tensor | None) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         losses = self.objective(self.model, Batch(images, labels, answers))
-        return losses.total, losses.terms, losses.scores
+        return losses.total, losses.terms, losses.logits
 
 
 class _Before:
@@ -76,11 +76,11 @@ class Step:
         self.model, self.engine = model, engine
         self.loss: nn.Module = _Loss(model, objective)
         self.before = _Before(model)
-        self.replays = engine.graphs and engine.world.size == 1
+        self.replays = engine.cuda_graphs and engine.world.size == 1
         self.optimiser = _optimiser(model, recipe, engine, self.replays)
         self.sums: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=engine.device)}
-        self.parts = engine.parts
-        self.pace = Pace(engine)
+        self.parts = engine.accumulation_steps
+        self.pace = AutoCompile(engine)
         self.is_compiled = False
         #: Whether a compiled step has run.
         self.is_proved = False
@@ -97,7 +97,7 @@ class Step:
                 group["lr"] = rate
         if self.engine.world.size > 1 and not isinstance(self.loss, DistributedDataParallel):
             self.loss = self._shared(batch)
-        if self.pace.repays_compiling(steps_left):
+        if self.pace.should_compile(steps_left):
             self._compile()
         while True:
             try:
@@ -105,7 +105,7 @@ class Step:
                 self.is_proved = self.is_compiled
                 return
             except Exception as error:
-                if is_short_memory(error):
+                if is_out_of_memory(error):
                     self._halve(len(batch.images))
                 elif self.is_compiled and not self.is_proved:
                     self._give_up_compiling(error)
@@ -153,7 +153,7 @@ class Step:
             # Gradients travel once, with the last part.
             is_last = number + 1 == self.parts
             quiet = self.loss.no_sync() if isinstance(self.loss, DistributedDataParallel) and not is_last else contextlib.nullcontext()
-            with quiet, self.engine.joint_norms():
+            with quiet, self.engine.sync_batch_norm():
                 with self.engine.autocast():
                     total, terms, scores = self.loss(*part)
                 (total * share).backward()
@@ -196,30 +196,30 @@ class Step:
     def _gradients(self, part: Batch) -> tuple[Tensor | None, ...] | None:
         """Of each parameter, None for one that does not reach the loss; None instead of all where memory is short."""
         trained = [parameter for parameter in self.loss.parameters() if parameter.requires_grad]
-        drawn = state_of_chance(self.engine.device)
+        drawn = get_rng_state(self.engine.device)
         try:
             _pretend_short_memory(len(part.images))
             # What is not there yet: momenta, and gradients on their way to the others.
             coming = [torch.empty_like(parameter) for parameter in trained for _ in range(2)]
-            with self.engine.joint_norms(), self.engine.autocast():
+            with self.engine.sync_batch_norm(), self.engine.autocast():
                 total, _, _ = self.loss(*part)
                 gradients = torch.autograd.grad(total, trained, allow_unused=True)
             del coming
             return gradients
         except Exception as error:
-            if is_short_memory(error):
+            if is_out_of_memory(error):
                 return None
             self._explain(error, len(part.images) * self.parts)
             raise
         finally:
             # The step itself draws what the trial drew, also after a stop.
-            take_up_chance(drawn, self.engine.device)
+            set_rng_state(drawn, self.engine.device)
 
     def _explain(self, error: Exception, size: int) -> None:
         """An error that says what to do, where torch's own does not."""
         if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
-            if self.parts > self.engine.parts:
-                raise MemoryShortError(
+            if self.parts > self.engine.accumulation_steps:
+                raise OutOfMemoryError(
                     f"{-(-size // (self.parts // 2))} images do not fit into the memory of {self.engine.device}, and a part of one image "
                     "is too small for a batch norm layer of this network. Choose smaller images."
                 ) from error
@@ -253,7 +253,7 @@ class Step:
     def _halve(self, size: int) -> None:
         """Memory is short: twice as many parts of half the size, the same batch."""
         if self.parts >= size or isinstance(self.loss, DistributedDataParallel):
-            raise MemoryShortError(
+            raise OutOfMemoryError(
                 f"a part of {-(-size // self.parts)} images does not fit into the memory of {self.engine.device}. "
                 "Choose a smaller batch, smaller images, or more parts (--parts)."
             ) from None
@@ -264,7 +264,7 @@ class Step:
             torch.cuda.empty_cache()
         # All processes halve together.
         log.log(
-            logging.WARNING if self.engine.world.is_first else logging.DEBUG,
+            logging.WARNING if self.engine.world.is_main_process else logging.DEBUG,
             "memory is short: batches now go through in %d parts of about %d images. The batch is the same; batch norm sees the parts.",
             self.parts,
             -(-size // self.parts),
@@ -294,7 +294,7 @@ class Step:
 
     @torch.no_grad()
     def _add(self, losses: Losses, labels: Tensor, share: float) -> None:
-        parts = {"loss": losses.total, **losses.terms, "top1": (losses.scores.argmax(1) == labels).float().mean()}
+        parts = {"loss": losses.total, **losses.terms, "top1": (losses.logits.argmax(1) == labels).float().mean()}
         for name, value in parts.items():
             if name not in self.sums:
                 self.sums[name] = torch.zeros((), dtype=torch.float64, device=value.device)

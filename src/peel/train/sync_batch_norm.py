@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["JointNorms"]
+__all__ = ["SyncBatchNormMode"]
 
 
-class JointNorms(TorchFunctionMode):
+class SyncBatchNormMode(TorchFunctionMode):
     """While this is on, batch norms that train take mean and variance over all processes.
 
     It works on the function, not on the modules: whatever class a network derives from torch's is covered, and the network stays as it is.

@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from ..data.batch import Batch
 from ..data.crops import count_windows, draw_windows, padding_of
 from ..data.datasets import Split
-from ..data.in_memory import Resident
+from ..data.in_memory import InMemoryImages
 from ..data.view import View
 from ..utils.files import write_bytes
 from ..utils.fingerprint import fingerprint
-from .checkpoint import passing_buffers
+from .checkpoint import non_persistent_buffers
 from .engine import Engine
-from .memory import at_a_time, is_short_memory, with_what_fits
-from .objective import class_scores
+from .memory import eval_batch_size, is_out_of_memory, retry_on_oom
+from .objective import get_logits
 
-__all__ = ["Answers", "Taught", "remember_answers"]
+__all__ = ["CachedTeacher", "LogitCache", "make_logit_cache"]
 
 log = logging.getLogger("peel")
 
@@ -36,7 +36,7 @@ log = logging.getLogger("peel")
 TABLE_BYTES = 2 * 2**30
 
 
-class Answers:
+class LogitCache:
     """The table: a row of class scores for each image and view, and whether it is known yet."""
 
     def __init__(self, teacher: nn.Module, images: int, views: int, classes: int, engine: Engine) -> None:
@@ -50,7 +50,7 @@ class Answers:
 
     def ask(self, split: Split, order: Tensor, rows: Tensor, view: View) -> None:
         """Let the teacher answer what is not known yet about these images, seen in this view."""
-        with_what_fits(lambda size: self._ask(split, order, rows, view, size), at_a_time(split.shape), self.engine.device)
+        retry_on_oom(lambda size: self._ask(split, order, rows, view, size), eval_batch_size(split.shape), self.engine.device)
 
     @torch.inference_mode()
     def _ask(self, split: Split, order: Tensor, rows: Tensor, view: View, size: int) -> None:
@@ -58,7 +58,7 @@ class Answers:
         unseen = split.batches(order[missing.cpu()], size, view, self.engine.device, self.engine.workers)
         for row, batch in zip(torch.split(rows[missing], size), unseen, strict=False):
             with self.engine.autocast():
-                given = class_scores(self.teacher(batch.images))
+                given = get_logits(self.teacher(batch.images))
             self.scores[row] = given.to(self.scores.dtype)
             self.known[row] = True
             self.asked += len(row)
@@ -87,19 +87,19 @@ class Answers:
             log.warning("the answers of the teacher could not be kept in %s: %s", self.path.parent, error.strerror)
 
     @staticmethod
-    def name_of(teacher: nn.Module, split: Resident, augment: str, engine: Engine, code: str = "") -> str:
+    def name_of(teacher: nn.Module, split: InMemoryImages, augment: str, engine: Engine, code: str = "") -> str:
         """A file name that tells teachers, images and views apart. `code` is what the teacher computes with its weights."""
-        tensors = (*teacher.state_dict().values(), *passing_buffers(teacher).values())
+        tensors = (*teacher.state_dict().values(), *non_persistent_buffers(teacher).values())
         settings = f"{augment} {split.shape} {split.mean} {split.std} {engine.bf16} {code}"
         return f"answers-{fingerprint([settings, *tensors, split.pixels, split.labels])}.safetensors"
 
 
 @dataclass(frozen=True)
-class Taught:
+class CachedTeacher:
     """A split whose batches carry the answers of a teacher."""
 
     split: Split
-    answers: Answers
+    answers: LogitCache
 
     @property
     def size(self) -> int:
@@ -121,7 +121,7 @@ class Taught:
     def std(self) -> tuple[float, ...]:
         return self.split.std
 
-    def to(self, device: torch.device) -> Taught:
+    def to(self, device: torch.device) -> CachedTeacher:
         return replace(self, split=self.split.to(device))
 
     def subset(self, index: Tensor) -> Split:
@@ -136,12 +136,12 @@ class Taught:
         rows = places * self.answers.views + numbers
         self.answers.ask(self.split, order, rows, view)
         for batch, row in zip(self.split.batches(order, batch_size, view, device, workers), torch.split(rows, batch_size), strict=True):
-            yield batch._replace(answers=self.answers.scores[row].float())
+            yield batch._replace(teacher_logits=self.answers.scores[row].float())
 
 
-def remember_answers(
+def make_logit_cache(
     teacher: nn.Module, split: Split, augment: str, classes: int, engine: Engine, folder: Path | None = None, code: str = ""
-) -> Answers | None:
+) -> LogitCache | None:
     """A table for this teacher and these images; None where views cannot be counted, or it is too large.
 
     With a folder, it is kept there for other runs whose teacher has the same weights and `code`.
@@ -151,13 +151,13 @@ def remember_answers(
     if views is None or split.size * views * classes * width > TABLE_BYTES:
         return None
     try:
-        answers = Answers(teacher, split.size, views, classes, engine)
+        answers = LogitCache(teacher, split.size, views, classes, engine)
     except Exception as error:
-        if not is_short_memory(error):
+        if not is_out_of_memory(error):
             raise
         log.info("there is no memory for what the teacher says: it is asked at every step.")
         return None
     # Images on disk are known by their names only: what is said about them is not kept.
-    if folder is not None and isinstance(split, Resident):
-        answers.keep_in(folder / Answers.name_of(teacher, split, augment, engine, code))
+    if folder is not None and isinstance(split, InMemoryImages):
+        answers.keep_in(folder / LogitCache.name_of(teacher, split, augment, engine, code))
     return answers

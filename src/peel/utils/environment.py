@@ -6,10 +6,10 @@ import os
 
 from ..errors import ConfigError
 
-__all__ = ["LOST", "count_cores", "is_first_process", "is_lost", "number_from"]
+__all__ = ["PEER_LOST", "count_cores", "env_number", "is_main_process", "is_peer_lost"]
 
 #: The exit code of a process that waited in vain for the others, or was left alone by its starter; that of `peel run --gpus` is then 1.
-LOST = 75
+PEER_LOST = 75
 
 
 def count_cores() -> int:
@@ -17,12 +17,12 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def is_first_process() -> bool:
+def is_main_process() -> bool:
     """Whether this process is alone, or the one of several that talks to people."""
     return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
 
 
-def number_from(variable: str, default: float) -> float:
+def env_number(variable: str, default: float) -> float:
     """The number in a variable of the environment, above zero."""
     text = os.environ.get(variable, "")
     try:
@@ -34,7 +34,7 @@ def number_from(variable: str, default: float) -> float:
     return value
 
 
-def is_lost(error: BaseException) -> bool:
+def is_peer_lost(error: BaseException) -> bool:
     """Whether another process did not answer: gloo's errors have no type of their own."""
     if os.environ.get("WORLD_SIZE", "1") == "1" or not isinstance(error, RuntimeError):
         return False

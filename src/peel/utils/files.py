@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["is_packed", "parse_object", "room_named", "write_bytes", "write_json"]
+__all__ = ["is_compressed", "name_missing_space", "parse_object", "write_bytes", "write_json"]
 
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write beside the target, make it durable, then put it in place in one step. What goes wrong is an OSError."""
-    with room_named(path, len(data)):
+    with name_missing_space(path, len(data)):
         _write_bytes(path, data)
 
 
@@ -45,7 +45,7 @@ def _umask() -> int:
 
 
 @contextlib.contextmanager
-def room_named(path: Path, needed: int) -> Iterator[None]:
+def name_missing_space(path: Path, needed: int) -> Iterator[None]:
     """Where there is no room for a file, the error says how much is needed and how much there is."""
     try:
         yield
@@ -56,7 +56,7 @@ def room_named(path: Path, needed: int) -> Iterator[None]:
         raise OSError(error.errno, f"{error.strerror} ({needed:,} bytes are needed, {free:,} are free)", str(path)) from error
 
 
-def is_packed(file: IO[bytes]) -> bool:
+def is_compressed(file: IO[bytes]) -> bool:
     """Whether a zip file holds more than its own size: torch never compresses what it saves, and a small file could fill the memory."""
     size, unpacked = file.seek(0, os.SEEK_END), 0
     if zipfile.is_zipfile(file):

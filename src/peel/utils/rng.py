@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["derive", "draw_from", "epoch_order", "state_of_chance", "take_up_chance", "uniform"]
+__all__ = ["derive_seed", "epoch_order", "get_rng_state", "seed_everything", "set_rng_state", "uniform"]
 
 
 def _signed(constant: int) -> int:
@@ -21,20 +21,20 @@ def _signed(constant: int) -> int:
 _STEP, _FIRST, _SECOND = _signed(0x9E3779B97F4A7C15), _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 
-def derive(*parts: int | str) -> int:
+def derive_seed(*parts: int | str) -> int:
     """A seed made of several numbers or names."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def draw_from(seed: int) -> None:
+def seed_everything(seed: int) -> None:
     """What a model draws, from torch, numpy or Python, begins with this seed."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
-def state_of_chance(device: torch.device) -> dict[str, Any]:
+def get_rng_state(device: torch.device) -> dict[str, Any]:
     """Where a model has come in what it draws."""
     kind, numbers, *rest = np.random.get_state(legacy=True)
     return {
@@ -45,7 +45,7 @@ def state_of_chance(device: torch.device) -> dict[str, Any]:
     }
 
 
-def take_up_chance(state: dict[str, Any], device: torch.device) -> None:
+def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     """Go on drawing from there."""
     torch.set_rng_state(state["random"])
     if state["device random"] is not None and device.type == "cuda":
@@ -56,7 +56,7 @@ def take_up_chance(state: dict[str, Any], device: torch.device) -> None:
 
 def epoch_order(size: int, seed: int, epoch: int) -> Tensor:
     """The order in which an epoch visits the samples."""
-    return torch.randperm(size, generator=torch.Generator().manual_seed(derive("order", seed, epoch)))
+    return torch.randperm(size, generator=torch.Generator().manual_seed(derive_seed("order", seed, epoch)))
 
 
 def uniform(index: Tensor, seed: int, draws: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..errors import ModelError, did_you_mean
 
-__all__ = ["HELD", "ModelSpec", "create", "find", "names"]
+__all__ = ["FROZEN", "ModelSpec", "create", "find", "names"]
 
 CIFAR = "cifar"
 TORCHVISION = "torchvision"
@@ -25,7 +25,7 @@ TIMM = "timm"
 
 
 #: Layers whose width the literature keeps when it scales a network: MobileNetV2 ends in 1,280 channels at every width up to 1.
-HELD = {"torchvision:mobilenet_v2": ("features.18.0",), "cifar:cifar_mobilenet_v2": ("features.18.0",)}
+FROZEN = {"torchvision:mobilenet_v2": ("features.18.0",), "cifar:cifar_mobilenet_v2": ("features.18.0",)}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ def _spatial(interpreter: Interpreter, node: Node, value: Value, rank: int) -> t
         if is_free(axis):
             cause = interpreter.describe(node)
             if axis_size(axis) == shape[place]:
-                interpreter.solver.blur(axis, f"{cause} mixes neighbouring channels")
+                interpreter.solver.mark_inexact(axis, f"{cause} mixes neighbouring channels")
                 result.append(axis)
                 continue
             interpreter.solver.fix(axis, f"{cause} slides over the channels")

@@ -33,7 +33,7 @@ def _batch_norm(
     if training:
         # Weight standardisation: batch norm over the inputs of each filter.
         for axis in (value[0], *value[2:]):
-            interpreter.solver.blur(axis, f"{interpreter.describe(node)} takes statistics over it")
+            interpreter.solver.mark_inexact(axis, f"{interpreter.describe(node)} takes statistics over it")
     return value
 
 
@@ -51,7 +51,7 @@ def _instance_norm(
     interpreter.mirror(node, num_features=value[1])
     interpreter.scale(node, 1)
     for axis in value[2:]:
-        interpreter.solver.blur(axis, f"{interpreter.describe(node)} takes statistics over it")
+        interpreter.solver.mark_inexact(axis, f"{interpreter.describe(node)} takes statistics over it")
     return value
 
 
@@ -72,7 +72,7 @@ def _layer_norm(
     interpreter.scale(node, 2)
     interpreter.literals(node, shape, value[-len(shape) :])
     for axis in value[-len(shape) :]:
-        interpreter.solver.blur(axis, f"{cause} takes statistics over the channels")
+        interpreter.solver.mark_inexact(axis, f"{cause} takes statistics over the channels")
     return value
 
 
@@ -94,9 +94,9 @@ def _group_norm(
         for row in rows[1:]:
             interpreter.solver.same_size(rows[0], row, f"groups of {cause}")
     for axis in value[2:]:
-        interpreter.solver.blur(axis, f"{cause} takes statistics over it")
+        interpreter.solver.mark_inexact(axis, f"{cause} takes statistics over it")
     if groups < axis_size(value[1]):
-        interpreter.solver.blur(value[1], f"{cause} takes statistics over the channels")
+        interpreter.solver.mark_inexact(value[1], f"{cause} takes statistics over the channels")
     return value
 
 
@@ -106,7 +106,7 @@ def _weight_norm(interpreter: Interpreter, node: Node, direction: Value, magnitu
         if axis_size(own) > 1:
             interpreter.solver.unify(axis, own, interpreter.describe(node))
         if place != dim % len(direction):
-            interpreter.solver.blur(axis, f"{interpreter.describe(node)} takes a norm over it")
+            interpreter.solver.mark_inexact(axis, f"{interpreter.describe(node)} takes a norm over it")
     return direction
 
 

@@ -22,7 +22,7 @@ def _reduce(interpreter: Interpreter, node: Node, value: Value, dims: Any = None
         dims, keepdim = None, dims
     places = _places(dims, len(value))
     for place in places:
-        interpreter.solver.blur(value[place], f"{interpreter.describe(node)} reduces over the channels")
+        interpreter.solver.mark_inexact(value[place], f"{interpreter.describe(node)} reduces over the channels")
     if keepdim:
         return tuple(constant(1) if i in places else axis for i, axis in enumerate(value))
     return tuple(axis for i, axis in enumerate(value) if i not in places)
@@ -51,7 +51,7 @@ def _vector_norm(
 
 
 def _softmax(interpreter: Interpreter, node: Node, value: Value, dim: int, *rest: Any, **options: Any) -> Value:
-    interpreter.solver.blur(value[dim], f"{interpreter.describe(node)} runs over the channels")
+    interpreter.solver.mark_inexact(value[dim], f"{interpreter.describe(node)} runs over the channels")
     return value
 
 

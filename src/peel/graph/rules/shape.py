@@ -268,7 +268,7 @@ def _create(interpreter: Interpreter, node: Node, *args: Any, **options: Any) ->
     result = tuple(unknown(size) if size > 1 else constant(1) for size in interpreter.shape(node))
     if not any(word in str(node.target) for word in ("zeros", "ones", "full")):
         for axis in result:
-            interpreter.solver.blur(axis, f"{interpreter.describe(node)} makes channels that differ by their place")
+            interpreter.solver.mark_inexact(axis, f"{interpreter.describe(node)} makes channels that differ by their place")
     interpreter.literals(node, interpreter.shape(node), result)
     return result
 

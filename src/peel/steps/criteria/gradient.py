@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...data.view import AS_IT_IS
+from ...data.view import EVAL
 from ...errors import ConfigError
 from ...utils.rng import epoch_order
-from ..importance import Measured, Subject, along_ties, scale_weights
+from ..importance import CriterionInput, LayerScores, norm_scales, values_by_tie
 from .weights import filters
 
 __all__ = ["Gradient"]
@@ -31,32 +31,34 @@ class Gradient:
         if self.batches < 1 or self.batch_size < 1:
             raise ConfigError(f"the gradient criterion needs at least one batch of one image, not {self.batches} of {self.batch_size}.")
 
-    def measure(self, subject: Subject) -> list[Measured]:
-        scales = scale_weights(subject.model, subject.graph)
+    def measure(self, subject: CriterionInput) -> list[LayerScores]:
+        scales = norm_scales(subject.model, subject.graph)
         places = [(name.rpartition(".")[0], name, axis, scale) for name, scale in scales.items() for axis in range(scale.ndim)]
-        places = [place for place in places if along_ties(subject.graph, place[1], place[2], place[3].new_zeros(place[3].shape[place[2]]))]
+        places = [
+            place for place in places if values_by_tie(subject.graph, place[1], place[2], place[3].new_zeros(place[3].shape[place[2]]))
+        ]
         scaled = {
-            tie for _, name, axis, scale in places for tie in along_ties(subject.graph, name, axis, scale.new_zeros(scale.shape[axis]))
+            tie for _, name, axis, scale in places for tie in values_by_tie(subject.graph, name, axis, scale.new_zeros(scale.shape[axis]))
         }
         for layer, name, axis, weight in filters(subject.model, subject.graph):
             # A filter before a norm layer has no effect by its size: the norm takes that away.
-            if not set(along_ties(subject.graph, name, axis, weight.new_zeros(weight.shape[axis]))) & scaled:
+            if not set(values_by_tie(subject.graph, name, axis, weight.new_zeros(weight.shape[axis]))) & scaled:
                 places.append((layer, name, axis, weight))  # type: ignore[arg-type]
         sums = self._effects(subject, [(axis, tensor) for _, _, axis, tensor in places])
         return [
-            Measured(tie, layer, part)
+            LayerScores(tie, layer, part)
             for (layer, name, axis, _), values in zip(places, sums, strict=True)
-            for tie, part in along_ties(subject.graph, name, axis, values).items()
+            for tie, part in values_by_tie(subject.graph, name, axis, values).items()
         ]
 
-    def _effects(self, subject: Subject, places: list[tuple[int, Tensor]]) -> list[Tensor]:
+    def _effects(self, subject: CriterionInput, places: list[tuple[int, Tensor]]) -> list[Tensor]:
         was_training = subject.model.training
         subject.model.eval()
         order = epoch_order(subject.train.size, subject.seed, -1)[: self.batches * self.batch_size]
         tensors = [tensor for _, tensor in places]
         sums = [torch.zeros(tensor.shape[axis], device=tensor.device) for axis, tensor in places]
         count = 0
-        for batch in subject.train.batches(order, self.batch_size, AS_IT_IS, subject.engine.device, subject.engine.workers):
+        for batch in subject.train.batches(order, self.batch_size, EVAL, subject.engine.device, subject.engine.workers):
             loss = subject.objective(subject.model, batch).total
             gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
             for total, gradient, (axis, tensor) in zip(sums, gradients, places, strict=True):

@@ -17,7 +17,7 @@ from ...errors import ConfigError
 from ...graph import ChannelGraph
 from ...surgery import slim
 from ...train.loop import evaluate
-from ..importance import Measured, Subject, along_ties
+from ..importance import CriterionInput, LayerScores, values_by_tie
 from .weights import filters
 
 __all__ = ["Legr"]
@@ -47,11 +47,11 @@ class Legr:
                 f"legr needs evaluations and a tournament of at least 1, a population of 2, a target between 0 and 1: {self}."
             )
 
-    def measure(self, subject: Subject) -> list[Measured]:
+    def measure(self, subject: CriterionInput) -> list[LayerScores]:
         layers = [
             (layer, tie, part)
             for layer, name, axis, weight in filters(subject.model, subject.graph)
-            for tie, part in along_ties(
+            for tie, part in values_by_tie(
                 subject.graph, name, axis, weight.detach().square().sum([other for other in range(weight.ndim) if other != axis]).cpu()
             ).items()
         ]
@@ -59,9 +59,9 @@ class Legr:
         scores = [factor * part + offset for factor, offset, (_, _, part) in zip(factors, offsets, layers, strict=True)]
         # Offsets can make scores negative, shares cannot be.
         lowest = min(float(score.min()) for score in scores)
-        return [Measured(tie, layer, score - lowest) for (layer, tie, _), score in zip(layers, scores, strict=True)]
+        return [LayerScores(tie, layer, score - lowest) for (layer, tie, _), score in zip(layers, scores, strict=True)]
 
-    def _evolve(self, subject: Subject, layers: list[tuple[str, str, Tensor]]) -> Genes:
+    def _evolve(self, subject: CriterionInput, layers: list[tuple[str, str, Tensor]]) -> Genes:
         chance = random.Random(subject.seed)
         spreads = [float(part.std()) if len(part) > 1 else 0.0 for _, _, part in layers]
         judged = subject.held_out.subset(torch.arange(min(self.images, subject.held_out.size)))

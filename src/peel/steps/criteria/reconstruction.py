@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...data.view import AS_IT_IS
+from ...data.view import EVAL
 from ...errors import ConfigError
-from ...utils.rng import derive, epoch_order
-from ..importance import Measured, Subject
+from ...utils.rng import derive_seed, epoch_order
+from ..importance import CriterionInput, LayerScores
 
 __all__ = ["Reconstruction"]
 
@@ -33,11 +33,11 @@ class Reconstruction:
             raise ConfigError(f"the reconstruction criterion needs at least one image and one place, not {self.images} and {self.places}.")
 
     @torch.no_grad()
-    def measure(self, subject: Subject) -> list[Measured]:
+    def measure(self, subject: CriterionInput) -> list[LayerScores]:
         readers = _readers(subject)
         inputs = self._inputs(subject, readers)
         names = list(subject.graph.widths)
-        chance = torch.Generator().manual_seed(derive("reconstruction", subject.seed))
+        chance = torch.Generator().manual_seed(derive_seed("reconstruction", subject.seed))
         found = []
         for name, layer in readers.items():
             if name not in inputs:
@@ -51,10 +51,10 @@ class Reconstruction:
                     columns.setdefault(run.tie, []).append(stretch.reshape(len(stretch), run.size, run.inner).sum(2))
                 offset += run.length
             for tie, pieces in columns.items():
-                found.append(Measured(names[tie], name, _error_without_half(torch.cat(pieces, 1), parts.sum(1))[None]))
+                found.append(LayerScores(names[tie], name, _error_without_half(torch.cat(pieces, 1), parts.sum(1))[None]))
         return found
 
-    def _inputs(self, subject: Subject, readers: dict[str, nn.Conv2d | nn.Linear]) -> dict[str, Tensor]:
+    def _inputs(self, subject: CriterionInput, readers: dict[str, nn.Conv2d | nn.Linear]) -> dict[str, Tensor]:
         """What comes into each layer, for a few training images."""
         caught: dict[str, Tensor] = {}
         hooks = [
@@ -65,7 +65,7 @@ class Reconstruction:
         subject.model.eval()
         try:
             order = epoch_order(subject.train.size, subject.seed, -1)[: self.images]
-            for batch in subject.train.batches(order, self.images, AS_IT_IS, subject.engine.device, subject.engine.workers):
+            for batch in subject.train.batches(order, self.images, EVAL, subject.engine.device, subject.engine.workers):
                 subject.model(batch.images)
         finally:
             for hook in hooks:
@@ -74,7 +74,7 @@ class Reconstruction:
         return caught
 
 
-def _readers(subject: Subject) -> dict[str, nn.Conv2d | nn.Linear]:
+def _readers(subject: CriterionInput) -> dict[str, nn.Conv2d | nn.Linear]:
     """Layers that sum over channels of a free tie. Grouped convolutions read only parts of it and are left out."""
     layers: dict[str, nn.Conv2d | nn.Linear] = {}
     for name, module in subject.model.named_modules():

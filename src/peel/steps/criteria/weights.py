@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ...graph import ChannelGraph
-from ..importance import Measured, Subject, along_ties
+from ..importance import CriterionInput, LayerScores, values_by_tie
 
 __all__ = ["WeightMagnitude", "filters"]
 
@@ -27,9 +27,9 @@ def filters(model: nn.Module, graph: ChannelGraph) -> Iterator[tuple[str, str, i
 
 @dataclass(frozen=True)
 class WeightMagnitude:
-    def measure(self, subject: Subject) -> list[Measured]:
+    def measure(self, subject: CriterionInput) -> list[LayerScores]:
         found = []
         for layer, name, axis, weight in filters(subject.model, subject.graph):
             values = weight.detach().abs().mean(dim=[other for other in range(weight.ndim) if other != axis])
-            found += [Measured(tie, layer, part) for tie, part in along_ties(subject.graph, name, axis, values).items()]
+            found += [LayerScores(tie, layer, part) for tie, part in values_by_tie(subject.graph, name, axis, values).items()]
         return found
