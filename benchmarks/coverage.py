@@ -40,7 +40,14 @@ CNNS: dict[str, list[str]] = NETWORKS["cnns"]
 HYBRIDS: dict[str, list[str]] = NETWORKS["hybrids"]
 
 #: Networks that only take inputs of the size they were made for.
-OWN_SIZE = {"alexnet", "bat_resnext26ts", "inception_resnet_v2", "inception_v3", "inception_v4", "timm:inception_v3"}
+OWN_SIZE = {
+    "alexnet",
+    "bat_resnext26ts",
+    "inception_resnet_v2",
+    "inception_v3",
+    "inception_v4",
+    "timm:inception_v3",
+}
 OWN_SIZE.update(name for names in HYBRIDS.values() for name in names)
 
 RESULTS = Path("benchmarks/results/coverage.jsonl")
@@ -54,7 +61,9 @@ def input_size(name: str) -> tuple[int, int, int]:
     from peel import zoo
 
     channels, height, width = zoo.find(name).input_size
-    return (channels, height, width) if name in OWN_SIZE else (channels, min(height, SMALL), min(width, SMALL))
+    return (
+        (channels, height, width) if name in OWN_SIZE else (channels, min(height, SMALL), min(width, SMALL))
+    )
 
 
 def logits(output: Any) -> Any:
@@ -68,10 +77,16 @@ def train_step(model: Any, size: tuple[int, int, int]) -> list[str]:
 
     output = logits(model.train()(torch.randn(2, *size)))
     output.float().pow(2).mean().backward()
-    return [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.grad is None
+    ]
 
 
-def built_as_predicted(model: Any, graph: Any, widths: Any, size: tuple[int, int, int], shape: Any) -> str | None:
+def built_as_predicted(
+    model: Any, graph: Any, widths: Any, size: tuple[int, int, int], shape: Any
+) -> str | None:
     """Build, train one step, count. What is wrong, or None."""
     import torch
 
@@ -127,7 +142,9 @@ def check_peel(name: str) -> dict[str, Any]:
             problems.append(f"{label}: {wrong}")
     verification = peel.verify(model, example, graph=graph, seconds=200)
     problems += [f"{check.name}: {check.detail}" for check in verification.checks if check.passed is False]
-    result["difference"] = verification.checks[1].detail.split("difference ")[-1] if verification.checks[1].passed else None
+    result["difference"] = (
+        verification.checks[1].detail.split("difference ")[-1] if verification.checks[1].passed else None
+    )
     result["ok"] = not problems
     result["problem"] = "; ".join(problems)
     return result
@@ -138,7 +155,10 @@ def smallest(graph: Any) -> dict[str, int]:
 
 
 def scaled(graph: Any, factor: float) -> dict[str, int]:
-    return {name: max(1, round(width * factor / graph.steps[name])) * graph.steps[name] for name, width in graph.widths.items()}
+    return {
+        name: max(1, round(width * factor / graph.steps[name])) * graph.steps[name]
+        for name, width in graph.widths.items()
+    }
 
 
 def random_widths(graph: Any, generator: Any) -> dict[str, int]:
@@ -167,10 +187,18 @@ def check_torch_pruning(name: str) -> dict[str, Any]:
         shape = tuple(logits(model(example)).shape)
     before = count_macs(model, (example,), {})
     # Its documentation ignores the last linear layer; classifiers that are convolutions are given the same help here.
-    ignored = [m for m in model.modules() if shape[-1] in (getattr(m, "out_features", 0), getattr(m, "out_channels", 0))]
+    ignored = [
+        m
+        for m in model.modules()
+        if shape[-1] in (getattr(m, "out_features", 0), getattr(m, "out_channels", 0))
+    ]
     began = time.perf_counter()
     pruner = tp.pruner.MagnitudePruner(
-        model, example, importance=tp.importance.MagnitudeImportance(p=2), pruning_ratio=0.3, ignored_layers=ignored
+        model,
+        example,
+        importance=tp.importance.MagnitudeImportance(p=2),
+        pruning_ratio=0.3,
+        ignored_layers=ignored,
     )
     pruner.step()
     seconds = time.perf_counter() - began
@@ -182,7 +210,12 @@ def check_torch_pruning(name: str) -> dict[str, Any]:
         problem = f"the output shape changed from {shape} to {after_shape}"
     elif after >= before:
         problem = "nothing was pruned"
-    return {"ok": not problem, "problem": problem, "seconds": round(seconds, 2), "macs_left": round(after / before, 4)}
+    return {
+        "ok": not problem,
+        "problem": problem,
+        "seconds": round(seconds, 2),
+        "macs_left": round(after / before, 4),
+    }
 
 
 CHECKS = {"peel": check_peel, "torch-pruning": check_torch_pruning}
@@ -197,7 +230,10 @@ def run_one(tool: str, name: str) -> None:
         result = CHECKS[tool](name)
     except BaseException as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        result = {"ok": False, "problem": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]}
+        result = {
+            "ok": False,
+            "problem": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300],
+        }
         result["where"] = f"{Path(where.filename).name}:{where.lineno}"
     print("RESULT " + json.dumps(result))
 
@@ -207,12 +243,18 @@ def run_all(names: list[str], tools: list[str], results: Path, jobs: int) -> Non
     results.parent.mkdir(parents=True, exist_ok=True)
     pending = [(tool, name) for tool in tools for name in names if (tool, name) not in done]
     with ThreadPoolExecutor(jobs) as pool:
-        rows = [pool.submit(run_process, tool, name, max(1, (os.cpu_count() or 1) // jobs)) for tool, name in pending]
+        rows = [
+            pool.submit(run_process, tool, name, max(1, (os.cpu_count() or 1) // jobs))
+            for tool, name in pending
+        ]
         for i, row in enumerate((future.result() for future in as_completed(rows)), start=1):
             with results.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             verdict = "ok" if row["ok"] else f"NOT OK: {row['problem'][:200]} {row.get('where', '')}"
-            print(f"[{i}/{len(pending)}] {row['tool']:14}{row['name']:32}{row['total_s']:7.1f} s  {verdict}", flush=True)
+            print(
+                f"[{i}/{len(pending)}] {row['tool']:14}{row['name']:32}{row['total_s']:7.1f} s  {verdict}",
+                flush=True,
+            )
 
 
 def run_process(tool: str, name: str, threads: int) -> dict[str, Any]:
@@ -221,9 +263,15 @@ def run_process(tool: str, name: str, threads: int) -> dict[str, Any]:
     command = [sys.executable, __file__, "--one", tool, name]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_S[tool], env=environment)
+        output = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIME_LIMIT_S[tool], env=environment
+        )
         line = next((line for line in output.stdout.splitlines() if line.startswith("RESULT ")), None)
-        result = json.loads(line[7:]) if line else {"ok": False, "problem": f"the process ended with {output.returncode}"}
+        result = (
+            json.loads(line[7:])
+            if line
+            else {"ok": False, "problem": f"the process ended with {output.returncode}"}
+        )
     except subprocess.TimeoutExpired:
         result = {"ok": False, "problem": f"no result after {TIME_LIMIT_S[tool]} s"}
     return {"tool": tool, "name": name, "total_s": round(time.perf_counter() - began, 1), **result}
@@ -256,11 +304,19 @@ def render(results: Path) -> str:
                 ]
             else:
                 cells += ["-"] * 5
-            cells.append("-" if peer is None else "yes" if peer["ok"] else f"no: {peer['problem'][:90]}".replace("|", "/"))
+            cells.append(
+                "-"
+                if peer is None
+                else "yes"
+                if peer["ok"]
+                else f"no: {peer['problem'][:90]}".replace("|", "/")
+            )
             lines.append("| " + " | ".join(cells) + " |")
 
     def handled(tool: str, families: dict[str, list[str]]) -> str:
-        tried = [rows[tool, name]["ok"] for names in families.values() for name in names if (tool, name) in rows]
+        tried = [
+            rows[tool, name]["ok"] for names in families.values() for name in names if (tool, name) in rows
+        ]
         return f"{sum(tried)} of {len(tried)}"
 
     totals = "\n".join(
@@ -271,12 +327,16 @@ def render(results: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--tools", nargs="+", choices=list(CHECKS), default=["peel"])
     parser.add_argument("--jobs", type=int, default=1, help="networks at a time")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--render", type=Path, metavar="FILE", help="put the table between the markers of this file")
+    parser.add_argument(
+        "--render", type=Path, metavar="FILE", help="put the table between the markers of this file"
+    )
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

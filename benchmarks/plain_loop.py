@@ -17,7 +17,13 @@ from peel.train.recipe import Recipe
 
 
 def plain_loop(
-    model: nn.Module, images: InMemoryImages, recipe: Recipe, device: torch.device, seed: int, workers: int, steps: int | None
+    model: nn.Module,
+    images: InMemoryImages,
+    recipe: Recipe,
+    device: torch.device,
+    seed: int,
+    workers: int,
+    steps: int | None,
 ) -> Iterator[tuple[float, float]]:
     """Loss and seconds of each step of an ordinary loop: what a script looks like that was not made to be fast."""
     size = images.shape[1]
@@ -30,7 +36,9 @@ def plain_loop(
             v2.Normalize(images.mean, images.std),
         ]
     )
-    torch.backends.cuda.matmul.allow_tf32 = False  # as torch has it; convolutions may use short numbers by default
+    torch.backends.cuda.matmul.allow_tf32 = (
+        False  # as torch has it; convolutions may use short numbers by default
+    )
     try:
         torch.manual_seed(seed)
         chance = torch.Generator().manual_seed(seed)
@@ -44,14 +52,18 @@ def plain_loop(
             generator=chance,
         )
         model = model.to(device).to(memory_format=torch.contiguous_format).train()
-        optimiser = torch.optim.SGD(_decayed(model, recipe), lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov)
+        optimiser = torch.optim.SGD(
+            _decayed(model, recipe), lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov
+        )
         done = 0
         for _ in range(recipe.epochs):
             began = time.perf_counter()
             for batch, labels in loader:
                 for group in optimiser.param_groups:
                     group["lr"] = recipe.rate(done, len(loader))
-                loss = nn.functional.cross_entropy(model(batch.to(device)), labels.to(device), label_smoothing=recipe.label_smoothing)
+                loss = nn.functional.cross_entropy(
+                    model(batch.to(device)), labels.to(device), label_smoothing=recipe.label_smoothing
+                )
                 optimiser.zero_grad()
                 loss.backward()
                 optimiser.step()
@@ -72,7 +84,11 @@ def _decayed(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
 
 class _Pictures(Dataset[tuple[Tensor, int]]):
     def __init__(self, images: InMemoryImages, transform: Callable[[Any], Tensor]) -> None:
-        self.pixels, self.labels, self.transform = images.pixels.cpu().numpy(), images.labels.tolist(), transform
+        self.pixels, self.labels, self.transform = (
+            images.pixels.cpu().numpy(),
+            images.labels.tolist(),
+            transform,
+        )
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -40,7 +40,9 @@ def seconds(function: Callable[[], Any], repeats: int) -> float:
 
 
 def analysis(example: torch.Tensor) -> None:
-    print("1. analysis over torch.export itself (medians of 5, interleaved; garbage collection off for both, as trace has it)")
+    print(
+        "1. analysis over torch.export itself (medians of 5, interleaved; garbage collection off for both, as trace has it)"
+    )
     for name in NETWORKS:
         model = zoo.create(name).eval()
         peel.trace(model, example)
@@ -53,7 +55,9 @@ def analysis(example: torch.Tensor) -> None:
             gc.collect()
             traces.append(seconds(lambda model=model: peel.trace(model, example), 1))
         export, whole = statistics.median(exports), statistics.median(traces)
-        print(f"   {name:18} export {export:5.2f} s   trace {whole:5.2f} s   added {(whole - export) / export:+.0%}")
+        print(
+            f"   {name:18} export {export:5.2f} s   trace {whole:5.2f} s   added {(whole - export) / export:+.0%}"
+        )
 
 
 def costing(example: torch.Tensor) -> None:
@@ -71,7 +75,9 @@ def costing(example: torch.Tensor) -> None:
 
     built = 1 / seconds(build_and_count, 3)
     print("2. width assignments of ResNet-50 costed per second, one core")
-    print(f"   batched {batched:,.0f}   one by one {single:,.0f}   built and counted {built:.1f}   ratio {batched / built:,.0f}")
+    print(
+        f"   batched {batched:,.0f}   one by one {single:,.0f}   built and counted {built:.1f}   ratio {batched / built:,.0f}"
+    )
     torch.set_num_threads(2)
 
 
@@ -132,7 +138,9 @@ def torch_pruning_to(model: torch.nn.Module, example: torch.Tensor, before: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--peer", action="store_true", help="Torch-Pruning beside")
     options = parser.parse_args()
     warnings.simplefilter("ignore")

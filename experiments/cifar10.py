@@ -39,7 +39,9 @@ T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", default="cifar10")
     parser.add_argument("--net", default="cifar_resnet18")
     parser.add_argument("--budgets", nargs="+", default=["50%", "25%"])
@@ -49,9 +51,13 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--search-epochs", type=int, default=10)
     parser.add_argument("--jobs", type=int, default=1, help="budgets and seeds at a time, on one GPU")
-    parser.add_argument("--teachers", type=Path, default=Path("teachers"), help="where the trained originals are kept")
+    parser.add_argument(
+        "--teachers", type=Path, default=Path("teachers"), help="where the trained originals are kept"
+    )
     parser.add_argument("--results", type=Path, default=Path("results.jsonl"))
-    parser.add_argument("--deadline", type=float, default=math.inf, help="start no training after this many seconds")
+    parser.add_argument(
+        "--deadline", type=float, default=math.inf, help="start no training after this many seconds"
+    )
     parser.add_argument("--render", type=Path, help="write the table into this file, between its markers")
     parser.add_argument("--cell", nargs=2, metavar=("BUDGET", "SEED"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -74,7 +80,11 @@ def run_all(options: argparse.Namespace) -> None:
             running = [process for process in running if process.poll() is None]
             while waiting and len(running) < options.jobs:
                 left = options.deadline - (time.time() - began)
-                running.append(subprocess.Popen([sys.executable, *sys.argv, "--deadline", str(left), "--cell", *waiting.pop(0)]))
+                running.append(
+                    subprocess.Popen(
+                        [sys.executable, *sys.argv, "--deadline", str(left), "--cell", *waiting.pop(0)]
+                    )
+                )
             time.sleep(0.2)
     finally:
         for process in running:
@@ -95,9 +105,15 @@ def load(options: argparse.Namespace) -> Any:
         assert isinstance(data.train, InMemoryImages)
         assert isinstance(data.test, InMemoryImages)
         splits = [(split.pixels, split.labels) for split in (data.train, data.test)]
-        torch.save({"classes": list(data.classes), "splits": splits, "mean": data.train.mean, "std": data.train.std}, kept)
+        torch.save(
+            {"classes": list(data.classes), "splits": splits, "mean": data.train.mean, "std": data.train.std},
+            kept,
+        )
     stored = torch.load(kept)
-    train, test = (InMemoryImages(pixels, labels, tuple(stored["mean"]), tuple(stored["std"])) for pixels, labels in stored["splits"])
+    train, test = (
+        InMemoryImages(pixels, labels, tuple(stored["mean"]), tuple(stored["std"]))
+        for pixels, labels in stored["splits"]
+    )
     return Data("cifar10", tuple(stored["classes"]), train, test, "crop-flip")
 
 
@@ -114,7 +130,9 @@ def train_teacher(options: argparse.Namespace) -> None:
     from peel.run.prune import prune
 
     folder = options.teachers / f"{options.net}-{options.epochs}"
-    result = prune(options.net, load(options), teacher=folder, steps=["original"], distill="none", **settings(options, 0))
+    result = prune(
+        options.net, load(options), teacher=folder, steps=["original"], distill="none", **settings(options, 0)
+    )
     row = result.rows[0]
     print(f"teacher {options.net}: {row['top1']:.2%} in {row['seconds']:.0f} s", flush=True)
     write(options, {"net": options.net, "plan": "original", "seed": 0, "epochs": options.epochs, **row})
@@ -141,35 +159,65 @@ def run_cell(options: argparse.Namespace, budget: str, seed: int) -> None:
         if "widths" in line and (line["net"], line["epochs"]) == (options.net, options.epochs)
     }
     for name in options.plans:
-        missing = [kind for kind in options.distill if (options.net, options.epochs, budget, seed, name, kind) not in done]
+        missing = [
+            kind
+            for kind in options.distill
+            if (options.net, options.epochs, budget, seed, name, kind) not in done
+        ]
         if not missing or time.time() - began > options.deadline:
             continue
         if name == "uniform":
             network = zoo.create(options.net, num_classes=len(data.classes))
             graph = peel.trace(network, torch.zeros(1, *data.shape))
-            widths, plan = peel.uniform(graph, budget, freeze=zoo.FROZEN.get(network.peel_source["zoo"], ())), {}
+            widths, plan = (
+                peel.uniform(graph, budget, freeze=zoo.FROZEN.get(network.peel_source["zoo"], ())),
+                {},
+            )
         elif (budget, seed, name) in plans:
             plan = plans[budget, seed, name]
             widths = plan["widths"]
         else:
-            searched = prune(options.net, data, steps=["backbone", "plan"], distill="none", **common, **PLANS[name])
+            searched = prune(
+                options.net, data, steps=["backbone", "plan"], distill="none", **common, **PLANS[name]
+            )
             assert searched.plan is not None
             widths, plan = searched.plan["widths"], searched.plan["rounds"][0]
         for kind in missing:
             if time.time() - began > options.deadline:
                 break
-            result = prune(options.net, data, plan=widths, steps=["original", "peel"], teacher=teacher, distill=kind, **common)
+            result = prune(
+                options.net,
+                data,
+                plan=widths,
+                steps=["original", "peel"],
+                teacher=teacher,
+                distill=kind,
+                **common,
+            )
             row = result.rows[-1]
-            line = {"net": options.net, "epochs": options.epochs, "budget": budget, "seed": seed, "plan": name, "distill": kind}
+            line = {
+                "net": options.net,
+                "epochs": options.epochs,
+                "budget": budget,
+                "seed": seed,
+                "plan": name,
+                "distill": kind,
+            }
             extra = {key: plan[key] for key in ("shares", "factors", "distinct") if key in plan}
             write(options, {**line, **row, "name": name, **extra, "widths": dict(widths), **hardware()})
-            print(f"{options.net} {budget} seed {seed} {name} {kind}: {row['top1']:.2%} in {row['seconds']:.0f} s", flush=True)
+            print(
+                f"{options.net} {budget} seed {seed} {name} {kind}: {row['top1']:.2%} in {row['seconds']:.0f} s",
+                flush=True,
+            )
 
 
 def hardware() -> dict[str, str]:
     import torch
 
-    return {"torch": torch.__version__, "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"}
+    return {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }
 
 
 def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
@@ -204,13 +252,17 @@ def render(results: Path, target: Path) -> None:
     cells: dict[tuple[Any, ...], dict[int, float]] = {}
     for line in lines:
         if line["plan"] != "original":
-            cells.setdefault((line["net"], line["budget"], line["distill"], line["plan"]), {})[line["seed"]] = 100 * line["top1"]
+            cells.setdefault((line["net"], line["budget"], line["distill"], line["plan"]), {})[
+                line["seed"]
+            ] = 100 * line["top1"]
     for (net, budget, kind, plan), scores in sorted(cells.items(), key=place):
         base = cells.get((net, budget, kind, "uniform"), {})
         pairs = [scores[seed] - base[seed] for seed in scores if seed in base]
         gain = "" if plan == "uniform" or len(pairs) < 2 else interval(pairs)
         spread = f" ± {statistics.stdev(scores.values()):.2f}" if len(scores) > 1 else ""
-        rows.append(f"| {net} | {budget} | {kind} | {plan} | {statistics.mean(scores.values()):.2f}{spread} | {len(scores)} | {gain} |")
+        rows.append(
+            f"| {net} | {budget} | {kind} | {plan} | {statistics.mean(scores.values()):.2f}{spread} | {len(scores)} | {gain} |"
+        )
     text = target.read_text()
     before, _, rest = text.partition("<!-- cifar10 -->\n")
     _, _, after = rest.partition("<!-- /cifar10 -->")

@@ -54,8 +54,12 @@ def table(name: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--render", type=Path, required=True, help="put the tables between the markers of this file")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--render", type=Path, required=True, help="put the tables between the markers of this file"
+    )
     options = parser.parse_args()
     lines = [line for name in BUDGETS for line in table(name)]
     before, _, rest = options.render.read_text().partition("<!-- plans -->\n")

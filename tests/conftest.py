@@ -21,7 +21,9 @@ from helpers.killing import KILLED
 from helpers.small import small_run
 from peel.run.result import Result
 
-settings.register_profile("peel", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.register_profile(
+    "peel", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
 settings.load_profile("peel")
 torch.set_num_threads(2)
 

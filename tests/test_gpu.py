@@ -62,7 +62,9 @@ def pictures(count: int = 3000, size: int = 32, seed: int = 0) -> InMemoryImages
     labels = torch.randint(0, 10, (count,), generator=chance)
     colours = torch.randint(0, 256, (10, 1, 1, 3), generator=torch.Generator().manual_seed(5))
     noise = torch.randint(-60, 60, (count, size, size, 3), generator=chance)
-    return InMemoryImages((colours[labels] + noise).clamp(0, 255).to(torch.uint8), labels, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+    return InMemoryImages(
+        (colours[labels] + noise).clamp(0, 255).to(torch.uint8), labels, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
+    )
 
 
 def network(name: str = "cifar_resnet20", seed: int = 0) -> nn.Module:
@@ -90,7 +92,9 @@ def test_the_kernel_shows_what_the_cpu_shows(augment: str, shape: tuple[int, int
         assert torch.equal(mine.labels.cpu(), theirs.labels)
         assert torch.allclose(mine.images.cpu(), theirs.images, atol=1e-6)
     plain = crop_windows(draw_windows(order[:128], view, shape[0]), pixels[order[:128]])
-    assert torch.allclose((there[0].images.cpu().permute(0, 2, 3, 1) * 0.21 + 0.4) * 255, plain.float(), atol=1e-3)
+    assert torch.allclose(
+        (there[0].images.cpu().permute(0, 2, 3, 1) * 0.21 + 0.4) * 255, plain.float(), atol=1e-3
+    )
 
 
 class Strict:
@@ -128,7 +132,15 @@ def test_no_step_waits_for_the_gpu(engine: Engine, graphs: bool, taught: str) ->
             split = CachedTeacher(images, answers)
     watcher = Strict(10, 78)
     # Not at steps where the loss is looked at, once in a hundred, nor at the ends of epochs.
-    fit(network(), objective, split, replace(RECIPE, epochs=1), engine=replace(engine, cuda_graphs=graphs), seed=0, watcher=watcher)
+    fit(
+        network(),
+        objective,
+        split,
+        replace(RECIPE, epochs=1),
+        engine=replace(engine, cuda_graphs=graphs),
+        seed=0,
+        watcher=watcher,
+    )
     assert watcher.seen == 68
 
 
@@ -141,7 +153,15 @@ def test_a_step_that_waits_would_be_noticed(engine: Engine) -> None:
 
     images, slow = pictures(8000).to(engine.device), replace(engine, cuda_graphs=False)
     with pytest.raises(RuntimeError, match="synchronizing"):
-        fit(network(), Waiting(), images, replace(RECIPE, epochs=1), engine=slow, seed=0, watcher=Strict(10, 78))
+        fit(
+            network(),
+            Waiting(),
+            images,
+            replace(RECIPE, epochs=1),
+            engine=slow,
+            seed=0,
+            watcher=Strict(10, 78),
+        )
 
 
 #: In short numbers two orders of the same sum soon become two trainings; these show that they are one.
@@ -160,7 +180,14 @@ def exact(engine: Engine) -> Iterator[Engine]:
 @pytest.mark.parametrize("compile", ["off", "on"])
 def test_recorded_and_compiled_steps_learn_what_plain_ones_learn(exact: Engine, compile: str) -> None:
     images = pictures().to(exact.device)
-    plain = fit(network(), CrossEntropy(0.1), images, GENTLE, engine=replace(exact, cuda_graphs=False, compile="off"), seed=0)
+    plain = fit(
+        network(),
+        CrossEntropy(0.1),
+        images,
+        GENTLE,
+        engine=replace(exact, cuda_graphs=False, compile="off"),
+        seed=0,
+    )
     fast = fit(network(), CrossEntropy(0.1), images, GENTLE, engine=replace(exact, compile=compile), seed=0)
     assert losses(fast) == pytest.approx(losses(plain), rel=0.01)
     assert losses(plain)[1] < losses(plain)[0] - 0.1, "there is something to learn"
@@ -170,8 +197,14 @@ def test_recorded_and_compiled_steps_learn_what_plain_ones_learn(exact: Engine, 
 def test_short_numbers_learn_as_well_as_long_ones(exact: Engine, compile: str) -> None:
     images = pictures().to(exact.device)
     means = []
-    for engine in (replace(exact, cuda_graphs=False, compile="off"), replace(exact, bf16=True, compile=compile)):
-        runs = [fit(network(seed=seed), CrossEntropy(0.1), images, RECIPE, engine=engine, seed=seed) for seed in range(3)]
+    for engine in (
+        replace(exact, cuda_graphs=False, compile="off"),
+        replace(exact, bf16=True, compile=compile),
+    ):
+        runs = [
+            fit(network(seed=seed), CrossEntropy(0.1), images, RECIPE, engine=engine, seed=seed)
+            for seed in range(3)
+        ]
         means.append(torch.tensor([losses(run) for run in runs]))
     gap = (means[0].mean(0) - means[1].mean(0)).abs()
     spread = means[0].max(0).values - means[0].min(0).values + means[1].max(0).values - means[1].min(0).values
@@ -189,7 +222,14 @@ def test_many_widths_in_one_process_are_all_compiled(engine: Engine) -> None:
         counters.clear()
         widths = dict.fromkeys(graph.widths, 8 + 2 * number)
         slimmed = peel.slim(model, widths, graph=graph)
-        fit(slimmed, CrossEntropy(), images, replace(RECIPE, epochs=1), engine=replace(engine, compile="on", cuda_graphs=False), seed=0)
+        fit(
+            slimmed,
+            CrossEntropy(),
+            images,
+            replace(RECIPE, epochs=1),
+            engine=replace(engine, compile="on", cuda_graphs=False),
+            seed=0,
+        )
         assert counters["stats"]["unique_graphs"] == 1, f"network {number} ran as it was"
 
 
@@ -207,10 +247,14 @@ def test_zero_channels_change_nothing_but_the_speed(exact: Engine) -> None:
     back = padded.unpadded()
     batch = next(iter(images.batches(torch.arange(100), 100, EVAL, exact.device)))
     with torch.no_grad():
-        assert torch.allclose(back.eval()(batch.images), padded.model.eval()(batch.images), rtol=1e-3, atol=1e-3)
+        assert torch.allclose(
+            back.eval()(batch.images), padded.model.eval()(batch.images), rtol=1e-3, atol=1e-3
+        )
 
 
-def test_memory_that_is_really_short_halves_the_parts(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_is_really_short_halves_the_parts(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     images = pictures(2048).to(engine.device)
     recipe = replace(RECIPE, epochs=1, batch_size=1024)
     torch.cuda.empty_cache()
@@ -218,7 +262,9 @@ def test_memory_that_is_really_short_halves_the_parts(engine: Engine, caplog: py
     fit(network("cifar_resnet18"), CrossEntropy(), images, recipe, engine=engine, seed=0)
     needed = torch.cuda.max_memory_reserved()
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(0.6 * needed / torch.cuda.get_device_properties(0).total_memory)
+    torch.cuda.set_per_process_memory_fraction(
+        0.6 * needed / torch.cuda.get_device_properties(0).total_memory
+    )
     try:
         with caplog.at_level(logging.WARNING, "peel"):
             history = fit(network("cifar_resnet18"), CrossEntropy(), images, recipe, engine=engine, seed=0)
@@ -294,7 +340,15 @@ def test_a_training_stopped_on_the_gpu_goes_on_with_the_same_bits(tmp_path: Path
     common: dict[str, Any] = {"engine": engine, "seed": 0}
     fit(whole, CrossEntropy(), images, recipe, **common)
     with handle_signals(), pytest.raises(Interrupted):
-        fit(first, CrossEntropy(), images, recipe, **common, checkpoints=Checkpoints(tmp_path, "a"), watcher=Stopping(7, 0))
+        fit(
+            first,
+            CrossEntropy(),
+            images,
+            recipe,
+            **common,
+            checkpoints=Checkpoints(tmp_path, "a"),
+            watcher=Stopping(7, 0),
+        )
     fit(second, CrossEntropy(), images, recipe, **common, checkpoints=Checkpoints(tmp_path, "a"))
     assert same_weights(whole, second)
 
@@ -327,7 +381,9 @@ def test_images_from_a_folder_arrive_on_the_gpu_as_on_the_cpu(photographs: Image
 def test_memory_does_not_grow_from_epoch_to_epoch(photographs: ImageFolder) -> None:
     reserved = []
     for epoch in range(8):
-        for batch in photographs.batches(torch.arange(70), 16, View.of_epoch("imagenet", 0, epoch), torch.device("cuda"), 2):
+        for batch in photographs.batches(
+            torch.arange(70), 16, View.of_epoch("imagenet", 0, epoch), torch.device("cuda"), 2
+        ):
             batch.images.square().sum()
         reserved.append(torch.cuda.memory_reserved())
     assert reserved[-1] == reserved[1]
@@ -342,7 +398,9 @@ def test_small_images_may_be_augmented_as_large_ones(engine: Engine) -> None:
 
 
 def test_the_colour_kernel_shows_what_the_cpu_shows() -> None:
-    images = torch.randint(0, 256, (100, 224, 224, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    images = torch.randint(
+        0, 256, (100, 224, 224, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     index, mean, scale = torch.arange(100) * 3, torch.tensor([120.0, 110.0, 100.0]), torch.full((3,), 0.02)
     wanted = color_jitter_and_flip(images.permute(0, 3, 1, 2), index, 5).permute(0, 2, 3, 1)
     from peel.data.colour_kernel import fused_color_jitter
@@ -374,4 +432,8 @@ def test_the_optimiser_is_fused_and_the_network_lies_channels_last(engine: Engin
     model = engine.prepare(network())
     step = Step(model, CrossEntropy(), RECIPE, engine)
     assert step.optimiser.defaults["fused"]
-    assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in model.parameters() if weight.ndim == 4)
+    assert all(
+        weight.is_contiguous(memory_format=torch.channels_last)
+        for weight in model.parameters()
+        if weight.ndim == 4
+    )

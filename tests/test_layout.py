@@ -54,5 +54,9 @@ def test_imports_point_downwards() -> None:
 
 def test_only_the_command_line_prints() -> None:
     for path in SOURCE.rglob("*.py"):
-        calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "print"]
+        calls = [
+            n
+            for n in ast.walk(ast.parse(path.read_text()))
+            if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "print"
+        ]
         assert not calls or path.name == "cli.py"

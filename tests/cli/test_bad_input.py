@@ -73,7 +73,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def content(folder: Path) -> dict[str, bytes | None]:
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }
 
 
 def files(place: Path) -> None:
@@ -100,7 +103,10 @@ FILES: list[tuple[list[str], list[str]]] = [
     (["--data", "bare"], ["bare/train has no folders", "one folder of images per class"]),
     (["--data", "hollow"], ["hollow/train/dog holds no images", "Remove the folder"]),
     (["--data", "different"], ["different classes: dog, fish not in both"]),
-    (["--data", "good", "--train.batch-size", "13"], ["a batch of 13 images", "training set of 12", "at most 12"]),
+    (
+        ["--data", "good", "--train.batch-size", "13"],
+        ["a batch of 13 images", "training set of 12", "at most 12"],
+    ),
     (["--data", "good", "--train.batch-size", "6", "--search.batch-size", "13"], ["a batch of 13 images"]),
     (["--train.batch-size", "1438"], ["a batch of 1438 images", "at most 1437"]),
     (["--teacher", "file"], ["file cannot be read as weights"]),
@@ -166,7 +172,9 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("code", "options", "expected"), [*((3, *case) for case in FILES), *((2, *case) for case in OPTIONS)])
+@pytest.mark.parametrize(
+    ("code", "options", "expected"), [*((3, *case) for case in FILES), *((2, *case) for case in OPTIONS)]
+)
 def test_a_wrong_option_is_explained_and_nothing_is_written(
     code: int, options: list[str], expected: list[str], place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,16 +192,24 @@ def test_a_wrong_option_is_explained_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("model", ["own.py:modell", "cifar_resnet21", "own.py:seven"])
-def test_a_wrong_model_is_explained_and_nothing_is_written(model: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_model_is_explained_and_nothing_is_written(
+    model: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = content(place)
     assert main(["run", model, "--output", "out", "--quiet"]) == (3 if model == "own.py:seven" else 2)
     said = capsys.readouterr().err
-    assert {"own.py:modell": "Did you mean model", "cifar_resnet21": "Did you mean", "own.py:seven": "10 classes"}[model] in said
+    assert {
+        "own.py:modell": "Did you mean model",
+        "cifar_resnet21": "Did you mean",
+        "own.py:seven": "10 classes",
+    }[model] in said
     assert content(place) == before
 
 
 def test_a_module_whose_head_has_other_classes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"scores of shape \(7,\), the data digits has 10 classes.* with 10 outputs"):
+    with pytest.raises(
+        DataError, match=r"scores of shape \(7,\), the data digits has 10 classes.* with 10 outputs"
+    ):
         small_run(Small(num_classes=7), output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -215,7 +231,9 @@ def test_a_module_whose_head_has_other_classes_is_refused(tmp_path: Path) -> Non
         ({"recipe": "cifarr"}, ConfigError, "Did you mean cifar"),
     ],
 )
-def test_a_wrong_argument_is_explained(settings: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
+def test_a_wrong_argument_is_explained(
+    settings: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(error, match=message):
         small_run(output=tmp_path / "out", **settings)
     assert not (tmp_path / "out").exists()
@@ -238,7 +256,9 @@ class Stateful(Small):
     ],
     ids=["half", "nothing", "stateful"],
 )
-def test_a_module_that_cannot_be_trained_or_kept_is_refused(model: nn.Module, message: str, tmp_path: Path) -> None:
+def test_a_module_that_cannot_be_trained_or_kept_is_refused(
+    model: nn.Module, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match=message):
         small_run(model, output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -265,11 +285,19 @@ def spoil(root: Path) -> list[str]:
     half = root / "val" / "dog" / "half.png"
     half.write_bytes((root / "val" / "dog" / "0.png").read_bytes()[:-200])
     (root / "val" / "dog" / "away.png").symlink_to(root / "nowhere.png")
-    return ["train/cat/cut.jpg", "train/dog/empty.png", "val/cat/text.jpg", "val/dog/half.png", "val/dog/away.png"]
+    return [
+        "train/cat/cut.jpg",
+        "train/dog/empty.png",
+        "val/cat/text.jpg",
+        "val/dog/half.png",
+        "val/dog/away.png",
+    ]
 
 
 @pytest.mark.parametrize("size", SIZE)
-def test_broken_images_of_both_splits_are_named_at_once_and_left_out_on_request(size: str, tmp_path: Path) -> None:
+def test_broken_images_of_both_splits_are_named_at_once_and_left_out_on_request(
+    size: str, tmp_path: Path
+) -> None:
     write_set(tmp_path, SIZE[size])
     broken = spoil(tmp_path)
     with pytest.raises(DataError, match=r"5 of 29 images cannot be read") as caught:
@@ -313,10 +341,24 @@ def test_many_broken_images_are_counted_and_the_first_are_shown(tmp_path: Path) 
         load_data(str(tmp_path))
 
 
-def test_the_command_stops_at_broken_images_and_runs_without_them(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_stops_at_broken_images_and_runs_without_them(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     broken = spoil(place / "good")
     before = content(place)
-    command = ["run", "own.py:model", "--data", "good", "--output", "out", "--quiet", "--steps", "original", "--train.epochs", "1"]
+    command = [
+        "run",
+        "own.py:model",
+        "--data",
+        "good",
+        "--output",
+        "out",
+        "--quiet",
+        "--steps",
+        "original",
+        "--train.epochs",
+        "1",
+    ]
     command += ["--train.batch-size", "6", "--search.batch-size", "6"]
     assert main(command) == 3
     said = capsys.readouterr().err
@@ -326,7 +368,9 @@ def test_the_command_stops_at_broken_images_and_runs_without_them(place: Path, c
     assert json.loads((place / "out" / "settings.json").read_text())["resolved"]["images"] == [12, 12]
 
 
-def test_in_a_huge_set_the_beginning_and_the_end_of_each_file_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_huge_set_the_beginning_and_the_end_of_each_file_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("peel.data.image_folder.FULL_SCAN", 10)
     write_set(tmp_path, SIZE["large"])
     broken = spoil(tmp_path)
@@ -335,7 +379,9 @@ def test_in_a_huge_set_the_beginning_and_the_end_of_each_file_are_looked_at(tmp_
     assert all(name in str(caught.value) for name in broken)
 
 
-def test_an_image_that_is_broken_in_its_middle_is_named_in_a_huge_set_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_that_is_broken_in_its_middle_is_named_in_a_huge_set_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Such small images are all read before training, so that it shows."""
     monkeypatch.setattr("peel.data.image_folder.FULL_SCAN", 10)
     write_set(tmp_path)
@@ -353,7 +399,9 @@ def test_a_streamed_set_trains_and_evaluates(tmp_path: Path) -> None:
     write_set(tmp_path, SIZE["large"])
     data = load_data(str(tmp_path), image_size=100)
     recipe = Recipe(epochs=1, batch_size=4, augment="imagenet")
-    history = fit(Small(num_classes=2), CrossEntropy(), data.train, recipe, engine=CPU, seed=0, test=data.test)
+    history = fit(
+        Small(num_classes=2), CrossEntropy(), data.train, recipe, engine=CPU, seed=0, test=data.test
+    )
     assert history[0].test is not None
 
 
@@ -365,8 +413,20 @@ class Interrupted(NoCallback):
         raise KeyboardInterrupt
 
 
-def test_a_run_that_diverges_says_so_and_keeps_what_it_had(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["run", "own.py:model", "--output", "out", "--quiet", "--train.epochs", "1", "--train.batch-size", "256"]
+def test_a_run_that_diverges_says_so_and_keeps_what_it_had(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [
+        "run",
+        "own.py:model",
+        "--output",
+        "out",
+        "--quiet",
+        "--train.epochs",
+        "1",
+        "--train.batch-size",
+        "256",
+    ]
     command += ["--search.epochs", "2", "--search.lr", "1e30", "--search.warmup-epochs", "1"]
     assert main(command) == 4
     said = capsys.readouterr().err

@@ -34,17 +34,39 @@ def fails():
 def test_inspect_shows_groups_ties_and_what_is_fixed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "cifar_resnet20"]) == 0
     output = capsys.readouterr().out
-    for expected in ("40.8M MACs", "272.5k params", "32x32", "16x16", "8x8", "layer3.0.conv1", "add in layer2.0", "its output", "estimate"):
+    for expected in (
+        "40.8M MACs",
+        "272.5k params",
+        "32x32",
+        "16x16",
+        "8x8",
+        "layer3.0.conv1",
+        "add in layer2.0",
+        "its output",
+        "estimate",
+    ):
         assert expected in output
 
 
 def test_inspect_as_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "cifar_resnet20", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert sum(group["macs"] for group in data["groups"]) + data["outside_groups"]["macs"] == data["macs"] == 40_813_184
-    assert sum(group["params"] for group in data["groups"]) + data["outside_groups"]["params"] == data["params"]
+    assert (
+        sum(group["macs"] for group in data["groups"]) + data["outside_groups"]["macs"]
+        == data["macs"]
+        == 40_813_184
+    )
+    assert (
+        sum(group["params"] for group in data["groups"]) + data["outside_groups"]["params"] == data["params"]
+    )
     assert {tie["name"] for tie in data["ties"] if tie["fixed"]} == {"fc"}
-    assert data["ties"][0]["members"][0] == {"tensor": "conv1.weight", "axis": 0, "offset": 0, "size": 16, "multiplicity": "1"}
+    assert data["ties"][0]["members"][0] == {
+        "tensor": "conv1.weight",
+        "axis": 0,
+        "offset": 0,
+        "size": 16,
+        "multiplicity": "1",
+    }
 
 
 def test_inspect_verify_proves_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +111,11 @@ def test_the_users_own_models_by_file_and_by_module(
     ],
 )
 def test_wrong_input_is_explained(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "own_models.py").write_text(OWN)
     (tmp_path / "broken.py").write_text("def model(:")
@@ -101,7 +127,9 @@ def test_wrong_input_is_explained(
 
 
 def run(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def test_help_does_not_wait_for_torch() -> None:
@@ -118,6 +146,11 @@ def test_importing_peel_loads_neither_torchvision_nor_timm() -> None:
 
 
 def test_output_into_a_file_has_no_escape_codes(tmp_path: Path) -> None:
-    result = subprocess.run([sys.executable, "-m", "peel", "inspect", "cifar_resnet20"], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "peel", "inspect", "cifar_resnet20"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert "\x1b" not in result.stdout + result.stderr
     assert "cifar_resnet20" in result.stdout

@@ -25,10 +25,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def surroundings(**variables: str) -> dict[str, str]:
     """The environment of a process of its own that finds the networks of the tests."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["tests", *sys.path]), **variables}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(["tests", *sys.path]),
+        **variables,
+    }
 
 
-def ends_as_an_uninterrupted_one(folder: Path, whole: Path, started: Callable[[Path], list[str]], variables: dict[str, str]) -> None:
+def ends_as_an_uninterrupted_one(
+    folder: Path, whole: Path, started: Callable[[Path], list[str]], variables: dict[str, str]
+) -> None:
     for output in (folder, whole):
         subprocess.run(started(output), env=variables, check=True, capture_output=True, timeout=120)
     stopped, straight = (peel.load(place / "stages" / "original", model=Small()) for place in (folder, whole))
@@ -36,7 +43,9 @@ def ends_as_an_uninterrupted_one(folder: Path, whole: Path, started: Callable[[P
 
 
 @pytest.mark.slow
-def test_a_process_killed_once_is_started_again_by_torchrun_and_the_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_process_killed_once_is_started_again_by_torchrun_and_the_run_ends_with_the_same_bits(
+    tmp_path: Path,
+) -> None:
     def torchrun(output: str, **environment: str) -> str:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
         variables = surroundings(**environment)
@@ -58,9 +67,18 @@ def test_a_process_killed_once_is_started_again_by_torchrun_and_the_run_ends_wit
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "pause"), [(signal.SIGTERM, 0.1), (signal.SIGINT, 0.1), (signal.SIGUSR1, 0.1), (signal.SIGTERM, 4.0), (signal.SIGKILL, 0.1)]
+    ("number", "pause"),
+    [
+        (signal.SIGTERM, 0.1),
+        (signal.SIGINT, 0.1),
+        (signal.SIGUSR1, 0.1),
+        (signal.SIGTERM, 4.0),
+        (signal.SIGKILL, 0.1),
+    ],
 )
-def test_several_processes_that_are_told_to_stop_keep_their_state(number: signal.Signals, pause: float, tmp_path: Path) -> None:
+def test_several_processes_that_are_told_to_stop_keep_their_state(
+    number: signal.Signals, pause: float, tmp_path: Path
+) -> None:
     """Soon, however long their steps are; and when the one that started them is killed, nobody is left behind."""
     variables = surroundings()
     folder = tmp_path / "stopped"
@@ -69,7 +87,11 @@ def test_several_processes_that_are_told_to_stop_keep_their_state(number: signal
         return [sys.executable, "-m", "peel", *line(output, "--gpus", "2", model="helpers.small:Slow")]
 
     process = subprocess.Popen(
-        started(folder), env=surroundings(PAUSE=str(pause)), stderr=subprocess.PIPE, text=True, start_new_session=True
+        started(folder),
+        env=surroundings(PAUSE=str(pause)),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     wait_for(folder / ("settings.json" if pause > 1 else "metrics.jsonl"))
     time.sleep(0.5)
@@ -88,7 +110,12 @@ def test_several_processes_that_are_told_to_stop_keep_their_state(number: signal
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "pause", "code"),
-    [(signal.SIGTERM, 0.1, 1), (signal.SIGTERM, 4.0, 1), (signal.SIGINT, 0.1, 1), (signal.SIGUSR1, 0.1, -signal.SIGUSR1)],
+    [
+        (signal.SIGTERM, 0.1, 1),
+        (signal.SIGTERM, 4.0, 1),
+        (signal.SIGINT, 0.1, 1),
+        (signal.SIGUSR1, 0.1, -signal.SIGUSR1),
+    ],
 )
 def test_processes_of_torchrun_that_are_told_to_stop_keep_their_state(
     number: signal.Signals, pause: float, code: int, tmp_path: Path
@@ -102,7 +129,11 @@ def test_processes_of_torchrun_that_are_told_to_stop_keep_their_state(
         return [sys.executable, *launcher, "-m", "peel", *line(output, model="helpers.small:Slow")]
 
     process = subprocess.Popen(
-        started(folder), env=surroundings(PAUSE=str(pause)), stderr=subprocess.PIPE, text=True, start_new_session=True
+        started(folder),
+        env=surroundings(PAUSE=str(pause)),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     wait_for(folder / ("settings.json" if pause > 1 else "metrics.jsonl"))
     time.sleep(0.5)
@@ -136,13 +167,17 @@ def test_ctrl_c_twice_stops_several_processes_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_finds_another_gone_when_both_were_told_to_stop_says_how_to_go_on(tmp_path: Path) -> None:
+def test_a_process_that_finds_another_gone_when_both_were_told_to_stop_says_how_to_go_on(
+    tmp_path: Path,
+) -> None:
     """One may end before the other, which still waits for it: no reason to speak of a crash."""
     process = two_slow_processes(tmp_path / "run", pause=2)
     wait_for(tmp_path / "run" / "settings.json")
     time.sleep(4)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    (second,) = [int(child) for child in children if b"\0RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes()]
+    (second,) = [
+        int(child) for child in children if b"\0RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes()
+    ]
     began = time.monotonic()
     process.terminate()
     os.kill(second, signal.SIGKILL)
@@ -178,8 +213,15 @@ class Late(Small):
 @pytest.mark.parametrize("late", ["0", "1"])
 def test_processes_that_have_not_met_yet_stop_soon(late: str, number: signal.Signals, tmp_path: Path) -> None:
     variables = surroundings(LATE=late)
-    command = [sys.executable, "-m", "peel", *line(tmp_path / "run", "--gpus", "2", model="test_several:Late")]
-    process = subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    command = [
+        sys.executable,
+        "-m",
+        "peel",
+        *line(tmp_path / "run", "--gpus", "2", model="test_several:Late"),
+    ]
+    process = subprocess.Popen(
+        command, env=variables, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     time.sleep(12)
     began = time.monotonic()
     process.send_signal(number)
@@ -199,10 +241,24 @@ class Skipping(Small):
         return self.fc(self.norm4(self.conv4(self.norm3(self.conv3(x)).relu())).relu().mean((2, 3)))
 
 
-def in_two_processes(output: Path, model: str, *options: str, **chosen: str) -> subprocess.CompletedProcess[str]:
+def in_two_processes(
+    output: Path, model: str, *options: str, **chosen: str
+) -> subprocess.CompletedProcess[str]:
     variables = surroundings()
-    command = [*line(output, *(part for pair in chosen.items() for part in pair), model=model), "--gpus", "2", *options]
-    return subprocess.run([sys.executable, "-m", "peel", *command], env=variables, capture_output=True, text=True, timeout=200, check=False)
+    command = [
+        *line(output, *(part for pair in chosen.items() for part in pair), model=model),
+        "--gpus",
+        "2",
+        *options,
+    ]
+    return subprocess.run(
+        [sys.executable, "-m", "peel", *command],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
 
 
 @pytest.mark.slow
@@ -213,12 +269,19 @@ def test_a_layer_that_one_process_leaves_out_is_explained(tmp_path: Path) -> Non
     assert "error: a layer of the network had no part in a step" in done.stderr
     assert "Traceback" not in done.stderr
     stopped = (tmp_path / "run" / "stopped.json").read_text()
-    assert "had no part in a step" in stopped or "another process of this run ended, and has said why" in stopped
+    assert (
+        "had no part in a step" in stopped or "another process of this run ended, and has said why" in stopped
+    )
 
 
 @pytest.mark.slow
 def test_joint_norms_take_one_image_per_process(tmp_path: Path) -> None:
-    done = in_two_processes(tmp_path / "run", "helpers.small:Pooled", "--sync-bn", **{"--train.batch-size": "2", "--train.epochs": "1"})
+    done = in_two_processes(
+        tmp_path / "run",
+        "helpers.small:Pooled",
+        "--sync-bn",
+        **{"--train.batch-size": "2", "--train.epochs": "1"},
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -229,7 +292,9 @@ def test_a_teacher_has_its_passing_buffers_in_every_process_after_a_restart(tmp_
     for steps in ("original", whole["--steps"]):
         done = in_two_processes(tmp_path / "twice", "helpers.small:Restless", **{**whole, "--steps": steps})
         assert done.returncode == 0, done.stderr
-    assert (tmp_path / "once" / "slim.safetensors").read_bytes() == (tmp_path / "twice" / "slim.safetensors").read_bytes()
+    assert (tmp_path / "once" / "slim.safetensors").read_bytes() == (
+        tmp_path / "twice" / "slim.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.slow

@@ -50,8 +50,12 @@ def assert_no_escapes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])
-@pytest.mark.parametrize("name", [b"a b  c", b"caf\xe9 \xff", "größe ✓".encode()], ids=["spaces", "no UTF-8", "letters"])
-def test_any_path_will_do_for_the_output_whatever_can_be_printed(name: bytes, encoding: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [b"a b  c", b"caf\xe9 \xff", "größe ✓".encode()], ids=["spaces", "no UTF-8", "letters"]
+)
+def test_any_path_will_do_for_the_output_whatever_can_be_printed(
+    name: bytes, encoding: str, tmp_path: Path
+) -> None:
     folder, said = joined(tmp_path, name), tmp_path / "said"
     assert "original" in run(said, "--output", str(folder), PYTHONIOENCODING=encoding)
     assert (folder / "result.json").exists()
@@ -72,7 +76,9 @@ def test_folders_of_images_and_classes_may_have_any_name(tmp_path: Path) -> None
     options = ["--data", str(root), "--output", str(tmp_path / "run"), "--train.batch-size", "6"]
     run(tmp_path / "said", *options, PYTHONIOENCODING="utf-8:strict")
     assert (tmp_path / "run" / "report.html").exists()
-    assert len(json.loads((tmp_path / "run" / "settings.json").read_text())["resolved"]["input"]["classes"]) == 2
+    assert (
+        len(json.loads((tmp_path / "run" / "settings.json").read_text())["resolved"]["input"]["classes"]) == 2
+    )
 
 
 # What is missing
@@ -84,7 +90,11 @@ def test_without_a_home_and_without_a_network(home: str | None, tmp_path: Path) 
     if alone and subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
         alone = []  # not everyone may cut a process off
     path = os.pathsep.join(os.path.abspath(place) for place in sys.path if place)
-    variables = {name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")
+    }
     variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | ({"HOME": home} if home else {})
     done = subprocess.run(
         [*alone, sys.executable, "-m", "peel", *RUN],
@@ -111,10 +121,21 @@ def test_without_a_home_and_without_a_network(home: str | None, tmp_path: Path) 
 def test_without_a_package_the_rest_works_and_one_line_says_what_to_install(
     absent: str, arguments: list[str], code: int, hint: str, tmp_path: Path
 ) -> None:
-    (tmp_path / f"{absent}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{absent}'\", name={absent!r})")
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(tmp_path), *map(os.path.abspath, sys.path)])}
+    (tmp_path / f"{absent}.py").write_text(
+        f"raise ModuleNotFoundError(\"No module named '{absent}'\", name={absent!r})"
+    )
+    variables = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *map(os.path.abspath, sys.path)]),
+    }
     done = subprocess.run(
-        [sys.executable, "-m", "peel", *arguments], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "peel", *arguments],
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
@@ -128,7 +149,9 @@ def test_without_a_package_the_rest_works_and_one_line_says_what_to_install(
 # Terminals
 
 
-@pytest.mark.parametrize("environment", [{}, {"TERM": "dumb"}, {"NO_COLOR": "1"}, {"TERM": "xterm-256color", "COLUMNS": "20"}])
+@pytest.mark.parametrize(
+    "environment", [{}, {"TERM": "dumb"}, {"NO_COLOR": "1"}, {"TERM": "xterm-256color", "COLUMNS": "20"}]
+)
 def test_into_a_file_there_are_no_escape_codes(environment: dict[str, str], tmp_path: Path) -> None:
     said = run(tmp_path / "said", "--output", str(tmp_path / "run"), **environment)
     assert "\x1b" not in said
@@ -166,7 +189,9 @@ def test_a_dumb_terminal_gets_no_escape_codes(tmp_path: Path) -> None:
     assert_no_escapes(tmp_path / "run")
 
 
-def test_a_terminal_gets_bars_and_the_files_no_escape_codes_and_no_colours_where_none_are_wanted(tmp_path: Path) -> None:
+def test_a_terminal_gets_bars_and_the_files_no_escape_codes_and_no_colours_where_none_are_wanted(
+    tmp_path: Path,
+) -> None:
     coloured = on_a_terminal(tmp_path / "run", TERM="xterm-256color")
     plain = on_a_terminal(tmp_path / "plain", TERM="xterm-256color", NO_COLOR="1")
     assert "\x1b[38;5;" in coloured
@@ -194,17 +219,26 @@ def test_a_clock_that_jumps_back_changes_nothing(tmp_path: Path, monkeypatch: py
     for epoch in (tmp_path / "jumped" / "metrics.jsonl").read_text().splitlines():
         assert json.loads(epoch)["seconds"] >= 0
         assert json.loads(epoch)["images_per_second"] > 0
-    assert (tmp_path / "jumped" / "slim.safetensors").read_bytes() == (tmp_path / "straight" / "slim.safetensors").read_bytes()
+    assert (tmp_path / "jumped" / "slim.safetensors").read_bytes() == (
+        tmp_path / "straight" / "slim.safetensors"
+    ).read_bytes()
 
 
 def test_which_checkpoint_is_newest_does_not_depend_on_the_clock(tmp_path: Path) -> None:
-    settings = {"train": {"epochs": 2, "batch_size": 64}, "search": {"epochs": 1}, "steps": ["original"], "checkpoint_seconds": 0.0}
+    settings = {
+        "train": {"epochs": 2, "batch_size": 64},
+        "search": {"epochs": 1},
+        "steps": ["original"],
+        "checkpoint_seconds": 0.0,
+    }
     folder = tmp_path / "run"
     assert exit_code(start(run_until, folder, settings, ("original", 5))) != 0
     older, newer = sorted((folder / "checkpoints").glob("*.pt"))
     os.utime(older, (2**33, 2**33))
     os.utime(newer, (0, 0))
-    assert exit_code(start(run_until, folder, settings, ("original", 4))) == 0, "the fourth step, after the older one, is not repeated"
+    assert exit_code(start(run_until, folder, settings, ("original", 4))) == 0, (
+        "the fourth step, after the older one, is not repeated"
+    )
 
 
 # Nobody listens
@@ -223,7 +257,14 @@ def test_a_run_goes_on_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize("variable", ["PEEL_PATIENCE", "WORLD_SIZE"])
 def test_a_variable_that_is_no_number_is_named(variable: str, tmp_path: Path) -> None:
     said = tmp_path / "said"
-    variables = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", variable: "many"}
+    variables = {
+        "WORLD_SIZE": "2",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        variable: "many",
+    }
     assert exit_code(command(line(tmp_path / "run"), said, **variables)) == 2
     assert f"the variable {variable} is 'many': it must be a number above zero" in said.read_text()
 

@@ -37,7 +37,9 @@ def freeze(folder: Path, held: Path) -> None:
         time.sleep(60)
 
 
-def test_a_second_process_is_refused_while_the_first_lives_and_not_after_it_was_killed(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_while_the_first_lives_and_not_after_it_was_killed(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "run"
     process = start(freeze, folder, tmp_path / "held")
     try:
@@ -61,9 +63,14 @@ def test_who_has_taken_a_folder_just_now_is_told_although_it_does_not_say_so_yet
         timer.join()
 
 
-def test_of_two_commands_at_the_same_time_one_runs_and_the_other_is_told_who(tmp_path: Path, whole: bytes) -> None:
+def test_of_two_commands_at_the_same_time_one_runs_and_the_other_is_told_who(
+    tmp_path: Path, whole: bytes
+) -> None:
     folder = tmp_path / "run"
-    processes = {command(line(folder, model="helpers.small:Slow"), tmp_path / str(i), PAUSE="0.1"): tmp_path / str(i) for i in range(2)}
+    processes = {
+        command(line(folder, model="helpers.small:Slow"), tmp_path / str(i), PAUSE="0.1"): tmp_path / str(i)
+        for i in range(2)
+    }
     codes = {exit_code(process): said for process, said in processes.items()}
     assert set(codes) == {0, 2}
     winner = next(process for process in processes if process.exitcode == 0)
@@ -116,7 +123,9 @@ def with_little_room(folder: Path, size: int, said: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [5_000, 30_000])
-def test_files_that_cannot_grow_stop_the_run_and_room_lets_it_go_on(size: int, tmp_path: Path, finished: tuple[Path, Result]) -> None:
+def test_files_that_cannot_grow_stop_the_run_and_room_lets_it_go_on(
+    size: int, tmp_path: Path, finished: tuple[Path, Result]
+) -> None:
     """5,000 bytes hold the settings but no checkpoint; 30,000 the slim networks' files too."""
     folder = tmp_path / "run"
     assert exit_code(start(with_little_room, folder, size, tmp_path / "said")) == 0
@@ -134,7 +143,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield place
 
 
-def test_a_full_disk_stops_the_run_and_room_lets_it_go_on(small_disk: Path, finished: tuple[Path, Result]) -> None:
+def test_a_full_disk_stops_the_run_and_room_lets_it_go_on(
+    small_disk: Path, finished: tuple[Path, Result]
+) -> None:
     with pytest.raises(RunError, match="No space left on device"):
         small_run(output=small_disk / "run", seed=3)
     assert (small_disk / "run" / "settings.json").exists()
@@ -148,7 +159,9 @@ def test_a_full_disk_stops_the_run_and_room_lets_it_go_on(small_disk: Path, fini
 
 def test_a_disk_without_room_for_a_trained_network_is_no_damaged_file(tmp_path: Path) -> None:
     with small_disk_at(tmp_path / "disk", "64k") as disk, RunFolder(disk) as space:
-        with pytest.raises(RunError, match=r"No space left on device \([\d,]+ bytes are needed.*the same command goes on") as caught:
+        with pytest.raises(
+            RunError, match=r"No space left on device \([\d,]+ bytes are needed.*the same command goes on"
+        ) as caught:
             space.save_model("large", nn.Linear(200, 200))
         assert not isinstance(caught.value, CorruptFileError)
         space.save_model("small", nn.Linear(2, 2))

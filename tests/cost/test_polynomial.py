@@ -58,15 +58,21 @@ def test_layers_and_groups_add_up(kind: type[Net]) -> None:
 def test_many_candidates_at_once_agree_with_one_at_a_time() -> None:
     _, graph = traced_zoo("mobilenet_v2")
     rows = np.random.default_rng(0).integers(1, 2000, size=(50, len(graph.widths)))
-    assert graph.macs_many(rows).tolist() == [graph.macs(dict(zip(graph.widths, map(int, row), strict=False))) for row in rows]
-    assert graph.params_many(rows).tolist() == [graph.params(dict(zip(graph.widths, map(int, row), strict=False))) for row in rows]
+    assert graph.macs_many(rows).tolist() == [
+        graph.macs(dict(zip(graph.widths, map(int, row), strict=False))) for row in rows
+    ]
+    assert graph.params_many(rows).tolist() == [
+        graph.params(dict(zip(graph.widths, map(int, row), strict=False))) for row in rows
+    ]
     dicts = [graph.widths.scale(factor) for factor in (0.3, 0.7)]
     assert graph.macs_many(dicts).tolist() == [graph.macs(widths) for widths in dicts]
 
 
 def test_many_candidates_are_checked_too() -> None:
     _, graph = traced_net(Grouped)
-    with pytest.raises(peel.WidthsError, match="row 1: the width of reduce must be a positive multiple of 4, not 6"):
+    with pytest.raises(
+        peel.WidthsError, match="row 1: the width of reduce must be a positive multiple of 4, not 6"
+    ):
         graph.macs_many(np.array([[12, 16], [6, 16]]))
     with pytest.raises(peel.WidthsError, match="2 columns"):
         graph.macs_many(np.ones((3, 5), dtype=int))
@@ -128,7 +134,9 @@ def test_the_papers_networks_cost_what_was_recounted(name: str, conv: float, cla
         ("resnet50", 0.25, 8, 278),
     ],
 )
-def test_uniform_resnets_of_the_papers_tables(name: str, factor: float, divisor: int, millions: float) -> None:
+def test_uniform_resnets_of_the_papers_tables(
+    name: str, factor: float, divisor: int, millions: float
+) -> None:
     _, graph = traced_zoo(name)
     macs = graph.macs(graph.widths.scale(factor, divisor=divisor)) / 1e6
     assert round(macs, 1 if millions % 1 else 0) == millions
@@ -152,7 +160,9 @@ def test_a_fixed_stem_would_have_been_visible() -> None:
         (0.35, 1, True, 49),
     ],
 )
-def test_uniform_mobilenets_of_the_papers_tables(factor: float, divisor: int, hold_last: bool, millions: float) -> None:
+def test_uniform_mobilenets_of_the_papers_tables(
+    factor: float, divisor: int, hold_last: bool, millions: float
+) -> None:
     """Hidden layers are six times what they expand; the last convolution stays at 1280 where it is held."""
     _, graph = traced_zoo("mobilenet_v2")
     widths: dict[str, int] = {}
@@ -178,11 +188,15 @@ def test_uniform_mobilenets_of_the_papers_tables(factor: float, divisor: int, ho
         ("mobilenet_v2", (), 267.94, 32.83),
     ],
 )
-def test_the_polynomial_of_a_whole_network(name: str, freeze: tuple[str, ...], square: float, linear: float) -> None:
+def test_the_polynomial_of_a_whole_network(
+    name: str, freeze: tuple[str, ...], square: float, linear: float
+) -> None:
     _, graph = traced_zoo(name)
 
     def cost(factor: float) -> float:
-        units = [u if tie in freeze else u * factor for tie, u in zip(graph.widths, graph.units(), strict=False)]
+        units = [
+            u if tie in freeze else u * factor for tie, u in zip(graph.widths, graph.units(), strict=False)
+        ]
         return graph.mac_cost.total(units) / 1e6
 
     # Fit a w^2 + b w + c through three points.
@@ -194,4 +208,6 @@ def test_the_polynomial_of_a_whole_network(name: str, freeze: tuple[str, ...], s
 def test_activation_memory_shrinks_with_the_widths_and_is_at_least_one_layer() -> None:
     _, graph = traced_zoo("resnet18")
     assert graph.activation_bytes() >= 64 * 112 * 112 * 4
-    assert graph.activation_bytes(graph.widths.scale(0.5)) == pytest.approx(graph.activation_bytes() / 2, rel=0.2)
+    assert graph.activation_bytes(graph.widths.scale(0.5)) == pytest.approx(
+        graph.activation_bytes() / 2, rel=0.2
+    )

@@ -42,7 +42,26 @@ def test_budgets_are_read_as_people_write_them(written: str | float, meant: int)
 
 
 @pytest.mark.parametrize(
-    "written", ["", "half", "5X", "-5M", "0%", 0, -1, 0.0, -0.5, 1.5, float("nan"), float("inf"), None, True, "1.1GG", [5], "1,5G"]
+    "written",
+    [
+        "",
+        "half",
+        "5X",
+        "-5M",
+        "0%",
+        0,
+        -1,
+        0.0,
+        -0.5,
+        1.5,
+        float("nan"),
+        float("inf"),
+        None,
+        True,
+        "1.1GG",
+        [5],
+        "1,5G",
+    ],
 )
 def test_what_is_not_a_budget_is_refused(written: object) -> None:
     with pytest.raises(peel.BudgetError):
@@ -53,7 +72,9 @@ NETWORKS = ["resnet18", "resnet50", "mobilenet_v2", "efficientnet_b0"]
 
 
 @given(st.sampled_from(NETWORKS), st.floats(0.05, 1.0), st.sampled_from(["macs", "params"]))
-def test_uniform_never_exceeds_the_budget_and_comes_within_a_thousandth(name: str, share: float, resource: str) -> None:
+def test_uniform_never_exceeds_the_budget_and_comes_within_a_thousandth(
+    name: str, share: float, resource: str
+) -> None:
     _, graph = traced_zoo(name)
     count = getattr(graph, resource)
     budget = int(count() * share)
@@ -61,7 +82,12 @@ def test_uniform_never_exceeds_the_budget_and_comes_within_a_thousandth(name: st
     assert 0.999 * budget <= cost <= budget
 
 
-@given(st.sampled_from(NETWORKS), st.floats(0.1, 0.95), st.sampled_from([1, 4, 8, 16]), st.sampled_from(["macs", "params"]))
+@given(
+    st.sampled_from(NETWORKS),
+    st.floats(0.1, 0.95),
+    st.sampled_from([1, 4, 8, 16]),
+    st.sampled_from(["macs", "params"]),
+)
 def test_one_more_step_would_exceed_the_budget(name: str, share: float, divisor: int, resource: str) -> None:
     _, graph = traced_zoo(name)
     count = getattr(graph, resource)
@@ -89,16 +115,24 @@ def test_small_networks_come_within_a_thousandth_too(name: str, share: float) ->
     """Or within the smallest step there is: just below the whole network, one channel less of any tie may be more than a thousandth."""
     _, graph = traced_zoo(name)
     budget = int(graph.macs() * share)
-    channel = min(graph.macs() - graph.macs({tie: width - graph.steps[tie]}) for tie, width in graph.widths.items())
+    channel = min(
+        graph.macs() - graph.macs({tie: width - graph.steps[tie]}) for tie, width in graph.widths.items()
+    )
     assert (
-        budget - max(0.001 * budget, channel if budget > graph.macs() - channel else 0) <= graph.macs(peel.uniform(graph, budget)) <= budget
+        budget - max(0.001 * budget, channel if budget > graph.macs() - channel else 0)
+        <= graph.macs(peel.uniform(graph, budget))
+        <= budget
     )
 
 
 def test_memory_is_a_resource_too() -> None:
     _, graph = traced_zoo("resnet18")
     widths = peel.uniform(graph, "60%", resource="memory")
-    assert 0.9 * 0.6 * graph.activation_bytes() < graph.activation_bytes(widths) <= 0.6 * graph.activation_bytes()
+    assert (
+        0.9 * 0.6 * graph.activation_bytes()
+        < graph.activation_bytes(widths)
+        <= 0.6 * graph.activation_bytes()
+    )
 
 
 def test_the_whole_budget_gives_the_original_back() -> None:

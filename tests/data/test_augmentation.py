@@ -60,7 +60,9 @@ def test_the_kernels_make_what_the_cpu_makes() -> None:
     """Run by Triton's interpreter; test_gpu.py has it on a GPU."""
     pytest.importorskip("triton")
     variables = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run([sys.executable, "-c", VIEWS + COLOURS], env=variables, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", VIEWS + COLOURS], env=variables, capture_output=True, text=True, check=False
+    )
     assert result.stdout.split("\n")[:-1] == ["the same views", "the same colours"], result.stderr
 
 
@@ -69,9 +71,16 @@ def test_colours_change_as_torchvision_changes_them_in_every_order() -> None:
     images = torch.rand(24, 3, 20, 30, generator=chance) * 255
     images[0, :, :5] = 100  # grey has no hue
     orders = torch.tensor(list(itertools.permutations(range(4))))
-    strengths = torch.cat([0.8 + 0.4 * torch.rand(24, 3, generator=chance), 0.2 * torch.rand(24, 1, generator=chance) - 0.1], 1)
+    strengths = torch.cat(
+        [0.8 + 0.4 * torch.rand(24, 3, generator=chance), 0.2 * torch.rand(24, 1, generator=chance) - 0.1], 1
+    )
     changed = color_jitter(images, strengths, orders)
-    adjust = [reference.adjust_brightness, reference.adjust_contrast, reference.adjust_saturation, reference.adjust_hue]
+    adjust = [
+        reference.adjust_brightness,
+        reference.adjust_contrast,
+        reference.adjust_saturation,
+        reference.adjust_hue,
+    ]
     for number, order in enumerate(orders.tolist()):
         wanted = images[number] / 255
         for kind in order:
@@ -80,7 +89,9 @@ def test_colours_change_as_torchvision_changes_them_in_every_order() -> None:
 
 
 def test_colours_and_mirroring_depend_on_seed_and_index_alone() -> None:
-    images = torch.randint(0, 256, (80, 3, 10, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    images = torch.randint(
+        0, 256, (80, 3, 10, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     index = torch.arange(80) * 7
     whole = color_jitter_and_flip(images, index, 5)
     order = torch.randperm(80)
@@ -91,14 +102,18 @@ def test_colours_and_mirroring_depend_on_seed_and_index_alone() -> None:
 
 
 def test_colours_do_not_depend_on_the_number_of_threads() -> None:
-    images = torch.randint(0, 256, (40, 3, 224, 224), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    images = torch.randint(
+        0, 256, (40, 3, 224, 224), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     before = torch.get_num_threads()
     try:
         seen = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             # One at a time, as they are decoded.
-            seen.append(torch.cat([color_jitter_and_flip(images[i : i + 1], torch.tensor([i]), 5) for i in range(40)]))
+            seen.append(
+                torch.cat([color_jitter_and_flip(images[i : i + 1], torch.tensor([i]), 5) for i in range(40)])
+            )
     finally:
         torch.set_num_threads(before)
     assert torch.equal(seen[0], seen[1])
@@ -126,7 +141,9 @@ def test_random_parts_are_distributed_as_those_of_torchvision(height: int, width
     assert (mine[:, 1] + mine[:, 3]).max() <= width
     marks = torch.linspace(0.05, 0.95, 10)
     for column, extent in enumerate((height, width, height, width)):
-        gap = (mine[:, column].float().quantile(marks) - theirs[:, column].float().quantile(marks)).abs().max()
+        gap = (
+            (mine[:, column].float().quantile(marks) - theirs[:, column].float().quantile(marks)).abs().max()
+        )
         assert gap <= 0.04 * extent + 1, (column, gap)
     areas = [(parts[:, 2] * parts[:, 3]).float().mean() / height / width for parts in (mine, theirs)]
     assert abs(areas[0] - areas[1]) < 0.02
@@ -148,7 +165,11 @@ def test_every_window_has_a_number_of_its_own(augment: str) -> None:
     for epoch in range(40):
         windows = draw_windows(torch.arange(100), View.of_epoch(augment, 0, epoch), 8)
         for top, left, flipped, number in zip(
-            windows.top.tolist(), windows.left.tolist(), windows.flipped.tolist(), windows.numbers(pad).tolist(), strict=True
+            windows.top.tolist(),
+            windows.left.tolist(),
+            windows.flipped.tolist(),
+            windows.numbers(pad).tolist(),
+            strict=True,
         ):
             assert numbers.setdefault(number, (top, left, flipped)) == (top, left, flipped)
     assert len(set(numbers.values())) == len(numbers) == {"none": 1, "crop": 9, "crop-flip": 18}[augment]

@@ -44,7 +44,12 @@ def noise(height: int, width: int, seed: int, channels: int = 3) -> np.ndarray:
 
 
 def write_folder(
-    root: Path, *, size: tuple[int, int] = (12, 10), classes: tuple[str, ...] = ("cat", "dog"), count: int = 4, test: str = "val"
+    root: Path,
+    *,
+    size: tuple[int, int] = (12, 10),
+    classes: tuple[str, ...] = ("cat", "dog"),
+    count: int = 4,
+    test: str = "val",
 ) -> Path:
     """`count` PNG files of noise per class and split."""
     seeds = itertools.count()
@@ -86,8 +91,15 @@ def test_digits_are_the_ones_of_scikit_learn() -> None:
     datasets = pytest.importorskip("sklearn.datasets")
     raw = datasets.load_digits()
     ours = load_data("digits", channels=1)
-    stored = {(image.numpy().tobytes(), int(label)) for s in (ours.train, ours.test) for image, label in zip(s.pixels, s.labels)}  # type: ignore[attr-defined]
-    theirs = {(np.minimum(image * 16, 255).astype(np.uint8).tobytes(), int(label)) for image, label in zip(raw.images, raw.target)}
+    stored = {
+        (image.numpy().tobytes(), int(label))
+        for s in (ours.train, ours.test)
+        for image, label in zip(s.pixels, s.labels)
+    }  # type: ignore[attr-defined]
+    theirs = {
+        (np.minimum(image * 16, 255).astype(np.uint8).tobytes(), int(label))
+        for image, label in zip(raw.images, raw.target)
+    }
     assert stored == theirs
 
 
@@ -133,9 +145,16 @@ def write_fashion_mnist(root: Path, counts: dict[str, int]) -> dict[str, tuple[n
     written = {}
     for split, count in counts.items():
         chance = np.random.default_rng(count)
-        images, labels = chance.integers(0, 256, (count, 28, 28), dtype=np.uint8), chance.integers(0, 10, count, dtype=np.uint8)
+        images, labels = (
+            chance.integers(0, 256, (count, 28, 28), dtype=np.uint8),
+            chance.integers(0, 10, count, dtype=np.uint8),
+        )
         for name, values in (("images-idx3-ubyte", images), ("labels-idx1-ubyte", labels)):
-            content = bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape) + values.tobytes()
+            content = (
+                bytes([0, 0, 8, values.ndim])
+                + struct.pack(f">{values.ndim}I", *values.shape)
+                + values.tobytes()
+            )
             (raw / f"{split}-{name}").write_bytes(content)
             (raw / f"{split}-{name}.gz").write_bytes(gzip.compress(content))
         written[split] = images, labels
@@ -168,7 +187,9 @@ def test_a_folder_of_small_images_of_one_size_becomes_resident_pixel_by_pixel(tm
     assert data.shape == (3, 12, 10)
     assert isinstance(data.train, InMemoryImages)
     assert data.train.labels.tolist() == [0] * 4 + [1] * 4
-    assert np.array_equal(data.train.pixels[5].numpy(), np.array(Image.open(tmp_path / "train" / "dog" / "1.png")))
+    assert np.array_equal(
+        data.train.pixels[5].numpy(), np.array(Image.open(tmp_path / "train" / "dog" / "1.png"))
+    )
 
 
 @pytest.mark.parametrize("name", ["val", "test", "validation", "valid"])
@@ -226,8 +247,14 @@ def _sixteen_bit(path: Path) -> None:
 MODES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "grey": ("png", lambda path: Image.fromarray(noise(12, 10, 1, 1)).save(path)),
     "grey jpeg": ("jpg", lambda path: Image.fromarray(noise(12, 10, 1, 1)).save(path, quality=95)),
-    "cmyk jpeg": ("jpg", lambda path: Image.fromarray(noise(12, 10, 1)).convert("CMYK").save(path, quality=95)),
-    "rgba": ("png", lambda path: Image.fromarray(np.dstack([noise(12, 10, 1), noise(12, 10, 2, 1)])).save(path)),
+    "cmyk jpeg": (
+        "jpg",
+        lambda path: Image.fromarray(noise(12, 10, 1)).convert("CMYK").save(path, quality=95),
+    ),
+    "rgba": (
+        "png",
+        lambda path: Image.fromarray(np.dstack([noise(12, 10, 1), noise(12, 10, 2, 1)])).save(path),
+    ),
     "grey with alpha": ("png", lambda path: Image.fromarray(noise(12, 10, 1)).convert("LA").save(path)),
     "palette": ("png", _palette),
     "transparent palette": ("png", _transparent_palette),
@@ -275,11 +302,14 @@ def test_resident_crops_are_those_of_torchvision_and_as_frequent(augment: str) -
     ours: Counter[int] = Counter()
     for epoch in range(3):
         index = torch.arange(draws // 3)
-        seen = crop_windows(draw_windows(index, View.of_epoch(augment, 0, epoch), size), image.expand(len(index), size, size, 1)).permute(
-            0, 3, 1, 2
-        )
+        seen = crop_windows(
+            draw_windows(index, View.of_epoch(augment, 0, epoch), size),
+            image.expand(len(index), size, size, 1),
+        ).permute(0, 3, 1, 2)
         ours.update(keys[window.contiguous().numpy().tobytes()] for window in seen)
-    transforms = v2.Compose([v2.RandomCrop(size, padding=1), *([v2.RandomHorizontalFlip()] if augment == "crop-flip" else [])])
+    transforms = v2.Compose(
+        [v2.RandomCrop(size, padding=1), *([v2.RandomHorizontalFlip()] if augment == "crop-flip" else [])]
+    )
     torch.manual_seed(0)
     theirs = {keys[transforms(image.permute(2, 0, 1)).numpy().tobytes()] for _ in range(300)}
     assert set(ours) == theirs == set(range(len(possible)))
@@ -300,7 +330,10 @@ def test_random_numbers_of_neighbouring_images_and_draws_are_not_related() -> No
     ]:
         assert torch.corrcoef(torch.stack([first, second]))[0, 1].abs() < 0.03
     assert (drawn.mean(0) - 0.5).abs().max() < 0.01
-    assert torch.corrcoef(torch.stack([drawn[:, 0], uniform(torch.arange(20_000), 124, 3)[:, 0]]))[0, 1].abs() < 0.03
+    assert (
+        torch.corrcoef(torch.stack([drawn[:, 0], uniform(torch.arange(20_000), 124, 3)[:, 0]]))[0, 1].abs()
+        < 0.03
+    )
 
 
 # What a view depends on
@@ -308,12 +341,16 @@ def test_random_numbers_of_neighbouring_images_and_draws_are_not_related() -> No
 
 @pytest.fixture(scope="module")
 def streamed(tmp_path_factory: pytest.TempPathFactory) -> ImageFolder:
-    split = load_data(str(write_folder(tmp_path_factory.mktemp("streamed"), size=(130, 150), count=5)), image_size=100).train
+    split = load_data(
+        str(write_folder(tmp_path_factory.mktemp("streamed"), size=(130, 150), count=5)), image_size=100
+    ).train
     assert isinstance(split, ImageFolder)
     return split
 
 
-def test_of_many_files_those_looked_into_lie_all_over_the_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_files_those_looked_into_lie_all_over_the_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths = [tmp_path / os.fsdecode(b"\xff%d.bmp" % number) for number in range(25)]
     for path in paths:
         path.write_text("before")
@@ -329,7 +366,9 @@ def test_of_many_files_those_looked_into_lie_all_over_the_set(tmp_path: Path, mo
     assert fingerprint_of(Paths(paths)) != whole, "sizes are looked at everywhere"
 
 
-def seen_by_index(split: Split, order: Tensor, batch_size: int, view: View, workers: int = 0) -> dict[int, Tensor]:
+def seen_by_index(
+    split: Split, order: Tensor, batch_size: int, view: View, workers: int = 0
+) -> dict[int, Tensor]:
     return dict(zip(order.tolist(), images_of(split, order, batch_size, view, workers)))
 
 
@@ -342,9 +381,15 @@ def test_a_view_depends_on_seed_epoch_and_index_alone(augment: str, kind: str, s
     state = torch.get_rng_state()
     first = seen_by_index(split, torch.arange(10), 10, view)
     again = seen_by_index(split, epoch_order(10, 0, 0), 3, view)
-    assert torch.equal(torch.get_rng_state(), state), "drawing images must leave the random numbers of the network alone"
+    assert torch.equal(torch.get_rng_state(), state), (
+        "drawing images must leave the random numbers of the network alone"
+    )
     later = seen_by_index(split, torch.tensor([7, 2]), 1, view)
-    for other in (again, later, *([seen_by_index(split, torch.arange(10).flip(0), 4, view, workers=2)] if kind == "streamed" else [])):
+    for other in (
+        again,
+        later,
+        *([seen_by_index(split, torch.arange(10).flip(0), 4, view, workers=2)] if kind == "streamed" else []),
+    ):
         assert all(torch.equal(first[i], image) for i, image in other.items())
     for changed in (View.of_epoch(augment, 3, 6), View.of_epoch(augment, 4, 5)):
         different = seen_by_index(split, torch.arange(10), 10, changed)
@@ -379,7 +424,9 @@ def test_evaluation_counts_each_image_once(batch_size: int) -> None:
         scores = model(images_of(test, torch.arange(test.size), 1000, EVAL))
     result = evaluate(model, test, CPU, batch_size)
     assert result.top1 == (scores.argmax(1) == test.labels).sum().item() / 90
-    assert result.loss == pytest.approx(torch.nn.functional.cross_entropy(scores, test.labels).item(), rel=1e-5)
+    assert result.loss == pytest.approx(
+        torch.nn.functional.cross_entropy(scores, test.labels).item(), rel=1e-5
+    )
 
 
 def test_what_is_held_out_is_not_trained_on() -> None:
@@ -392,8 +439,14 @@ def test_what_is_held_out_is_not_trained_on() -> None:
 
     assert not content(rest) & content(held)
     assert content(rest) + content(held) == content(data.train)
-    assert content(hold_out(data.train, 0.1, seed=3)[1]) == content(held) != content(hold_out(data.train, 0.1, seed=4)[1])
-    labels = {image.numpy().tobytes(): int(label) for image, label in zip(data.train.pixels, data.train.labels)}  # type: ignore[attr-defined]
+    assert (
+        content(hold_out(data.train, 0.1, seed=3)[1])
+        == content(held)
+        != content(hold_out(data.train, 0.1, seed=4)[1])
+    )
+    labels = {
+        image.numpy().tobytes(): int(label) for image, label in zip(data.train.pixels, data.train.labels)
+    }  # type: ignore[attr-defined]
     assert [labels[image.numpy().tobytes()] for image in held.pixels] == held.labels.tolist()  # type: ignore[attr-defined]
 
 

@@ -45,7 +45,9 @@ def split(tmp_path: Path) -> ImageFolder:
     paths = []
     for number in range(48):
         paths.append(tmp_path / f"{number}.png")
-        Image.fromarray(torch.randint(0, 256, (40, 50, 3), dtype=torch.uint8, generator=chance).numpy()).save(paths[-1])
+        Image.fromarray(torch.randint(0, 256, (40, 50, 3), dtype=torch.uint8, generator=chance).numpy()).save(
+            paths[-1]
+        )
     return ImageFolder(Paths(paths), torch.arange(48), (3, 32, 32), (0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
 
 
@@ -56,14 +58,19 @@ def children() -> set[int]:
 def test_the_processes_stay_from_one_epoch_to_the_next(split: ImageFolder) -> None:
     seen = []
     for epoch in range(2):
-        images = [batch.images for batch in split.batches(torch.arange(48), 8, View.of_epoch("imagenet", 0, epoch), CPU, 2)]
+        images = [
+            batch.images
+            for batch in split.batches(torch.arange(48), 8, View.of_epoch("imagenet", 0, epoch), CPU, 2)
+        ]
         seen.append((children(), torch.cat(images)))
     assert len(seen[0][0]) == 2
     assert seen[0][0] == seen[1][0]
     assert not torch.equal(seen[0][1], seen[1][1]), "each epoch has views of its own"
 
 
-def test_a_process_that_is_killed_is_replaced_and_nothing_is_lost(split: ImageFolder, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_that_is_killed_is_replaced_and_nothing_is_lost(
+    split: ImageFolder, caplog: pytest.LogCaptureFixture
+) -> None:
     view = View("imagenet", 3)
     whole = list(split.batches(torch.arange(48), 4, view, CPU, 0))
     got = []
@@ -238,7 +245,9 @@ class Hanging:
 
 
 @pytest.mark.parametrize("make", [Dying(), Hanging()])
-def test_processes_that_die_or_hang_every_time_are_an_error_not_a_wait(make: Dying | Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_die_or_hang_every_time_are_an_error_not_a_wait(
+    make: Dying | Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PEEL_PATIENCE", "1")
     monkeypatch.setattr(loader_module, "TRIES", 2)
     got = []
@@ -252,7 +261,9 @@ def test_processes_that_die_or_hang_every_time_are_an_error_not_a_wait(make: Dyi
 
 
 @pytest.mark.parametrize(("size", "more"), [(8, " and 5 more"), (2, "")])
-def test_the_files_that_processes_die_at_are_named(size: int, more: str, split: ImageFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_that_processes_die_at_are_named(
+    size: int, more: str, split: ImageFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = folder_module.decode
 
     def deadly(path: Path, channels: int) -> Tensor:
@@ -266,7 +277,9 @@ def test_the_files_that_processes_die_at_are_named(size: int, more: str, split: 
     order = torch.arange(48).flip(0)
     first = order[order.tolist().index(21) // size * size :][: min(size, 3)].tolist()
     names = ", ".join(str(split.paths[number]) for number in first)
-    with pytest.raises(DataError, match=rf"at the batch of image {first[0]} \({names}{more}\), 2 times\. Fewer --workers"):
+    with pytest.raises(
+        DataError, match=rf"at the batch of image {first[0]} \({names}{more}\), 2 times\. Fewer --workers"
+    ):
         list(split.batches(order, size, EVAL, CPU, 1))
 
 
@@ -279,10 +292,14 @@ def test_other_numbers_of_channels_are_grey(split: ImageFolder, channels: int) -
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_file_that_is_gone_is_named(split: ImageFolder, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_gone_is_named(
+    split: ImageFolder, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(folder_module, "READ_PAUSE", 0.01)
     split.paths[17].unlink()
-    with pytest.raises(DataError, match=r"17\.png could be read before training, but not any more: FileNotFoundError"):
+    with pytest.raises(
+        DataError, match=r"17\.png could be read before training, but not any more: FileNotFoundError"
+    ):
         list(split.batches(torch.arange(48), 8, EVAL, CPU, workers))
 
 

@@ -16,7 +16,11 @@ def unnamed(graph: peel.ChannelGraph) -> peel.ChannelGraph:
     """The graph with its ties called by their place: a name such as `conv[0:4]` holds a width of the network that was traced."""
     names = {name: f"{i} {name.partition('[')[0]}" for i, name in enumerate(graph.ties)}
     ties = {names[name]: replace(tie, name=names[name]) for name, tie in graph.ties.items()}
-    return replace(graph, ties=ties, groups={group: tuple(names[tie] for tie in members) for group, members in graph.groups.items()})
+    return replace(
+        graph,
+        ties=ties,
+        groups={group: tuple(names[tie] for tie in members) for group, members in graph.groups.items()},
+    )
 
 
 def differences(kept: peel.ChannelGraph, traced: peel.ChannelGraph) -> list[str]:
@@ -24,12 +28,17 @@ def differences(kept: peel.ChannelGraph, traced: peel.ChannelGraph) -> list[str]
     found = [
         field.name
         for field in fields(kept)
-        if field.name not in ("ties", "constants") and getattr(kept, field.name) != getattr(traced, field.name)
+        if field.name not in ("ties", "constants")
+        and getattr(kept, field.name) != getattr(traced, field.name)
     ]
     if list(kept.ties) != list(traced.ties):
         return [*found, f"{list(kept.ties)} and {list(traced.ties)}"]
     for name, tie in kept.ties.items():
-        found += [f"{name}: {field.name}" for field in fields(tie) if getattr(tie, field.name) != getattr(traced.ties[name], field.name)]
+        found += [
+            f"{name}: {field.name}"
+            for field in fields(tie)
+            if getattr(tie, field.name) != getattr(traced.ties[name], field.name)
+        ]
     return found
 
 
@@ -41,7 +50,9 @@ def stretched(graph: peel.ChannelGraph, factors: tuple[float, ...]) -> dict[str,
     }
 
 
-def check(model: torch.nn.Module, graph: peel.ChannelGraph, shape: tuple[int, ...], widths: dict[str, int]) -> list[str]:
+def check(
+    model: torch.nn.Module, graph: peel.ChannelGraph, shape: tuple[int, ...], widths: dict[str, int]
+) -> list[str]:
     kept = graph.at(widths)
     traced = peel.trace(peel.slim(model, widths, graph=graph), torch.randn(1, *shape))
     further = stretched(kept, (1.6, 0.7))

@@ -40,11 +40,17 @@ def test_every_resource_goes_through_to_the_page(resource: str, tmp_path: Path) 
 
 def test_a_plan_that_costs_more_than_the_budget_is_refused(tmp_path: Path) -> None:
     with pytest.raises(peel.BudgetError, match="the given plan costs"):
-        small_run(plan=dict(peel.trace(Small(), torch.zeros(1, 3, 8, 8)).widths), budget="50%", output=tmp_path / "run")
+        small_run(
+            plan=dict(peel.trace(Small(), torch.zeros(1, 3, 8, 8)).widths),
+            budget="50%",
+            output=tmp_path / "run",
+        )
     assert not (tmp_path / "run").exists()
 
 
-def test_a_teacher_that_another_run_began_with_other_settings_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_teacher_that_another_run_began_with_other_settings_is_not_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PEEL_FAULT", "4:nan")
     with pytest.raises(peel.DivergedError):
         small_run(teacher=tmp_path / "teacher", output=tmp_path / "a")
@@ -151,14 +157,33 @@ def test_own_models_may_be_grey_and_take_no_arguments(
 ) -> None:
     (tmp_path / "own_grey.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    assert main(["run", "own_grey.py:grey", "--output", "run", "--steps", "original", "--distill", "none", *SHORT]) == 0
+    assert (
+        main(
+            ["run", "own_grey.py:grey", "--output", "run", "--steps", "original", "--distill", "none", *SHORT]
+        )
+        == 0
+    )
     assert json.loads(Path("run/settings.json").read_text())["resolved"]["image_shape"] == [1, 8, 8]
 
 
 def test_a_signal_outside_training_stops_at_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "peel", "run", "--criterion", "legr", "--evaluations", "100000", "--steps", "backbone,plan", *SHORT]
+    command = [
+        sys.executable,
+        "-m",
+        "peel",
+        "run",
+        "--criterion",
+        "legr",
+        "--evaluations",
+        "100000",
+        "--steps",
+        "backbone,plan",
+        *SHORT,
+    ]
     process = subprocess.Popen(
-        [*command, "--distill", "none", "--output", str(tmp_path / "run")], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*command, "--distill", "none", "--output", str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     while not (tmp_path / "run" / "stages" / "backbone.record.json").exists():
         time.sleep(0.2)
@@ -170,7 +195,14 @@ def test_a_signal_outside_training_stops_at_once(tmp_path: Path) -> None:
 
 
 def test_pull_is_that_of_all_rounds_together(tmp_path: Path) -> None:
-    small_run(l1_strength=2.0, rounds=2, search={"epochs": 2}, output=tmp_path / "run", steps=["backbone", "plan"], distill="none")
+    small_run(
+        l1_strength=2.0,
+        rounds=2,
+        search={"epochs": 2},
+        output=tmp_path / "run",
+        steps=["backbone", "plan"],
+        distill="none",
+    )
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     recipe = json.loads((tmp_path / "run" / "settings.json").read_text())["resolved"]["search"]

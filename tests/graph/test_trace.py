@@ -127,7 +127,10 @@ def test_grouping_can_be_overridden() -> None:
     mine = graph.regroup({"all": ["inner", "stem"]})
     assert mine.groups == {"all": ("stem", "inner")}
     assert sum(mine.macs_by_group().values()) == graph.macs()
-    assert peel.trace(net, torch.randn(1, 3, 8, 8), groups={"a": ["stem"], "b": ["inner"]}).groups == {"a": ("stem",), "b": ("inner",)}
+    assert peel.trace(net, torch.randn(1, 3, 8, 8), groups={"a": ["stem"], "b": ["inner"]}).groups == {
+        "a": ("stem",),
+        "b": ("inner",),
+    }
     with pytest.raises(peel.WidthsError, match="no group holds inner"):
         graph.regroup({"a": ["stem"]})
     with pytest.raises(peel.WidthsError, match="Did you mean stem"):
@@ -194,7 +197,12 @@ def test_a_wrong_example_shape_is_explained() -> None:
 
 @pytest.mark.parametrize(
     ("example", "message"),
-    [([1, 2], "give a tensor"), (torch.zeros(()), "batch axis"), (torch.zeros(0, 3, 8, 8), "no empty axis"), ((), "no tensor")],
+    [
+        ([1, 2], "give a tensor"),
+        (torch.zeros(()), "batch axis"),
+        (torch.zeros(0, 3, 8, 8), "no empty axis"),
+        ((), "no tensor"),
+    ],
 )
 def test_what_is_not_an_input_is_refused(example: object, message: str) -> None:
     with pytest.raises(peel.TraceError, match=message):

@@ -16,7 +16,9 @@ def line(output: Path | str, *options: str, model: str = "helpers.small:Small") 
     return ["run", model, *(part for pair in chosen.items() for part in pair)]
 
 
-def run(output: Path, *options: str, model: str = "helpers.small:Small", **environment: str) -> tuple[int, str]:
+def run(
+    output: Path, *options: str, model: str = "helpers.small:Small", **environment: str
+) -> tuple[int, str]:
     """Exit code of the command and what it said."""
     said = output.with_name(f"{output.name}.said")
     said.write_text("")

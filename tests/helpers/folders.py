@@ -9,7 +9,11 @@ from typing import Any
 
 def content(folder: Path) -> dict[str, tuple[int, bytes]]:
     """Every file with the time it was written at."""
-    return {str(p.relative_to(folder)): (p.stat().st_mtime_ns, p.read_bytes()) for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): (p.stat().st_mtime_ns, p.read_bytes())
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
 
 
 def read(path: Path) -> Any:

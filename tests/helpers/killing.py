@@ -24,7 +24,9 @@ CONTEXT.set_forkserver_preload(["helpers.warm"])
 def start(target: Callable[..., None], *arguments: Any, warm: bool = True) -> Any:
     """A process that runs `target`, on one thread; one that is not warm begins with nothing, and takes seconds."""
     before = dict(os.environ)
-    os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+    os.environ.update(
+        OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=os.pathsep.join(filter(None, sys.path))
+    )
     try:
         multiprocessing.forkserver.ensure_running()
     finally:

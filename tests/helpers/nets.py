@@ -152,7 +152,12 @@ class Shuffled(Net):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.inner, self.outer = nn.Conv2d(3, 6, 1), nn.Conv2d(3, 6, 1), nn.Conv2d(6, 6, 1), nn.Conv2d(6, 6, 1)
+        self.a, self.b, self.inner, self.outer = (
+            nn.Conv2d(3, 6, 1),
+            nn.Conv2d(3, 6, 1),
+            nn.Conv2d(6, 6, 1),
+            nn.Conv2d(6, 6, 1),
+        )
         self.fc = nn.Linear(12, 5)
 
     def shuffle(self, x):
@@ -173,7 +178,11 @@ class ChannelsLast(Net):
 
     def __init__(self):
         super().__init__()
-        self.stem, self.dw, self.norm = nn.Conv2d(3, 8, 2, 2), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.LayerNorm(8)
+        self.stem, self.dw, self.norm = (
+            nn.Conv2d(3, 8, 2, 2),
+            nn.Conv2d(8, 8, 3, padding=1, groups=8),
+            nn.LayerNorm(8),
+        )
         self.up, self.down, self.gamma = nn.Linear(8, 16), nn.Linear(16, 8), nn.Parameter(torch.ones(8))
         self.fc = nn.Linear(8, 5)
 
@@ -263,7 +272,11 @@ class Volume(Net):
 
     def __init__(self):
         super().__init__()
-        self.conv1, self.norm, self.conv2 = nn.Conv3d(2, 6, 3, padding=1), nn.InstanceNorm3d(6, affine=True), nn.Conv3d(6, 4, 1)
+        self.conv1, self.norm, self.conv2 = (
+            nn.Conv3d(2, 6, 3, padding=1),
+            nn.InstanceNorm3d(6, affine=True),
+            nn.Conv3d(6, 4, 1),
+        )
         self.fc = nn.Linear(4, 5)
 
     def forward(self, x):
@@ -480,7 +493,11 @@ class NumbersThatAreNoWidths(Net):
     def __init__(self):
         super().__init__()
         self.temperature, self.image_size, self.out_dim = 16, 8, 16
-        self.conv, self.features, self.fc = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 8, 1), nn.Linear(8, 5)
+        self.conv, self.features, self.fc = (
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.Conv2d(16, 8, 1),
+            nn.Linear(8, 5),
+        )
 
     def forward(self, x):
         return self.head(self.features(torch.tanh(self.conv(x) / self.temperature))) * self.image_size
@@ -534,7 +551,11 @@ class MapNorm(Net):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.norm, self.fc = nn.Conv2d(3, 6, 3, padding=1), nn.LayerNorm([6, 8, 8]), nn.Linear(6, 5)
+        self.conv, self.norm, self.fc = (
+            nn.Conv2d(3, 6, 3, padding=1),
+            nn.LayerNorm([6, 8, 8]),
+            nn.Linear(6, 5),
+        )
 
     def forward(self, x):
         return self.head(self.norm(self.conv(x)))
@@ -548,7 +569,12 @@ class CrossStage(Net):
     def __init__(self):
         super().__init__()
         self.c = 6
-        self.cv1, self.m1, self.m2, self.cv2 = nn.Conv2d(3, 12, 1), nn.Conv2d(6, 6, 3, padding=1), nn.Conv2d(6, 6, 1), nn.Conv2d(18, 8, 1)
+        self.cv1, self.m1, self.m2, self.cv2 = (
+            nn.Conv2d(3, 12, 1),
+            nn.Conv2d(6, 6, 3, padding=1),
+            nn.Conv2d(6, 6, 1),
+            nn.Conv2d(18, 8, 1),
+        )
         self.fc = nn.Linear(8, 5)
 
     def forward(self, x):

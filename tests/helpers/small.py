@@ -103,12 +103,18 @@ class Slow(Small):
 def few_digits(train: int = 200, test: int = 90) -> Data:
     """The first of the embedded digits."""
     whole = load_data("digits")
-    return replace(whole, train=whole.train.subset(torch.arange(train)), test=whole.test.subset(torch.arange(test)))
+    return replace(
+        whole, train=whole.train.subset(torch.arange(train)), test=whole.test.subset(torch.arange(test))
+    )
 
 
 def small_run(model: nn.Module | None = None, data: Data | None = None, **settings: Any) -> Result:
     """A whole run on a small network and few digits."""
-    return prune(model if model is not None else Small(), data if data is not None else few_digits(), **{**SHORT, **settings})
+    return prune(
+        model if model is not None else Small(),
+        data if data is not None else few_digits(),
+        **{**SHORT, **settings},
+    )
 
 
 class Counting(NoCallback):
@@ -142,7 +148,17 @@ def fresh(seed: int = 0, **settings: Any) -> Small:
     return Small(**settings)
 
 
-def trained(recipe: Recipe = PLAIN, seed: int = 0, model: nn.Module | None = None, **settings: Any) -> tuple[nn.Module, list[Epoch]]:
+def trained(
+    recipe: Recipe = PLAIN, seed: int = 0, model: nn.Module | None = None, **settings: Any
+) -> tuple[nn.Module, list[Epoch]]:
     model = model if model is not None else fresh()
-    history = fit(model, CrossEntropy(recipe.label_smoothing), few_digits().train, recipe, engine=CPU, seed=seed, **settings)
+    history = fit(
+        model,
+        CrossEntropy(recipe.label_smoothing),
+        few_digits().train,
+        recipe,
+        engine=CPU,
+        seed=seed,
+        **settings,
+    )
     return model, history

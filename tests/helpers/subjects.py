@@ -23,7 +23,9 @@ def images(count: int, shape: tuple[int, ...] = (3, 8, 8), seed: int = 0, classe
     chance = torch.Generator().manual_seed(seed)
     channels, height, width = shape
     pixels = torch.randint(256, (count, height, width, channels), generator=chance, dtype=torch.uint8)
-    return InMemoryImages(pixels, torch.randint(classes, (count,), generator=chance), (0.5,) * channels, (0.3,) * channels)
+    return InMemoryImages(
+        pixels, torch.randint(classes, (count,), generator=chance), (0.5,) * channels, (0.3,) * channels
+    )
 
 
 def seen(split: InMemoryImages) -> tuple[Tensor, Tensor]:
@@ -41,7 +43,15 @@ def subject(
 ) -> CriterionInput:
     graph = peel.trace(net, torch.randn(1, *shape))
     train = images(16, shape) if train is None else train
-    return CriterionInput(net, graph if groups is None else graph.regroup(groups), train, held_out or train, CrossEntropy(), CPU, seed)
+    return CriterionInput(
+        net,
+        graph if groups is None else graph.regroup(groups),
+        train,
+        held_out or train,
+        CrossEntropy(),
+        CPU,
+        seed,
+    )
 
 
 def importance(criterion: str | Criterion, of: CriterionInput, reduce: str = "mean") -> Importance:

@@ -27,9 +27,18 @@ def network(widths: list[int], macs: int) -> dict[str, Any]:
 
 
 def epoch(stage: str, number: int, of: int = 2) -> dict[str, Any]:
-    line = {"stage": stage, "epoch": number, "of": of, "lr": 0.1, "train": {"loss": 1.5 / number, "top1": 0.6}, "seconds": 9.7}
+    line = {
+        "stage": stage,
+        "epoch": number,
+        "of": of,
+        "lr": 0.1,
+        "train": {"loss": 1.5 / number, "top1": 0.6},
+        "seconds": 9.7,
+    }
     line |= {"test": {"loss": 1.25, "top1": 0.5 + number / 10, "top5": 0.9}, "images_per_second": 5000.0}
-    return line | ({"importance": {"32x32": 0.3, "16x16": 0.7 + number / 100}} if stage.startswith("backbone") else {})
+    return line | (
+        {"importance": {"32x32": 0.3, "16x16": 0.7 + number / 100}} if stage.startswith("backbone") else {}
+    )
 
 
 def files() -> dict[str, Any]:
@@ -44,11 +53,28 @@ def files() -> dict[str, Any]:
     first |= {**peel, "rounding": {"ideal": 4e6, "spent": 3_994_438, "unused": 5_562}}
     nets = {"original": network([16, 16, 32], 40_813_184), "uniform": network([11, 11, 24], 20_387_010)}
     rows = [
-        {"name": name, "top1": top1, "top5": 0.99, "loss": 0.3, "seconds": seconds, "image_passes": 10**6, "file": f"{name}.json"}
+        {
+            "name": name,
+            "top1": top1,
+            "top5": 0.99,
+            "loss": 0.3,
+            "seconds": seconds,
+            "image_passes": 10**6,
+            "file": f"{name}.json",
+        }
         | {key: net[key] for key in ("macs", "params")}
-        for name, top1, net in (("original", 0.9213, nets["original"]), ("uniform", 0.9101, nets["uniform"]), ("peel", 0.9143, peel))
+        for name, top1, net in (
+            ("original", 0.9213, nets["original"]),
+            ("uniform", 0.9101, nets["uniform"]),
+            ("peel", 0.9143, peel),
+        )
     ]
-    resolved = {"model": "cifar_resnet20", "data": "cifar10", "seed": 3, "method": {"budget": "50%", "resource": "macs", "keep": 0.8}}
+    resolved = {
+        "model": "cifar_resnet20",
+        "data": "cifar10",
+        "seed": 3,
+        "method": {"budget": "50%", "resource": "macs", "keep": 0.8},
+    }
     return {
         "settings": {
             "format": "peel-run",
@@ -58,15 +84,31 @@ def files() -> dict[str, Any]:
             "resolved": resolved,
         },
         "environment": {"peel": "0.2.0", "torch": "2.11.0"},
-        "plan": {"format": "peel-plan", "version": 1, "resource": "macs", "budget": 20_406_592, "pool": 4_000_000, "policy": "importance"}
+        "plan": {
+            "format": "peel-plan",
+            "version": 1,
+            "resource": "macs",
+            "budget": 20_406_592,
+            "pool": 4_000_000,
+            "policy": "importance",
+        }
         | {**nets, **peel, "backbone": {"keep": 0.8, "start": "uniform", **network([9, 9, 20], 16_000_000)}}
         | {
             "groups": GROUPS,
             "rounds": [first],
             "macs_by_group": {name: {"32x32": 1000, "16x16": 3000} for name in (*nets, "backbone", "peel")},
         },
-        "metrics": [epoch(stage, number) for stage in ("original", "backbone", "uniform", "peel") for number in (1, 2)],
-        "result": {"format": "peel-result", "version": 1, "rows": rows, "budget": 20_406_592, "resource": "macs", "seed": 3}
+        "metrics": [
+            epoch(stage, number) for stage in ("original", "backbone", "uniform", "peel") for number in (1, 2)
+        ],
+        "result": {
+            "format": "peel-result",
+            "version": 1,
+            "rows": rows,
+            "budget": 20_406_592,
+            "resource": "macs",
+            "seed": 3,
+        }
         | {"wall_seconds": 250.0, "notes": ["A short schedule."]},
     }
 
@@ -98,9 +140,18 @@ class Elements(HTMLParser):
 
 def test_the_page_quotes_the_result() -> None:
     page = render(record())
-    for figure in ("cifar_resnet20 on cifar10, budget 20.4M MACs", "92.13 %", "91.01 %", "91.43 %", "20,318,688 (49.8 %)", "40,813,184"):
+    for figure in (
+        "cifar_resnet20 on cifar10, budget 20.4M MACs",
+        "92.13 %",
+        "91.01 %",
+        "91.43 %",
+        "20,318,688 (49.8 %)",
+        "40,813,184",
+    ):
         assert figure in page
-    assert "+0.42 points top-1" in page and "seed 3: a difference from one seed is no evidence by itself" in page
+    assert (
+        "+0.42 points top-1" in page and "seed 3: a difference from one seed is no evidence by itself" in page
+    )
     assert "A short schedule." in page and "They differ." in page and "peel run --budget 50%" in page
     assert "70.00 %" in page and "1.180" in page and "3,994,438 of 4,000,000 spent" in page
     assert page.count("<svg") == 4 and "not complete" not in page
@@ -130,24 +181,48 @@ def test_every_id_is_there_once_and_every_reference_finds_its_own() -> None:
 
 def test_text_of_users_is_text() -> None:
     bad = "<script>alert('$x$')</script>&\""
-    plan, metrics = json.loads(json.dumps([files()["plan"], files()["metrics"]]).replace("layer2.conv", "<u>$x$").replace("16x16", "<i>8&"))
+    plan, metrics = json.loads(
+        json.dumps([files()["plan"], files()["metrics"]])
+        .replace("layer2.conv", "<u>$x$")
+        .replace("16x16", "<i>8&")
+    )
     settings = files()["settings"] | {"command": bad, "given": {bad: bad}}
     settings["resolved"] |= {"model": bad, "data": bad}
     page = render(
-        record(settings=settings, plan=plan, metrics=metrics, result=files()["result"] | {"notes": [bad]}, environment={bad: bad})
+        record(
+            settings=settings,
+            plan=plan,
+            metrics=metrics,
+            result=files()["result"] | {"notes": [bad]},
+            environment={bad: bad},
+        )
     )
     assert {tag for tag, _ in Elements(page).found} <= {tag for tag, _ in Elements(render(record())).found}
     assert page.count("&lt;script&gt;") >= 8
     charts = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
-    assert ">&lt;u&gt;$x$</text>" in charts and ">&lt;i&gt;8&amp;</text>" in charts and "<title>&lt;u&gt;$x$ (&lt;i&gt;8&amp;)" in charts
+    assert (
+        ">&lt;u&gt;$x$</text>" in charts
+        and ">&lt;i&gt;8&amp;</text>" in charts
+        and "<title>&lt;u&gt;$x$ (&lt;i&gt;8&amp;)" in charts
+    )
 
 
 @pytest.mark.parametrize(
     "names, charts, said, unsaid",
     [
-        ((), 0, ["The plan is not made yet", "No epoch is finished yet", "The result is not written yet"], []),
+        (
+            (),
+            0,
+            ["The plan is not made yet", "No epoch is finished yet", "The result is not written yet"],
+            [],
+        ),
         (("metrics",), 2, ["The plan is not made yet", "The result is not written yet"], ["No epoch"]),
-        (("plan", "metrics"), 4, ["The result is not written yet", "20,318,688 (49.8 %)"], ["The plan is not made", "points top-1"]),
+        (
+            ("plan", "metrics"),
+            4,
+            ["The result is not written yet", "20,318,688 (49.8 %)"],
+            ["The plan is not made", "points top-1"],
+        ),
         (("plan", "result"), 2, ["No epoch is finished yet", "+0.42 points"], ["The result is not written"]),
     ],
 )
@@ -156,7 +231,11 @@ def test_a_page_of_an_unfinished_run_says_what_is_missing(
 ) -> None:
     page = render(RunRecord.read(write(tmp_path, "settings", *names)))
     assert page.count("<svg") == charts
-    assert "not complete" in page and all(words in page for words in said) and not any(words in page for words in unsaid)
+    assert (
+        "not complete" in page
+        and all(words in page for words in said)
+        and not any(words in page for words in unsaid)
+    )
 
 
 def test_a_stage_under_way_and_a_stage_that_was_not_run_are_named() -> None:
@@ -164,7 +243,9 @@ def test_a_stage_under_way_and_a_stage_that_was_not_run_are_named() -> None:
     del result["rows"][1]["top1"], result["rows"][1]["top5"]
     page = render(record(metrics=[epoch("original", 1, of=40)], result=result))
     assert (
-        "original stands at epoch 1 of 40" in page and "No accuracy of uniform" in page and "can be compared once both are trained" in page
+        "original stands at epoch 1 of 40" in page
+        and "No accuracy of uniform" in page
+        and "can be compared once both are trained" in page
     )
 
 
@@ -178,16 +259,26 @@ def test_widths_from_elsewhere_need_no_backbone() -> None:
 
 def test_later_rounds_have_their_tables_and_curves() -> None:
     plan = files()["plan"]
-    plan["rounds"].append({**copy.deepcopy(plan["rounds"][0]), "distinct": False, "note": "They hardly differ."})
+    plan["rounds"].append(
+        {**copy.deepcopy(plan["rounds"][0]), "distinct": False, "note": "They hardly differ."}
+    )
     page = render(record(plan=plan, metrics=[*files()["metrics"], epoch("backbone-2", 1)]))
     assert (
-        "Round 1 of 2" in page and "Round 2 of 2" in page and '<p class="box">They hardly differ.' in page and ">backbone-2</text>" in page
+        "Round 1 of 2" in page
+        and "Round 2 of 2" in page
+        and '<p class="box">They hardly differ.' in page
+        and ">backbone-2</text>" in page
     )
 
 
 @pytest.mark.parametrize("count", [12, 120])
 def test_every_tie_is_named_in_chart_and_table(count: int) -> None:
-    plan = files()["plan"] | {"groups": {"8x8": [f"t{i}" for i in range(count // 3)], "4x4": [f"t{i}" for i in range(count // 3, count)]}}
+    plan = files()["plan"] | {
+        "groups": {
+            "8x8": [f"t{i}" for i in range(count // 3)],
+            "4x4": [f"t{i}" for i in range(count // 3, count)],
+        }
+    }
     for holder in (plan, plan["original"], plan["backbone"], plan["uniform"]):
         holder["widths"] = {f"t{i}": 8 + i for i in range(count)}
     page = render(record(plan=plan))
@@ -198,7 +289,11 @@ def test_every_tie_is_named_in_chart_and_table(count: int) -> None:
 
 def test_numbers_that_are_not_finite_leave_a_gap() -> None:
     metrics = files()["metrics"]
-    metrics[0]["train"]["loss"], metrics[1]["test"]["loss"], metrics[3]["test"] = float("inf"), float("nan"), {}
+    metrics[0]["train"]["loss"], metrics[1]["test"]["loss"], metrics[3]["test"] = (
+        float("inf"),
+        float("nan"),
+        {},
+    )
     assert render(record(metrics=metrics)).count("<svg") == 4
 
 
@@ -207,7 +302,10 @@ def test_the_same_record_gives_the_same_bytes(tmp_path: Path) -> None:
     code = "import sys, pathlib, peel.record as r, peel.report as p; print(p.render(r.RunRecord.read(pathlib.Path(sys.argv[1]))))"
     pages = {
         subprocess.run(
-            [sys.executable, "-c", code, folder], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+            [sys.executable, "-c", code, folder],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
         ).stdout
         for seed in "12"
     }

@@ -72,7 +72,9 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_where_every_checkpoint_is_damaged_the_command_stops_with_3_and_says_what_to_do(damage: str, killed: Path, whole: bytes) -> None:
+def test_where_every_checkpoint_is_damaged_the_command_stops_with_3_and_says_what_to_do(
+    damage: str, killed: Path, whole: bytes
+) -> None:
     metrics = (killed / "metrics.jsonl").read_text()
     for path in kept(killed):
         path.write_bytes(DAMAGE[damage](path.read_bytes()))
@@ -89,7 +91,9 @@ def test_where_every_checkpoint_is_damaged_the_command_stops_with_3_and_says_wha
     assert weights(killed) == whole
 
 
-def test_a_checkpoint_of_another_run_is_named_and_not_taken(killed: Path, tmp_path: Path, whole: bytes) -> None:
+def test_a_checkpoint_of_another_run_is_named_and_not_taken(
+    killed: Path, tmp_path: Path, whole: bytes
+) -> None:
     other = tmp_path / "other"
     assert run(other, "--seed", "1", "--checkpoint-seconds", "0", PEEL_FAULT="18:kill")[0] == KILLED
     for path in kept(other):
@@ -174,14 +178,19 @@ def fill(disk: Path, room: int) -> Path:
     return path
 
 
-def test_a_disk_that_is_full_on_the_way_keeps_the_last_checkpoint_and_says_what_is_missing(disk: Path, whole: bytes) -> None:
+def test_a_disk_that_is_full_on_the_way_keeps_the_last_checkpoint_and_says_what_is_missing(
+    disk: Path, whole: bytes
+) -> None:
     folder = disk / "run"
     assert run(folder, PEEL_FAULT="15:kill")[0] == KILLED
     before = kept(folder)
     filler = fill(disk, 12 * 1024)
     code, said = run(folder)
     assert code == 2
-    found = re.search(r"cannot write the checkpoint .* No space left on device \(([\d,]+) bytes are needed, ([\d,]+) are free\)", said)
+    found = re.search(
+        r"cannot write the checkpoint .* No space left on device \(([\d,]+) bytes are needed, ([\d,]+) are free\)",
+        said,
+    )
     assert found is not None, said
     needed, free = (int(number.replace(",", "")) for number in found.groups())
     assert needed == pytest.approx(before[0].stat().st_size, rel=0.2)
@@ -216,12 +225,24 @@ def test_a_loss_that_is_no_number_is_noticed_within_a_hundred_steps(monkeypatch:
 
 
 def test_a_rate_far_too_high_exits_with_4_and_the_good_checkpoint_stays(tmp_path: Path) -> None:
-    options = ["--train.lr", "0.1", "--train.schedule", "steps", "--train.gamma", "1e12", "--train.milestones", "0.5"]
+    options = [
+        "--train.lr",
+        "0.1",
+        "--train.schedule",
+        "steps",
+        "--train.gamma",
+        "1e12",
+        "--train.milestones",
+        "0.5",
+    ]
     code, said = run(tmp_path / "run", *options)
     assert code == 4, said
     assert "epoch 2" in said
     assert "lower lr" in said
-    assert "The run was stopped by an error: the loss is no finite number any more" in (tmp_path / "run" / "report.html").read_text()
+    assert (
+        "The run was stopped by an error: the loss is no finite number any more"
+        in (tmp_path / "run" / "report.html").read_text()
+    )
     [path] = kept(tmp_path / "run")
     state = torch.load(path, weights_only=True)
     assert state["epoch"] == 1
@@ -235,7 +256,9 @@ def test_one_image_of_each_class_and_class_names_with_gaps_are_enough_to_train(t
     for split in ("train", "val"):
         for label in ("0", "2", "7", "19"):
             (tmp_path / "data" / split / label).mkdir(parents=True)
-            Image.fromarray(np.full((12, 12, 3), int(label) * 10, dtype=np.uint8)).save(tmp_path / "data" / split / label / "only.png")
+            Image.fromarray(np.full((12, 12, 3), int(label) * 10, dtype=np.uint8)).save(
+                tmp_path / "data" / split / label / "only.png"
+            )
     code, said = run(tmp_path / "run", "--data", str(tmp_path / "data"), "--train.batch-size", "4")
     assert code == 0, said
     settings = json.loads((tmp_path / "run" / "settings.json").read_text())["resolved"]
@@ -245,13 +268,18 @@ def test_one_image_of_each_class_and_class_names_with_gaps_are_enough_to_train(t
 
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("label", [-1, 10])
-def test_a_label_beyond_the_classes_is_named_before_anything_is_trained(label: int, split: str, tmp_path: Path) -> None:
+def test_a_label_beyond_the_classes_is_named_before_anything_is_trained(
+    label: int, split: str, tmp_path: Path
+) -> None:
     data = few_digits()
     images: Any = getattr(data, split)
     labels = images.labels.clone()
     labels[3] = label
     wrong: Any = {split: replace(images, labels=labels)}
     kind = "training" if split == "train" else "test"
-    with pytest.raises(peel.DataError, match=rf"the {kind} labels of digits go from {min(label, 0)} to {max(label, 9)}; with 10 classes"):
+    with pytest.raises(
+        peel.DataError,
+        match=rf"the {kind} labels of digits go from {min(label, 0)} to {max(label, 9)}; with 10 classes",
+    ):
         small_run(data=replace(data, **wrong), output=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -22,7 +22,11 @@ from peel.run.result import Result
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 #: Two epochs of three steps in every stage, with a checkpoint after each step.
-BASE: dict[str, Any] = {"train": {"epochs": 2, "batch_size": 64}, "search": {"epochs": 2}, "checkpoint_seconds": 0.0}
+BASE: dict[str, Any] = {
+    "train": {"epochs": 2, "batch_size": 64},
+    "search": {"epochs": 2},
+    "checkpoint_seconds": 0.0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +55,9 @@ def settings_of(folder: Path) -> dict[str, Any]:
 def test_a_forced_run_goes_on_where_it_was_and_says_what_changed(killed: Path) -> None:
     finished = (killed / "stages" / "original.safetensors").read_bytes()
     slower = {"train": {**BASE["train"], "lr": 0.05}}
-    with pytest.raises(RunError, match=r"train\.lr: 0\.1 -> 0\.05\n(.*\n)*With --force it goes on all the same"):
+    with pytest.raises(
+        RunError, match=r"train\.lr: 0\.1 -> 0\.05\n(.*\n)*With --force it goes on all the same"
+    ):
         go_on(killed, **slower)
     result, steps = go_on(killed, **slower, force=True)
     assert steps == {"uniform": 3, "peel": 6}, "what was done is not done again"
@@ -92,7 +98,9 @@ def test_what_was_forced_once_needs_no_force_again_and_is_not_forgotten(killed: 
         ({"keep": 0.5, "train": {**BASE["train"], "lr": 0.3}}, "method.keep"),
     ],
 )
-def test_what_would_not_fit_is_refused_with_force_too(changes: dict[str, Any], name: str, killed: Path) -> None:
+def test_what_would_not_fit_is_refused_with_force_too(
+    changes: dict[str, Any], name: str, killed: Path
+) -> None:
     before = settings_of(killed)
     with pytest.raises(RunError) as caught:
         go_on(killed, **changes, force=True)
@@ -196,12 +204,17 @@ def test_a_finished_run_keeps_saying_what_its_network_was_trained_on(tmp_path: P
 def test_what_was_forced_on_a_teacher_is_said_by_every_run_that_uses_it(tmp_path: Path) -> None:
     teacher = tmp_path / "teacher"
     shared = {"train": {**BASE["train"], "lr": 0.05}, "teacher": teacher}
-    assert exit_code(start(run_until, tmp_path / "first", {**BASE, "teacher": teacher}, ("original", 4))) == -signal.SIGKILL
+    assert (
+        exit_code(start(run_until, tmp_path / "first", {**BASE, "teacher": teacher}, ("original", 4)))
+        == -signal.SIGKILL
+    )
     with pytest.raises(RunError, match=r"train\.lr: 0\.1 -> 0\.05"):
         go_on(tmp_path / "second", **shared)
     for name, force in (("second", True), ("third", False)):
         result, _ = go_on(tmp_path / name, **shared, force=force)
-        assert any(note.startswith("Of the teacher: ") and "train.lr: 0.1 -> 0.05" in note for note in result.notes)
+        assert any(
+            note.startswith("Of the teacher: ") and "train.lr: 0.1 -> 0.05" in note for note in result.notes
+        )
     (teacher / "settings.json").write_text("{")
     result, _ = go_on(tmp_path / "fourth", **shared)
     assert any("settings.json is damaged" in note for note in result.notes), "not lost for that"
@@ -212,19 +225,34 @@ def test_the_page_of_a_forced_run_that_is_stopped_again_says_so(killed: Path) ->
         def step(self, done: int, total: int, images: int) -> None:
             raise RunError("no more")
 
-    (killed / "result.json").write_text(json.dumps({"format": "peel-result", "version": 1, "rows": [], "notes": ["of an older result"]}))
+    (killed / "result.json").write_text(
+        json.dumps({"format": "peel-result", "version": 1, "rows": [], "notes": ["of an older result"]})
+    )
     with pytest.raises(RunError, match="no more"):
-        small_run(output=killed, reporter=Breaking(), **{**BASE, "train": {**BASE["train"], "lr": 0.05}}, force=True)
+        small_run(
+            output=killed, reporter=Breaking(), **{**BASE, "train": {**BASE["train"], "lr": 0.05}}, force=True
+        )
     assert "went on with other settings (--force;" in (killed / "report.html").read_text()
 
 
-def test_force_on_an_empty_folder_says_that_there_is_nothing_to_go_on_with(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_force_on_an_empty_folder_says_that_there_is_nothing_to_go_on_with(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     small_run(output=tmp_path / "new", force=True)
     assert "holds no run that --force could go on with" in caplog.text
 
 
 @pytest.mark.parametrize(
-    "forced", ["abc", 5, None, {"a": 1}, [5], [{"train.lr": [1, 2]}], [{"changes": {"train.lr": [1]}, "done": [], "begun": []}]]
+    "forced",
+    [
+        "abc",
+        5,
+        None,
+        {"a": 1},
+        [5],
+        [{"train.lr": [1, 2]}],
+        [{"changes": {"train.lr": [1]}, "done": [], "begun": []}],
+    ],
 )
 def test_a_record_of_changes_that_is_none_is_damage(forced: object, killed: Path) -> None:
     (killed / "settings.json").write_text(json.dumps({**settings_of(killed), "forced": forced}))
@@ -233,7 +261,9 @@ def test_a_record_of_changes_that_is_none_is_damage(forced: object, killed: Path
 
 
 @pytest.mark.parametrize("operators", [None, 5])
-def test_a_folder_that_does_not_know_its_operators_is_another_version(operators: object, killed: Path) -> None:
+def test_a_folder_that_does_not_know_its_operators_is_another_version(
+    operators: object, killed: Path
+) -> None:
     settings = settings_of(killed)
     if operators is None:
         del settings["resolved"]["original"]["operators"]
@@ -278,10 +308,23 @@ def test_a_teacher_in_training_is_not_shared_by_runs_with_other_classes(tmp_path
 
 
 def test_the_command_takes_force(tmp_path: Path) -> None:
-    line = ["run", "helpers.small:Small", "--steps", "original", "--train.epochs", "2", "--train.batch-size", "128", "--device", "cpu"]
+    line = [
+        "run",
+        "helpers.small:Small",
+        "--steps",
+        "original",
+        "--train.epochs",
+        "2",
+        "--train.batch-size",
+        "128",
+        "--device",
+        "cpu",
+    ]
     said = tmp_path / "said"
     line += ["--output", str(tmp_path / "run")]
     assert exit_code(command(line, said, PEEL_FAULT="15:kill")) == -signal.SIGKILL
     assert exit_code(command([*line, "--train.lr", "0.3"], said)) == 2
     assert exit_code(command([*line, "--train.lr", "0.3", "--force"], said)) == 0
-    assert "goes on with other settings than it was started with, and its result will say so" in said.read_text()
+    assert (
+        "goes on with other settings than it was started with, and its result will say so" in said.read_text()
+    )

@@ -30,7 +30,9 @@ NORM = {"conv1": "norm1", "conv2": "norm2", "conv3": "norm3", "conv4": "norm4"}
 @functools.cache
 def run(**settings: Any) -> Result:
     """A whole run; with `frozenset` for dictionaries, so that runs can be shared between tests."""
-    settings = {name: dict(value) if isinstance(value, frozenset) else value for name, value in settings.items()}
+    settings = {
+        name: dict(value) if isinstance(value, frozenset) else value for name, value in settings.items()
+    }
     return small_run(**settings)
 
 
@@ -77,7 +79,9 @@ def test_bn_is_the_mean_absolute_scale_of_the_groups_norm_layers(folder: Path) -
 def test_weight_is_the_mean_absolute_weight_of_the_groups_filters(folder: Path) -> None:
     plan, backbone = searched(folder, criterion="weight")
     for group, ties in TIES.items():
-        filters = torch.cat([backbone.get_submodule(tie).weight.detach().abs().mean((1, 2, 3)) for tie in ties])
+        filters = torch.cat(
+            [backbone.get_submodule(tie).weight.detach().abs().mean((1, 2, 3)) for tie in ties]
+        )
         assert importance(plan)[group] == pytest.approx(filters.mean().item(), rel=1e-5)
 
 
@@ -113,7 +117,9 @@ def test_legr_without_evolution_is_the_squared_norm_of_filters_above_the_least(f
     norms = {tie: backbone.get_submodule(tie).weight.detach().square().sum((1, 2, 3)) for tie in NORM}
     least = min(float(values.min()) for values in norms.values())
     for group, ties in TIES.items():
-        assert importance(plan)[group] == pytest.approx(torch.cat([norms[tie] for tie in ties]).mean().item() - least, rel=1e-5)
+        assert importance(plan)[group] == pytest.approx(
+            torch.cat([norms[tie] for tie in ties]).mean().item() - least, rel=1e-5
+        )
 
 
 def test_legr_tries_as_many_candidates_as_asked_and_finds_better_ones() -> None:
@@ -124,7 +130,9 @@ def test_legr_tries_as_many_candidates_as_asked_and_finds_better_ones() -> None:
 
 def test_legr_holds_a_tenth_of_the_training_images_out_of_the_backbones_training() -> None:
     assert steps_of_the_backbone(criterion="bn") == 3
-    assert steps_of_the_backbone(criterion="legr", evaluations=1) == 2, "180 of 200 images make two batches of 64"
+    assert steps_of_the_backbone(criterion="legr", evaluations=1) == 2, (
+        "180 of 200 images make two batches of 64"
+    )
     with pytest.raises(peel.PeelError, match="a batch of 181 images is larger than the training set of 180"):
         small_run(steps=["backbone"], criterion="legr", train={"batch_size": 181})
 
@@ -136,7 +144,9 @@ def test_reconstruction_is_a_relative_error_of_each_tie() -> None:
     # Taking half of the channels away moves the next layer's output, by less than all of it.
     assert all(0 < value < 1.5 for value in ties.values())
     for group, members in TIES.items():
-        assert min(ties[tie] for tie in members) <= importance(plan)[group] <= max(ties[tie] for tie in members)
+        assert (
+            min(ties[tie] for tie in members) <= importance(plan)[group] <= max(ties[tie] for tie in members)
+        )
 
 
 def test_every_criterion_finds_shares_of_its_own() -> None:
@@ -152,9 +162,14 @@ def test_every_criterion_finds_shares_of_its_own() -> None:
         assert 0.9 * plan["budget"] < plan["macs"] <= plan["budget"]
 
 
-@pytest.mark.parametrize(("criterion", "is_logged"), [("bn", True), ("weight", True), ("gradient", True), ("reconstruction", False)])
+@pytest.mark.parametrize(
+    ("criterion", "is_logged"),
+    [("bn", True), ("weight", True), ("gradient", True), ("reconstruction", False)],
+)
 def test_the_importance_is_logged_as_it_evolves(criterion: str, is_logged: bool) -> None:
-    history = run(steps=("backbone", "plan"), criterion=criterion, search=frozenset({"epochs": 3}.items())).history["backbone"]
+    history = run(
+        steps=("backbone", "plan"), criterion=criterion, search=frozenset({"epochs": 3}.items())
+    ).history["backbone"]
     logged = [epoch.extra.get("importance") for epoch in history]
     if is_logged:
         assert all(set(values) == {"8x8", "4x4"} for values in logged if values)
@@ -167,7 +182,9 @@ def test_the_sum_of_a_group_is_its_mean_times_its_channels() -> None:
     mean, total = planned(), planned(reduce="sum")
     widths = mean["backbone"]["widths"]
     for group, ties in TIES.items():
-        assert importance(total)[group] == pytest.approx(importance(mean)[group] * sum(widths[tie] for tie in ties))
+        assert importance(total)[group] == pytest.approx(
+            importance(mean)[group] * sum(widths[tie] for tie in ties)
+        )
     assert total["rounds"][0]["shares"] != mean["rounds"][0]["shares"]
 
 
@@ -200,7 +217,10 @@ def test_the_pull_becomes_the_penalty_that_has_it_over_the_schedule() -> None:
 
 def test_a_stronger_penalty_leaves_smaller_scales() -> None:
     length = frozenset({"epochs": 6}.items())
-    found = [importance(planned(l1_coefficient=l1_coefficient, search=length)) for l1_coefficient in (0.0, 0.01, 0.05)]
+    found = [
+        importance(planned(l1_coefficient=l1_coefficient, search=length))
+        for l1_coefficient in (0.0, 0.01, 0.05)
+    ]
     for group in TIES:
         assert found[0][group] > found[1][group] + 0.02 > found[2][group] + 0.04
 
@@ -238,7 +258,11 @@ def test_another_resource_is_the_one_that_is_spent(resource: str) -> None:
     plan = planned(resource=resource, budget="60%")
     graph = peel.trace(Small(), torch.zeros(1, 3, 8, 8))
     whole = graph.params() if resource == "params" else int(graph.peak_bytes(graph.units()))
-    spent = graph.params(plan["widths"]) if resource == "params" else int(graph.peak_bytes(graph.units(peel.Widths(plan["widths"]))))
+    spent = (
+        graph.params(plan["widths"])
+        if resource == "params"
+        else int(graph.peak_bytes(graph.units(peel.Widths(plan["widths"]))))
+    )
     assert plan["budget"] == int(0.6 * whole)
     assert 0.9 * plan["budget"] < spent <= plan["budget"]
     assert plan["params"] == graph.params(plan["widths"])
@@ -325,7 +349,13 @@ def test_two_rounds_split_the_pool_and_train_the_widened_backbone_on() -> None:
     plan = result.plan
     assert plan is not None
     first, second = plan["rounds"]
-    assert plan["backbone"]["macs"] < first["macs"] <= plan["budget"] - plan["pool"] / 2 + 1 < second["macs"] <= plan["budget"]
+    assert (
+        plan["backbone"]["macs"]
+        < first["macs"]
+        <= plan["budget"] - plan["pool"] / 2 + 1
+        < second["macs"]
+        <= plan["budget"]
+    )
     assert first["importance"] == once.plan["rounds"][0]["importance"]  # type: ignore[index]
     assert second["importance"] != first["importance"]
     losses = [result.history[stage][0].train["loss"] for stage in ("backbone", "backbone-2")]
@@ -347,7 +377,12 @@ def test_widths_are_multiples_of_the_divisor() -> None:
 
 def test_held_ties_keep_their_width() -> None:
     plan = planned(freeze=("conv3",))
-    assert plan["widths"]["conv3"] == plan["backbone"]["widths"]["conv3"] == plan["uniform"]["widths"]["conv3"] == 16
+    assert (
+        plan["widths"]["conv3"]
+        == plan["backbone"]["widths"]["conv3"]
+        == plan["uniform"]["widths"]["conv3"]
+        == 16
+    )
     assert planned()["widths"]["conv3"] < 16
 
 
@@ -363,7 +398,9 @@ def peeled(**settings: Any) -> nn.Module:
 def test_without_distillation_no_teacher_is_asked() -> None:
     result = run(distill="none")
     assert set(result.history["peel"][0].train) == {"loss", "cross_entropy", "top1"}
-    assert same_weights(peeled(distill="none"), peeled(kd_weight=0.0)), "a teacher without weight changes nothing"
+    assert same_weights(peeled(distill="none"), peeled(kd_weight=0.0)), (
+        "a teacher without weight changes nothing"
+    )
     assert not same_weights(peeled(distill="none"), peeled())
 
 
@@ -383,7 +420,9 @@ def test_the_student_learns_from_the_teacher() -> None:
 def test_the_weight_of_the_teacher_is_a_tenth_unless_given() -> None:
     for weight, settings in ((0.1, {}), (0.7, {"kd_weight": 0.7})):
         record = run(**settings).history["uniform"][0].train
-        assert record["loss"] == pytest.approx(record["cross_entropy"] + weight * record["distillation"], rel=1e-5)
+        assert record["loss"] == pytest.approx(
+            record["cross_entropy"] + weight * record["distillation"], rel=1e-5
+        )
 
 
 def test_a_strong_teacher_is_followed_closer_than_a_weak_one() -> None:
@@ -394,7 +433,12 @@ def test_a_strong_teacher_is_followed_closer_than_a_weak_one() -> None:
 
     def distance(weight: float) -> float:
         student = small_run(
-            train=dict(length), teacher=teacher, kd_weight=weight, steps=["original", "peel"], plan=dict.fromkeys(NORM, 8), budget="100%"
+            train=dict(length),
+            teacher=teacher,
+            kd_weight=weight,
+            steps=["original", "peel"],
+            plan=dict.fromkeys(NORM, 8),
+            budget="100%",
         )
         assert student.model is not None
         with torch.no_grad():
@@ -421,9 +465,14 @@ def test_in_place_distillation_trains_a_wider_network_beside_the_student() -> No
 
 
 def test_in_place_the_labels_may_count_for_the_student_too() -> None:
-    soft, hard = (run(distill="in-place", steps=("backbone", "plan", "peel"), hard_weight=weight) for weight in (0.0, 1.0))
+    soft, hard = (
+        run(distill="in-place", steps=("backbone", "plan", "peel"), hard_weight=weight)
+        for weight in (0.0, 1.0)
+    )
     first = hard.history["peel"][0].train
-    assert first["loss"] == pytest.approx(first["wide"] + first["distillation"] + first["cross_entropy"], rel=1e-5)
+    assert first["loss"] == pytest.approx(
+        first["wide"] + first["distillation"] + first["cross_entropy"], rel=1e-5
+    )
     assert soft.model is not None
     assert hard.model is not None
     assert not same_weights(soft.model, hard.model)
@@ -446,9 +495,20 @@ def steps_of_the_backbone(**settings: Any) -> int:
 
 def test_changes_for_every_training_reach_the_backbone_and_its_own_win() -> None:
     assert steps_of_the_backbone(train={"epochs": 3, "batch_size": 40}, search={"epochs": 2}) == 2 * 5
-    assert steps_of_the_backbone(train={"epochs": 3, "batch_size": 40}, search={"epochs": 2, "batch_size": 100}) == 2 * 2
-    result = run(train=frozenset({"epochs": 3, "batch_size": 100}.items()), search=frozenset({"epochs": 2, "batch_size": 40}.items()))
-    assert [len(result.history[stage]) for stage in ("original", "backbone", "uniform", "peel")] == [3, 2, 3, 3]
+    assert (
+        steps_of_the_backbone(train={"epochs": 3, "batch_size": 40}, search={"epochs": 2, "batch_size": 100})
+        == 2 * 2
+    )
+    result = run(
+        train=frozenset({"epochs": 3, "batch_size": 100}.items()),
+        search=frozenset({"epochs": 2, "batch_size": 40}.items()),
+    )
+    assert [len(result.history[stage]) for stage in ("original", "backbone", "uniform", "peel")] == [
+        3,
+        2,
+        3,
+        3,
+    ]
     # Each counts the images of whole batches.
     assert [row["image_passes"] for row in result.rows] == [600] * 3
 
@@ -461,7 +521,9 @@ def test_the_seed_changes_every_network() -> None:
 
 
 def test_a_network_of_the_zoo_goes_through_the_whole_of_it() -> None:
-    result = prune("cifar_resnet20", few_digits(), train={"epochs": 1, "batch_size": 100}, search={"epochs": 1})
+    result = prune(
+        "cifar_resnet20", few_digits(), train={"epochs": 1, "batch_size": 100}, search={"epochs": 1}
+    )
     assert [row["name"] for row in result.rows] == ["original", "uniform", "peel"]
     assert result.plan is not None
     assert set(result.plan["groups"]) == {"8x8", "4x4", "2x2"}

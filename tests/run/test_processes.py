@@ -27,7 +27,18 @@ def model(num_classes=10):
 
 #: Without a teacher: what it says depends on the statistics of its norm layers, which each process gathers from its own part. With a low
 #: rate: a high one makes more of differences in rounding.
-SHORT = ["--train.epochs", "1", "--search.epochs", "1", "--train.batch-size", "128", "--train.lr", "0.01", "--distill", "none"]
+SHORT = [
+    "--train.epochs",
+    "1",
+    "--search.epochs",
+    "1",
+    "--train.batch-size",
+    "128",
+    "--train.lr",
+    "0.01",
+    "--distill",
+    "none",
+]
 SHORT += ["--device", "cpu", "--quiet"]
 
 
@@ -37,10 +48,14 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(place: Path, *options: str, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.Popen[str]:
+def start(
+    place: Path, *options: str, launcher: tuple[str, ...] = (), **environment: str
+) -> subprocess.Popen[str]:
     command = [sys.executable, *launcher, "-m", "peel", "run", "own.py:model", *SHORT, *options]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **environment}
-    return subprocess.Popen(command, cwd=place, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, cwd=place, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def finished(process: subprocess.Popen[str], expected: int = 0, seconds: float = 120) -> str:
@@ -51,7 +66,11 @@ def finished(process: subprocess.Popen[str], expected: int = 0, seconds: float =
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     model = peel.load(folder / "slim", model=_own())
-    return {name: value for name, value in model.state_dict().items() if "running" not in name and "num_batches" not in name}
+    return {
+        name: value
+        for name, value in model.state_dict().items()
+        if "running" not in name and "num_batches" not in name
+    }
 
 
 def _own() -> torch.nn.Module:
@@ -82,7 +101,9 @@ def test_with_joint_norms_processes_reach_the_weights_of_one_that_sees_the_whole
     alone, together, apart = (weights(place / name) for name in ("alone", "together", "apart"))
     for name, value in alone.items():
         assert torch.allclose(value, together[name], rtol=1e-3, atol=1e-4), name
-    assert not all(torch.allclose(value, apart[name], rtol=1e-3, atol=1e-4) for name, value in alone.items()), "parts differ"
+    assert not all(
+        torch.allclose(value, apart[name], rtol=1e-3, atol=1e-4) for name, value in alone.items()
+    ), "parts differ"
 
 
 AUXILIARY = """
@@ -138,7 +159,9 @@ def test_another_number_of_processes_does_not_go_on_with_a_run(place: Path) -> N
 def test_a_batch_that_cannot_be_shared_evenly_is_refused(place: Path) -> None:
     output = finished(start(place, "--gpus", "3", "--output", "run"), expected=2)
     (said,) = output.strip().splitlines()
-    assert said.startswith("error: a batch of 128 images cannot be shared evenly by 3 processes. Choose a multiple of 3")
+    assert said.startswith(
+        "error: a batch of 128 images cannot be shared evenly by 3 processes. Choose a multiple of 3"
+    )
     assert "--train.batch-size 126" in said
     assert not (place / "run" / "settings.json").exists()
 
@@ -156,7 +179,10 @@ def test_when_a_process_fails_all_end_soon_and_the_run_can_go_on(place: Path, ki
         assert "[rank1]: RuntimeError: a fault that was ordered" in output
         assert "[rank0]" not in output
     else:
-        said = {"kill": "process 1 of 2 was ended by SIGKILL", "hang": "process 1 of 2 does not answer and was ended"}[kind]
+        said = {
+            "kill": "process 1 of 2 was ended by SIGKILL",
+            "hang": "process 1 of 2 does not answer and was ended",
+        }[kind]
         assert said in output
         assert "The same command goes on." in output
         assert "Traceback" not in output
@@ -183,7 +209,9 @@ def test_memory_that_runs_short_later_stops_all_with_the_words_of_one(place: Pat
 @pytest.mark.slow
 def test_a_network_that_cannot_be_pickled_goes_through_all_stages(place: Path) -> None:
     (place / "own.py").write_text(
-        AUXILIARY.replace("class Net", "class model").replace("        self.head", "        self.act = lambda x: x\n        self.head")
+        AUXILIARY.replace("class Net", "class model").replace(
+            "        self.head", "        self.act = lambda x: x\n        self.head"
+        )
     )
     finished(start(place, "--gpus", "2", "--output", "run", "--steps", "original"))
     finished(start(place, "--gpus", "2", "--output", "run"))

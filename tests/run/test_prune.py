@@ -29,9 +29,20 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_the_run_folder_holds_what_is_documented(finished: tuple[Path, Result]) -> None:
     folder, _ = finished
     stages = {
-        f"stages/{name}.{end}" for name in ("original", "backbone", "uniform", "peel") for end in ("json", "safetensors", "record.json")
+        f"stages/{name}.{end}"
+        for name in ("original", "backbone", "uniform", "peel")
+        for end in ("json", "safetensors", "record.json")
     }
-    top = {"settings.json", "environment.json", "plan.json", "metrics.jsonl", "slim.json", "slim.safetensors", "result.json", "report.html"}
+    top = {
+        "settings.json",
+        "environment.json",
+        "plan.json",
+        "metrics.jsonl",
+        "slim.json",
+        "slim.safetensors",
+        "result.json",
+        "report.html",
+    }
     assert set(content(folder)) == stages | top | {".lock"}
     assert not list((folder / "checkpoints").iterdir()), "the checkpoints of finished stages are taken away"
     assert read(folder / "environment.json")["torch"] == torch.__version__
@@ -44,7 +55,11 @@ def test_settings_are_kept_as_given_and_as_they_were_resolved(finished: tuple[Pa
     }  # fmt: skip
     resolved = settings["resolved"]
     assert resolved["seed"] == 3
-    assert (resolved["train"]["epochs"], resolved["search"]["epochs"], resolved["search"]["batch_size"]) == (2, 1, 64)
+    assert (resolved["train"]["epochs"], resolved["search"]["epochs"], resolved["search"]["batch_size"]) == (
+        2,
+        1,
+        64,
+    )
     assert (resolved["train"]["lr"], resolved["train"]["augment"]) == (0.1, "crop")
     assert (resolved["method"]["keep"], resolved["method"]["criterion"]) == (0.8, "bn")
     assert resolved["images"] == [200, 90]
@@ -58,7 +73,9 @@ def test_metrics_have_one_line_per_epoch_in_the_order_of_the_stages(finished: tu
     assert found == [(stage, epoch, of) for stage, of in stages.items() for epoch in range(1, of + 1)]
     assert all(set(line["test"]) == {"loss", "top1", "top5"} and line["train"]["loss"] > 0 for line in lines)
     assert set(lines[2]["importance"]) == {"8x8", "4x4"}
-    assert [line["test"] for line in lines if line["stage"] == "peel"] == [epoch.test for epoch in result.history["peel"]]
+    assert [line["test"] for line in lines if line["stage"] == "peel"] == [
+        epoch.test for epoch in result.history["peel"]
+    ]
 
 
 # The table
@@ -83,11 +100,15 @@ def test_the_accuracy_in_the_table_is_that_of_the_saved_networks(finished: tuple
         with torch.no_grad():
             scores = network(images)
         assert row["top1"] == (scores.argmax(1) == labels).sum().item() / 90
-        assert row["top5"] == pytest.approx((scores.argsort(1, descending=True)[:, :5] == labels[:, None]).any(1).float().mean().item())
+        assert row["top5"] == pytest.approx(
+            (scores.argsort(1, descending=True)[:, :5] == labels[:, None]).any(1).float().mean().item()
+        )
         assert row["loss"] == pytest.approx(nn.functional.cross_entropy(scores, labels).item(), rel=1e-4)
 
 
-def test_the_result_is_the_trained_slim_network_with_or_without_a_folder(finished: tuple[Path, Result]) -> None:
+def test_the_result_is_the_trained_slim_network_with_or_without_a_folder(
+    finished: tuple[Path, Result],
+) -> None:
     folder, result = finished
     without = small_run(seed=3)
     assert result.model is not None
@@ -128,7 +149,9 @@ def test_the_callers_networks_stay_as_they_were() -> None:
         (["peel"], {"distill": "none", "plan": WIDTHS}, {"peel": 6}),
     ],
 )
-def test_only_the_steps_that_were_asked_for_are_done(steps: list[str], settings: dict[str, Any], trained: dict[str, int]) -> None:
+def test_only_the_steps_that_were_asked_for_are_done(
+    steps: list[str], settings: dict[str, Any], trained: dict[str, int]
+) -> None:
     reporter = Counting()
     result = small_run(steps=steps, reporter=reporter, **settings)
     assert reporter.steps == trained
@@ -147,7 +170,9 @@ def test_only_the_steps_that_were_asked_for_are_done(steps: list[str], settings:
         (["backbon"], "Did you mean backbone"),
     ],
 )
-def test_steps_that_cannot_work_are_refused_before_anything_is_trained(steps: list[str], message: str, tmp_path: Path) -> None:
+def test_steps_that_cannot_work_are_refused_before_anything_is_trained(
+    steps: list[str], message: str, tmp_path: Path
+) -> None:
     reporter = Counting()
     with pytest.raises(ConfigError, match=message):
         small_run(steps=steps, reporter=reporter, output=tmp_path / "run")
@@ -213,7 +238,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_command_runs_from_nothing_to_a_table_and_finds_its_folder_again(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_runs_from_nothing_to_a_table_and_finds_its_folder_again(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(COMMAND) == 0
     first = capsys.readouterr()
     folder = next((place / "runs").iterdir())
@@ -239,7 +266,9 @@ def test_the_command_runs_from_nothing_to_a_table_and_finds_its_folder_again(pla
     assert len(list((place / "runs").iterdir())) == 2
 
 
-def test_the_command_finds_its_folder_again_with_what_may_change(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_finds_its_folder_again_with_what_may_change(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*COMMAND, "--steps", "original"]) == 0
     more = [*COMMAND, "--steps", "original,backbone", "--train.retries", "1", "--search.retries", "2"]
     assert main(more) == 0
@@ -248,12 +277,29 @@ def test_the_command_finds_its_folder_again_with_what_may_change(place: Path, ca
     settings = read(folder / "settings.json")
     assert settings["command"] == " ".join(["peel", *more]), "that of the last start"
     resolved = settings["resolved"]
-    assert (resolved["steps"], resolved["train"]["retries"], resolved["search"]["retries"]) == (["original", "backbone"], 1, 2)
+    assert (resolved["steps"], resolved["train"]["retries"], resolved["search"]["retries"]) == (
+        ["original", "backbone"],
+        1,
+        2,
+    )
 
 
-def test_the_command_as_json_and_quiet_prints_the_result_and_nothing_else(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_as_json_and_quiet_prints_the_result_and_nothing_else(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (place / "groups.json").write_text(json.dumps({"first": ["0"], "rest": ["3", "6"]}))
-    options = ["--json", "--quiet", "--output", "out", "--groups", "groups.json", "--budget", "40%", "--distill", "none"]
+    options = [
+        "--json",
+        "--quiet",
+        "--output",
+        "out",
+        "--groups",
+        "groups.json",
+        "--budget",
+        "40%",
+        "--distill",
+        "none",
+    ]
     assert main([*COMMAND, *options]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -263,10 +309,16 @@ def test_the_command_as_json_and_quiet_prints_the_result_and_nothing_else(place:
     assert document["plan"]["macs"] <= 0.4 * document["plan"]["original"]["macs"]
     assert document["folder"] == "out"
     settings = read(place / "out" / "settings.json")["resolved"]
-    assert (settings["train"]["epochs"], settings["train"]["batch_size"], settings["method"]["distill"]) == (1, 256, "none")
+    assert (settings["train"]["epochs"], settings["train"]["batch_size"], settings["method"]["distill"]) == (
+        1,
+        256,
+        "none",
+    )
 
 
-def test_every_field_of_a_recipe_can_be_given_on_the_command_line(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_field_of_a_recipe_can_be_given_on_the_command_line(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fields = {
         "epochs": "1", "batch-size": "300", "lr": "0.03", "momentum": "0.8", "weight-decay": "0.002", "warmup-epochs": "0.5",
         "warmup-from": "0.01", "schedule": "steps", "milestones": "0.4", "gamma": "0.3", "label-smoothing": "0.2", "augment": "none",
@@ -277,12 +329,16 @@ def test_every_field_of_a_recipe_can_be_given_on_the_command_line(place: Path, c
     resolved = read(place / "out" / "settings.json")["resolved"]
     for name, value in {**fields, "nesterov": False, "decay-norms": True}.items():
         found = resolved["train"][name.replace("-", "_")]
-        assert found == ([0.4] if name == "milestones" else type(found)(value) if isinstance(found, int | float) else value), name
+        assert found == (
+            [0.4] if name == "milestones" else type(found)(value) if isinstance(found, int | float) else value
+        ), name
     assert resolved["search"]["lr"] == 0.07
     assert resolved["search"]["momentum"] == 0.8
 
 
-def test_a_dry_run_of_the_command_shows_the_plan_and_the_time_and_leaves_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_of_the_command_shows_the_plan_and_the_time_and_leaves_nothing(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*COMMAND, "--dry-run"]) == 0
     output = capsys.readouterr().out
     assert "nothing was trained" in output
@@ -294,7 +350,9 @@ def test_a_dry_run_of_the_command_shows_the_plan_and_the_time_and_leaves_nothing
 @pytest.mark.slow
 def test_output_of_a_run_into_a_pipe_has_no_escape_codes(place: Path) -> None:
     command = [sys.executable, "-m", "peel", *COMMAND, "--steps", "original"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    found = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert "\x1b" not in found.stdout + found.stderr
     assert "original" in found.stdout
 
@@ -328,15 +386,30 @@ def test_images_have_the_channels_that_the_network_takes_whatever_it_names_first
 def test_parameters_that_were_frozen_are_said_to_be_trained() -> None:
     net = Small()
     net.conv1.weight.requires_grad_(False)
-    assert any("Frozen parameters (conv1.weight)" in note for note in small_run(net, steps=["original"]).notes)
-    assert not any("Frozen" in note for note in small_run(net.requires_grad_(False), steps=["original"]).notes)
+    assert any(
+        "Frozen parameters (conv1.weight)" in note for note in small_run(net, steps=["original"]).notes
+    )
+    assert not any(
+        "Frozen" in note for note in small_run(net.requires_grad_(False), steps=["original"]).notes
+    )
 
 
 def test_names_in_brackets_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     groups = tmp_path / "groups.json"
     groups.write_text(json.dumps({"[/early]": ["conv1", "conv2"], "[bold]": ["conv3", "conv4"]}))
     folder = tmp_path / "[bold]run[/]"
-    options = ["--train.epochs", "1", "--search.epochs", "1", "--device", "cpu", "--groups", str(groups), "--output", str(folder)]
+    options = [
+        "--train.epochs",
+        "1",
+        "--search.epochs",
+        "1",
+        "--device",
+        "cpu",
+        "--groups",
+        str(groups),
+        "--output",
+        str(folder),
+    ]
     assert main(["run", "helpers.small:Small", *options]) == 0
     said = capsys.readouterr()
     assert f'peel.load("{folder / "slim"}"' in " ".join((said.out + said.err).split())

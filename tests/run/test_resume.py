@@ -19,7 +19,9 @@ from peel.train.history import Epoch
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_the_same_call_again_trains_nothing_and_gives_the_same_result(finished: tuple[Path, Result], own: Path) -> None:
+def test_the_same_call_again_trains_nothing_and_gives_the_same_result(
+    finished: tuple[Path, Result], own: Path
+) -> None:
     before, reporter = content(own), Counting()
     again = small_run(output=own, seed=3, reporter=reporter)
     assert reporter.steps == {}
@@ -51,8 +53,15 @@ def test_stages_that_finished_are_kept_when_a_later_one_is_lost(own: Path) -> No
     small_run(output=own, seed=3, reporter=reporter)
     assert reporter.steps == {"peel": 6}
     after = content(own)
-    assert all(after[name][1] == before[name][1] for name in ("stages/peel.safetensors", "slim.json", "slim.safetensors"))
-    assert all(after[name] == before[name] for name in before if name.startswith(("stages/original", "stages/backbone", "stages/uniform")))
+    assert all(
+        after[name][1] == before[name][1]
+        for name in ("stages/peel.safetensors", "slim.json", "slim.safetensors")
+    )
+    assert all(
+        after[name] == before[name]
+        for name in before
+        if name.startswith(("stages/original", "stages/backbone", "stages/uniform"))
+    )
 
 
 def test_checkpoints_that_a_kill_left_beside_a_finished_stage_are_taken_away(own: Path) -> None:
@@ -64,7 +73,9 @@ def test_checkpoints_that_a_kill_left_beside_a_finished_stage_are_taken_away(own
 def test_strange_lines_among_the_metrics_do_not_stop_a_run(own: Path) -> None:
     before = [json.loads(text) for text in (own / "metrics.jsonl").read_text().splitlines()]
     with (own / "metrics.jsonl").open("ab") as file:
-        file.writelines(line + b"\n" for line in (b"5", b"{}", b"[", b'{"stage": "peel"', b"\xff\xfe", b"null"))
+        file.writelines(
+            line + b"\n" for line in (b"5", b"{}", b"[", b'{"stage": "peel"', b"\xff\xfe", b"null")
+        )
     (own / "stages" / "peel.report.record.json").unlink()
     small_run(output=own, seed=3)
     after = [json.loads(text) for text in (own / "metrics.jsonl").read_text().splitlines()]
@@ -80,7 +91,10 @@ def test_an_error_that_nobody_foresaw_is_kept_until_the_run_goes_on(tmp_path: Pa
 
     with pytest.raises(ValueError, match="not foreseen"):
         small_run(output=tmp_path / "run", reporter=Broken())
-    assert json.loads((tmp_path / "run" / "stopped.json").read_text())["error"] == "ValueError: this was not foreseen"
+    assert (
+        json.loads((tmp_path / "run" / "stopped.json").read_text())["error"]
+        == "ValueError: this was not foreseen"
+    )
     assert "this was not foreseen" in (tmp_path / "run" / "report.html").read_text()
     small_run(output=tmp_path / "run")
     assert not (tmp_path / "run" / "stopped.json").exists()
@@ -128,7 +142,10 @@ def test_stages_that_were_finished_before_are_all_named(own: Path) -> None:
 def test_a_stage_of_another_network_is_said_to_be_damaged(own: Path) -> None:
     for suffix in ("json", "safetensors"):
         (own / "stages" / f"peel.{suffix}").write_bytes((own / "stages" / f"original.{suffix}").read_bytes())
-    with pytest.raises(CorruptFileError, match=r"stages/peel.json is of another network: \w+ has \d+ channels there, not \d+\. Restore"):
+    with pytest.raises(
+        CorruptFileError,
+        match=r"stages/peel.json is of another network: \w+ has \d+ channels there, not \d+\. Restore",
+    ):
         small_run(output=own, seed=3)
 
 
@@ -152,14 +169,23 @@ def test_a_damaged_stage_is_said_to_be_damaged(own: Path) -> None:
         ("plan.json", "{}", "it has no 'widths'"),
         ("plan.json", '{"widths": {}, "rounds": 5}', "its 'rounds' is of the kind int, not list"),
         ("plan.json", '{"widths": {}, "rounds": [5]}', "its 'rounds' are not those of a plan"),
-        ("plan.json", '{"widths": {}, "rounds": [{"distinct": false, "note": []}]}', "its 'rounds' are not those of a plan"),
+        (
+            "plan.json",
+            '{"widths": {}, "rounds": [{"distinct": false, "note": []}]}',
+            "its 'rounds' are not those of a plan",
+        ),
         ("plan.json", '{"widths": {"other": 3}, "rounds": []}', ".*other.*"),
         ("settings.json", "[]", "expected an object, found list"),
     ],
 )
-def test_a_file_with_something_else_in_it_is_said_to_be_damaged(name: str, content: str, reason: str, own: Path) -> None:
+def test_a_file_with_something_else_in_it_is_said_to_be_damaged(
+    name: str, content: str, reason: str, own: Path
+) -> None:
     (own / name).write_text(content)
-    with pytest.raises(CorruptFileError, match=rf"{name} is damaged: {reason}\. Restore it from a copy, or .* another --output"):
+    with pytest.raises(
+        CorruptFileError,
+        match=rf"{name} is damaged: {reason}\. Restore it from a copy, or .* another --output",
+    ):
         small_run(output=own, seed=3)
 
 
@@ -173,17 +199,41 @@ GOOD = RECORD.replace("NOTES", "[]")
     ("name", "content", "reason"),
     [
         ("peel.report.record.json", '{"history": []}', "it has no 'image_passes'"),
-        ("peel.report.record.json", '{"history": {}, "image_passes": 1}', "its 'history' is of the kind dict, not list"),
-        ("peel.report.record.json", '{"history": [], "image_passes": 1}', "its 'history' is not that of a training"),
-        ("peel.report.record.json", '{"history": [{"epoch": 1}], "image_passes": 1}', "its 'history' is not that of a training"),
+        (
+            "peel.report.record.json",
+            '{"history": {}, "image_passes": 1}',
+            "its 'history' is of the kind dict, not list",
+        ),
+        (
+            "peel.report.record.json",
+            '{"history": [], "image_passes": 1}',
+            "its 'history' is not that of a training",
+        ),
+        (
+            "peel.report.record.json",
+            '{"history": [{"epoch": 1}], "image_passes": 1}',
+            "its 'history' is not that of a training",
+        ),
         ("peel.report.record.json", GOOD.replace(TEST, "null"), "its 'history' is not that of a training"),
         ("peel.report.record.json", GOOD.replace(TEST, "{}"), "its 'history' is not that of a training"),
         ("peel.report.record.json", GOOD.replace("0.5", '"half"'), "its 'history' is not that of a training"),
-        ("peel.report.record.json", GOOD.replace('"train": {}', '"train": 5'), "its 'history' is not that of a training"),
-        ("peel.report.record.json", GOOD.replace('"seconds": 1.0', '"seconds": "long"'), "its 'history' is not that of a training"),
+        (
+            "peel.report.record.json",
+            GOOD.replace('"train": {}', '"train": 5'),
+            "its 'history' is not that of a training",
+        ),
+        (
+            "peel.report.record.json",
+            GOOD.replace('"seconds": 1.0', '"seconds": "long"'),
+            "its 'history' is not that of a training",
+        ),
         ("peel.report.record.json", RECORD.replace("NOTES", "5"), "its 'notes' are no sentences"),
         ("peel.report.record.json", RECORD.replace("NOTES", "[5]"), "its 'notes' are no sentences"),
-        ("peel.report.record.json", RECORD.replace("NOTES", '[], "input": 5'), "its 'input' does not say how to feed the network"),
+        (
+            "peel.report.record.json",
+            RECORD.replace("NOTES", '[], "input": 5'),
+            "its 'input' does not say how to feed the network",
+        ),
         ("settings.json", '{"resolved": 1}', "its 'resolved' is of the kind int, not dict"),
         ("settings.json", "[" * 100_000, "it is nested too deeply"),
         ("environment.json", "3", "expected an object, found int"),

@@ -31,7 +31,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     [
         ({"seed": 4}, ["seed: 3 -> 4"]),
         ({"budget": "40%"}, ["method.budget: '50%' -> '40%'"]),
-        ({"criterion": "weight", "keep": 0.7}, ["method.criterion: 'bn' -> 'weight'", "method.keep: 0.8 -> 0.7"]),
+        (
+            {"criterion": "weight", "keep": 0.7},
+            ["method.criterion: 'bn' -> 'weight'", "method.keep: 0.8 -> 0.7"],
+        ),
         ({"train": {"epochs": 3, "batch_size": 64}}, ["train.epochs: 2 -> 3"]),
         ({"search": {"epochs": 1, "lr": 0.05}}, ["search.lr: 0.1 -> 0.05"]),
         ({"groups": {"all": ["conv1", "conv2", "conv3", "conv4"]}}, ["groups.all: None -> ['conv1'"]),
@@ -58,18 +61,27 @@ def test_a_run_with_zero_channels_that_only_one_kind_of_device_adds_names_the_de
     settings = read(own / "settings.json")
     settings["resolved"].update(pad_channels=True, device="cuda")
     (own / "settings.json").write_text(json.dumps(settings))
-    with pytest.raises(RunError, match=r"pads: True -> False .*go on with the kind of --device that began the run"):
+    with pytest.raises(
+        RunError, match=r"pads: True -> False .*go on with the kind of --device that began the run"
+    ):
         small_run(output=own, seed=3)
 
 
 @pytest.mark.parametrize("role", ["output", "teacher"])
-def test_a_whole_run_and_a_teacher_alone_are_not_taken_for_two_versions(role: str, own: Path, tmp_path: Path) -> None:
+def test_a_whole_run_and_a_teacher_alone_are_not_taken_for_two_versions(
+    role: str, own: Path, tmp_path: Path
+) -> None:
     """The settings of a teacher that runs share are fewer."""
     (own / "stages" / "original.record.json").unlink()
     if role == "output":
         settings = read(own / "settings.json")
-        (own / "settings.json").write_text(json.dumps({**settings, "resolved": {"seed": settings["resolved"]["seed"]}}))
-    said = {"output": "was started with other settings", "teacher": "is the folder of a run that has not trained its original. Finish that"}
+        (own / "settings.json").write_text(
+            json.dumps({**settings, "resolved": {"seed": settings["resolved"]["seed"]}})
+        )
+    said = {
+        "output": "was started with other settings",
+        "teacher": "is the folder of a run that has not trained its original. Finish that",
+    }
     with pytest.raises(RunError, match=said[role]):
         small_run(**{"output": tmp_path / "other", "seed": 3, role: own})
 
@@ -81,7 +93,9 @@ def test_a_whole_run_and_a_teacher_alone_are_not_taken_for_two_versions(role: st
         (["--train.lr", "0.3"], "train.lr: 0.1 -> 0.3"),
     ],
 )
-def test_a_run_does_not_go_on_with_another_batch_or_rate(options: list[str], difference: str, killed: Path, whole: bytes) -> None:
+def test_a_run_does_not_go_on_with_another_batch_or_rate(
+    options: list[str], difference: str, killed: Path, whole: bytes
+) -> None:
     before = [path.name for path in kept(killed)]
     code, said = run(killed, *options)
     assert code == 2
@@ -126,7 +140,9 @@ def model(num_classes=10):
         ("BatchNorm2d(12)", "BatchNorm2d(12, momentum=0.5)", "original.layers: "),
     ],
 )
-def test_a_run_does_not_go_on_with_a_model_whose_code_changed(old: str, new: str, difference: str, tmp_path: Path) -> None:
+def test_a_run_does_not_go_on_with_a_model_whose_code_changed(
+    old: str, new: str, difference: str, tmp_path: Path
+) -> None:
     path = tmp_path / "own.py"
     path.write_text(OWN)
     assert run(tmp_path / "run", model=f"{path}:model", PEEL_FAULT="15:kill")[0] == KILLED
@@ -176,7 +192,9 @@ def test_a_run_does_not_go_on_with_a_model_that_computes_something_else(tmp_path
         assert f"original.{difference}" in said
         assert "What the network computes has changed" in said
         assert f"the code of {model}" in said
-    path.write_text(FUNCTIONAL.replace("F.relu(self.second(x))", "F.relu(self.second(x), inplace=True)  # the same"))
+    path.write_text(
+        FUNCTIONAL.replace("F.relu(self.second(x))", "F.relu(self.second(x), inplace=True)  # the same")
+    )
     assert run(tmp_path / "run", model=model)[0] == 0
 
 
@@ -202,7 +220,9 @@ class Net(nn.Module):
 """
 
 
-def test_numbers_in_tensors_of_the_code_are_known_and_those_drawn_are_the_same_at_every_start(tmp_path: Path) -> None:
+def test_numbers_in_tensors_of_the_code_are_known_and_those_drawn_are_the_same_at_every_start(
+    tmp_path: Path,
+) -> None:
     path, model = tmp_path / "net.py", f"{tmp_path / 'net.py'}:Net"
     path.write_text(TENSORS)
     assert run(tmp_path / "run", model=model, PEEL_FAULT="15:kill")[0] == KILLED
@@ -251,10 +271,21 @@ def write_images(root: Path, side: int, kind: str, count: int = 6) -> None:
                 Image.fromarray(pixels).save(root / split / label / f"{i}.{kind}")
 
 
-@pytest.mark.parametrize(("side", "kind"), [(12, "png"), (100, "bmp")], ids=["in memory", "read from disk, of the same size"])
+@pytest.mark.parametrize(
+    ("side", "kind"), [(12, "png"), (100, "bmp")], ids=["in memory", "read from disk, of the same size"]
+)
 def test_a_run_does_not_go_on_with_images_that_changed(side: int, kind: str, tmp_path: Path) -> None:
     write_images(tmp_path / "data", side, kind)
-    options = ["--data", str(tmp_path / "data"), "--train.batch-size", "6", "--image-size", str(side), "--workers", "0"]
+    options = [
+        "--data",
+        str(tmp_path / "data"),
+        "--train.batch-size",
+        "6",
+        "--image-size",
+        str(side),
+        "--workers",
+        "0",
+    ]
     assert run(tmp_path / "run", *options, PEEL_FAULT="3:kill")[0] == KILLED
     path = tmp_path / "data" / "train" / "cat" / f"0.{kind}"
     good = path.read_bytes()
@@ -267,7 +298,9 @@ def test_a_run_does_not_go_on_with_images_that_changed(side: int, kind: str, tmp
     assert "fingerprint: " in said
     path.write_bytes(good)
     (tmp_path / "data").rename(tmp_path / "moved")
-    assert run(tmp_path / "run", "--data", str(tmp_path / "moved"), *options[2:])[0] == 0, "the same images in another place are the same"
+    assert run(tmp_path / "run", "--data", str(tmp_path / "moved"), *options[2:])[0] == 0, (
+        "the same images in another place are the same"
+    )
 
 
 # Versions and threads
@@ -300,10 +333,14 @@ def test_going_on_with_another_torch_or_peel_is_said(killed: Path, whole: bytes)
     assert weights(killed) == whole
 
 
-def test_a_torch_that_calls_its_operators_otherwise_is_no_model_whose_code_changed(killed: Path, whole: bytes) -> None:
+def test_a_torch_that_calls_its_operators_otherwise_is_no_model_whose_code_changed(
+    killed: Path, whole: bytes
+) -> None:
     for name, change in (("environment", {"torch": "2.0.1"}), ("settings", {})):
         path = killed / f"{name}.json"
-        path.write_text(json.dumps({**json.loads(path.read_text().replace("conv2d", "convolution")), **change}))
+        path.write_text(
+            json.dumps({**json.loads(path.read_text().replace("conv2d", "convolution")), **change})
+        )
     code, said = run(killed)
     assert code == 0
     assert "other operators" in said

@@ -18,7 +18,11 @@ from helpers.killing import KILLED, exit_code, run_until, start, wait_for
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 #: Two epochs of three steps in every stage.
-BASE: dict[str, Any] = {"train": {"epochs": 2, "batch_size": 64}, "search": {"epochs": 2}, "checkpoint_seconds": 0.0}
+BASE: dict[str, Any] = {
+    "train": {"epochs": 2, "batch_size": 64},
+    "search": {"epochs": 2},
+    "checkpoint_seconds": 0.0,
+}
 STAGES = ("original", "backbone", "uniform", "peel")
 
 
@@ -26,7 +30,12 @@ def outcome(folder: Path) -> dict[str, Any]:
     """Everything that a run leaves and that does not depend on how long it took."""
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
-        if path.suffix == ".safetensors" or path.name in ("plan.json", "slim.json", "settings.json", "environment.json"):
+        if path.suffix == ".safetensors" or path.name in (
+            "plan.json",
+            "slim.json",
+            "settings.json",
+            "environment.json",
+        ):
             found[str(path.relative_to(folder))] = path.read_bytes()
     found["metrics"] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found["rows"] = json.loads((folder / "result.json").read_text())["rows"]
@@ -54,8 +63,16 @@ LONGER: dict[str, Any] = {"train": {"epochs": 4, "batch_size": 64}, "search": {"
 
 VARIANTS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "a checkpoint after every step, ten times in every stage": (LONGER, "Small", STAGES),
-    "a checkpoint after every epoch, everything that is random": ({"checkpoint_seconds": 600.0}, "Restless", STAGES),
-    "two rounds, by gradient": ({"rounds": 2, "criterion": "gradient"}, "Dropping", ("original", "backbone", "backbone-2", "peel")),
+    "a checkpoint after every epoch, everything that is random": (
+        {"checkpoint_seconds": 600.0},
+        "Restless",
+        STAGES,
+    ),
+    "two rounds, by gradient": (
+        {"rounds": 2, "criterion": "gradient"},
+        "Dropping",
+        ("original", "backbone", "backbone-2", "peel"),
+    ),
     "in-place distillation, learned ranking": (
         {"distill": "in-place", "criterion": "legr", "evaluations": 3},
         "Small",
@@ -70,14 +87,18 @@ def test_killed_at_random_steps_of_every_stage_a_run_ends_bit_identical(variant:
     settings = {**BASE, **changes}
     chance = random.Random(variant)
     for stage in stages:
-        steps, kills = (12, 10) if settings["train"]["epochs"] == 4 else (3, 2) if stage == "backbone-2" else (6, 2)
+        steps, kills = (
+            (12, 10) if settings["train"]["epochs"] == 4 else (3, 2) if stage == "backbone-2" else (6, 2)
+        )
         for step in sorted(chance.sample(range(1, steps + 1), kills)):
             code = exit_code(start(run_until, tmp_path / "killed", settings, (stage, step), None, model))
             assert code == KILLED, f"step {step} of {stage} was never reached: {code}"
     assert straight(tmp_path / "killed", settings, model) == straight(tmp_path / "straight", settings, model)
 
 
-def test_killed_around_its_writes_a_run_ends_bit_identical(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+def test_killed_around_its_writes_a_run_ends_bit_identical(
+    tmp_path: Path, uninterrupted: dict[str, Any]
+) -> None:
     chance = random.Random(7)
     # From the very first writes on, each of which may leave the folder in a state of its own.
     writes = [(1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]
@@ -109,7 +130,9 @@ def test_killed_at_any_single_write_a_run_ends_bit_identical(
     assert 40 < number < 190
 
 
-def test_killed_from_outside_at_random_times_a_run_ends_bit_identical(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+def test_killed_from_outside_at_random_times_a_run_ends_bit_identical(
+    tmp_path: Path, uninterrupted: dict[str, Any]
+) -> None:
     chance = random.Random(3)
     kills = 0
     while True:
@@ -127,14 +150,18 @@ def test_killed_from_outside_at_random_times_a_run_ends_bit_identical(tmp_path: 
     assert outcome(tmp_path / "killed") == uninterrupted
 
 
-def test_a_damaged_newest_checkpoint_costs_a_step_and_nothing_else(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+def test_a_damaged_newest_checkpoint_costs_a_step_and_nothing_else(
+    tmp_path: Path, uninterrupted: dict[str, Any]
+) -> None:
     assert exit_code(start(run_until, tmp_path / "killed", BASE, ("uniform", 5))) == KILLED
     newest = max((tmp_path / "killed" / "checkpoints").glob("uniform-*.pt"))
     newest.write_bytes(newest.read_bytes()[:1000])
     assert straight(tmp_path / "killed", BASE) == uninterrupted
 
 
-def test_half_a_line_of_metrics_and_lines_ahead_of_the_checkpoint_are_put_right(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+def test_half_a_line_of_metrics_and_lines_ahead_of_the_checkpoint_are_put_right(
+    tmp_path: Path, uninterrupted: dict[str, Any]
+) -> None:
     settings = {**BASE, "checkpoint_seconds": 600.0}
     assert exit_code(start(run_until, tmp_path / "killed", settings, ("uniform", 5))) == KILLED
     path = tmp_path / "killed" / "metrics.jsonl"

@@ -68,7 +68,9 @@ def test_a_teacher_at_a_path_is_trained_once_and_used_by_every_run_that_names_it
     kept = content(tmp_path / "teacher")
     assert first.steps["original"] == 6
     assert {"stages/original.json", "stages/original.safetensors", "stages/original.record.json"} <= set(kept)
-    two = small_run(teacher=str(tmp_path / "teacher"), output=tmp_path / "two", seed=9, budget="40%", reporter=second)
+    two = small_run(
+        teacher=str(tmp_path / "teacher"), output=tmp_path / "two", seed=9, budget="40%", reporter=second
+    )
     assert "original" not in second.steps
     assert content(tmp_path / "teacher") == kept
     assert two.rows[0]["top1"] == one.rows[0]["top1"]
@@ -85,8 +87,12 @@ def test_the_folder_of_a_run_is_a_teacher(finished: tuple[Path, Result]) -> None
     assert result.rows[0]["top1"] == finished[1].rows[0]["top1"]
 
 
-@pytest.mark.parametrize("form", ["plain", "state_dict", "model", "module prefix", "compiled prefix", "peel", "module"])
-def test_a_trained_teacher_is_taken_from_a_checkpoint_or_a_module(form: str, tmp_path: Path, finished: tuple[Path, Result]) -> None:
+@pytest.mark.parametrize(
+    "form", ["plain", "state_dict", "model", "module prefix", "compiled prefix", "peel", "module"]
+)
+def test_a_trained_teacher_is_taken_from_a_checkpoint_or_a_module(
+    form: str, tmp_path: Path, finished: tuple[Path, Result]
+) -> None:
     trained = peel.load(finished[0] / "stages" / "original", model=Small())
     weights = trained.state_dict()
     path = tmp_path / "teacher.pt"
@@ -142,7 +148,10 @@ def write_teacher(kind: str, path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("other classes", r"teacher.pt does not fit the model: fc.weight has shape \(7, 16\) there and \(10, 16\) here.*classes"),
+        (
+            "other classes",
+            r"teacher.pt does not fit the model: fc.weight has shape \(7, 16\) there and \(10, 16\) here.*classes",
+        ),
         ("code", "teacher.pt cannot be read as weights without running code"),
         ("pickle", "teacher.pt cannot be read as weights without running code"),
         ("other network", "teacher.pt does not fit the model"),
@@ -152,7 +161,9 @@ def write_teacher(kind: str, path: Path) -> None:
         ("diverged", "the teacher answers with numbers that are not finite"),
     ],
 )
-def test_a_teacher_that_cannot_be_used_is_refused_before_anything_is_written(kind: str, message: str, tmp_path: Path) -> None:
+def test_a_teacher_that_cannot_be_used_is_refused_before_anything_is_written(
+    kind: str, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "teacher.pt"
     write_teacher(kind, path)
     with pytest.raises((StoreError, RunError, DataError), match=message):
@@ -177,13 +188,19 @@ def test_a_damaged_record_of_a_teacher_is_named(content: str, own: Path, tmp_pat
 @pytest.mark.parametrize("name", ["slim.json", "stages/uniform.json"])
 def test_a_slim_network_is_no_teacher(name: str, finished: tuple[Path, Result], tmp_path: Path) -> None:
     """It would stand in the table as the original, with its costs."""
-    with pytest.raises(DataError, match=r"is not the original but a network of other widths: .* channels there and \d+ in the original"):
+    with pytest.raises(
+        DataError,
+        match=r"is not the original but a network of other widths: .* channels there and \d+ in the original",
+    ):
         small_run(teacher=finished[0] / name, output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_an_error_of_the_teachers_folder_names_the_option_that_it_was_given_with(tmp_path: Path) -> None:
-    with RunFolder(tmp_path / "teacher"), pytest.raises(RunError, match=r"teacher is in use by .* name another folder with --teacher"):
+    with (
+        RunFolder(tmp_path / "teacher"),
+        pytest.raises(RunError, match=r"teacher is in use by .* name another folder with --teacher"),
+    ):
         small_run(teacher=tmp_path / "teacher", output=tmp_path / "run")
 
 
@@ -195,13 +212,20 @@ def test_a_run_does_not_go_on_with_another_teacher(tmp_path: Path) -> None:
     moved = weights.rename(tmp_path / "moved.pt")
     torch.save({name: tensor + 1 for name, tensor in Small().state_dict().items()}, weights)
     before = content(run / "stages")
-    with pytest.raises(RunError, match=r"was begun with another teacher: its weights had the hash \w+, now it is \w+\..*\n.*--force"):
+    with pytest.raises(
+        RunError,
+        match=r"was begun with another teacher: its weights had the hash \w+, now it is \w+\..*\n.*--force",
+    ):
         small_run(teacher=weights, output=run)
-    with pytest.raises(RunError, match=r"there is no teacher at .*nothing, and the run in .* was begun with one"):
+    with pytest.raises(
+        RunError, match=r"there is no teacher at .*nothing, and the run in .* was begun with one"
+    ):
         small_run(teacher=tmp_path / "nothing", output=run)
     assert not (tmp_path / "nothing").exists()
     assert content(run / "stages") == before
-    assert not [note for note in small_run(teacher=moved, output=run).notes if "--force" in note], "the same one, at another place"
+    assert not [note for note in small_run(teacher=moved, output=run).notes if "--force" in note], (
+        "the same one, at another place"
+    )
     (said,) = [note for note in small_run(teacher=weights, output=run, force=True).notes if "--force" in note]
     assert "--force; stages finished before: backbone, uniform, peel" in said
     assert "teacher_weights: " in said
@@ -209,6 +233,9 @@ def test_a_run_does_not_go_on_with_another_teacher(tmp_path: Path) -> None:
 
 def test_a_run_is_no_place_to_train_a_teacher_in(tmp_path: Path) -> None:
     small_run(teacher=tmp_path / "teacher", output=tmp_path / "one", steps=["original"])
-    with pytest.raises(RunError, match=r"one is the folder of a run that has not trained its original\..* name its teacher \(.*teacher\)"):
+    with pytest.raises(
+        RunError,
+        match=r"one is the folder of a run that has not trained its original\..* name its teacher \(.*teacher\)",
+    ):
         small_run(teacher=tmp_path / "one", output=tmp_path / "two")
     assert not (tmp_path / "two").exists()

@@ -12,8 +12,15 @@ from helpers.nets import Decoder, Grouped
 from peel.steps.backbone import backbone
 
 
-@given(st.sampled_from(["resnet18", "mobilenet_v2"]), st.floats(0.2, 1.0), st.floats(0.2, 1.0), st.sampled_from(["macs", "params"]))
-def test_the_backbone_costs_its_part_of_the_budget(name: str, part: float, keep: float, resource: str) -> None:
+@given(
+    st.sampled_from(["resnet18", "mobilenet_v2"]),
+    st.floats(0.2, 1.0),
+    st.floats(0.2, 1.0),
+    st.sampled_from(["macs", "params"]),
+)
+def test_the_backbone_costs_its_part_of_the_budget(
+    name: str, part: float, keep: float, resource: str
+) -> None:
     _, graph = traced_zoo(name)
     count = getattr(graph, resource)
     budget = int(part * count())
@@ -34,7 +41,11 @@ def test_equal_channels_of_resnet18_are_those_worked_out_for_the_paper(keep: flo
     widths = backbone(graph, "1.04G", keep, start="equal")
     # As many in every tie as fit, and what is left of the budget spent on one more here and there.
     assert set(widths.values()) == {channels, channels + 1}
-    assert graph.macs(dict.fromkeys(graph.widths, channels)) <= keep * 1.04e9 < graph.macs(dict.fromkeys(graph.widths, channels + 1))
+    assert (
+        graph.macs(dict.fromkeys(graph.widths, channels))
+        <= keep * 1.04e9
+        < graph.macs(dict.fromkeys(graph.widths, channels + 1))
+    )
 
 
 @pytest.mark.parametrize("resource", ["macs", "params"])
@@ -96,7 +107,9 @@ def test_widths_of_your_own_are_taken_as_they_are() -> None:
 def test_widths_of_your_own_that_cost_more_than_the_budget_are_refused() -> None:
     _, graph = traced_zoo("resnet18")
     assert backbone(graph, graph.macs(), start=graph.widths) == graph.widths
-    with pytest.raises(peel.BudgetError, match=r"given backbone costs 1\.81G macs, more than the budget of 1\.81G"):
+    with pytest.raises(
+        peel.BudgetError, match=r"given backbone costs 1\.81G macs, more than the budget of 1\.81G"
+    ):
         backbone(graph, graph.macs() - 1, start=graph.widths)
     with pytest.raises(peel.WidthsError, match="layer9"):
         backbone(graph, "50%", start={"layer9": 3})

@@ -54,20 +54,29 @@ def test_the_soft_loss_is_the_divergence_of_the_student_from_the_teacher(
 
     total = 0.0
     for given_scores, wanted_scores in zip(student, teacher):
-        total += sum(p * math.log(p / q) for p, q in zip(probabilities(wanted_scores), probabilities(given_scores)))
+        total += sum(
+            p * math.log(p / q) for p, q in zip(probabilities(wanted_scores), probabilities(given_scores))
+        )
     found = soft_loss(torch.tensor(student), torch.tensor(teacher), temperature)
     assert float(found) == pytest.approx(temperature**2 * total / 3, rel=1e-3, abs=1e-4)
 
 
 @given(rows, st.floats(0.5, 8), st.floats(-5, 5))
-def test_nothing_is_lost_when_both_say_the_same(scores: list[list[float]], temperature: float, shift: float) -> None:
-    assert float(soft_loss(torch.tensor(scores) + shift, torch.tensor(scores), temperature)) == pytest.approx(0, abs=1e-4)
+def test_nothing_is_lost_when_both_say_the_same(
+    scores: list[list[float]], temperature: float, shift: float
+) -> None:
+    assert float(soft_loss(torch.tensor(scores) + shift, torch.tensor(scores), temperature)) == pytest.approx(
+        0, abs=1e-4
+    )
 
 
 def test_gradients_keep_their_size_at_any_temperature() -> None:
     torch.manual_seed(0)
     student, teacher = torch.randn(8, 5, requires_grad=True), torch.randn(8, 5)
-    sizes = [float(torch.autograd.grad(soft_loss(student, teacher, temperature), student)[0].norm()) for temperature in (1, 4, 16, 64)]
+    sizes = [
+        float(torch.autograd.grad(soft_loss(student, teacher, temperature), student)[0].norm())
+        for temperature in (1, 4, 16, 64)
+    ]
     assert max(sizes) < 2 * min(sizes)
 
 
@@ -107,7 +116,14 @@ def test_a_student_comes_nearer_to_its_teacher() -> None:
     recipe = Recipe(epochs=8, batch_size=16, lr=0.05, augment="none", weight_decay=0.0)
     ends = []
     for weight in (0.0, 20.0):
-        history = fit(copy.deepcopy(student), Distillation(CrossEntropy(), teacher, weight), images(), recipe, engine=CPU, seed=0)
+        history = fit(
+            copy.deepcopy(student),
+            Distillation(CrossEntropy(), teacher, weight),
+            images(),
+            recipe,
+            engine=CPU,
+            seed=0,
+        )
         ends.append(history[-1].train["distillation"])
     assert ends[1] < 0.3 * history[0].train["distillation"]
     assert ends[1] < 0.3 * ends[0]
@@ -165,7 +181,10 @@ def test_the_wide_network_is_half_as_wide_again_or_as_wide_as_the_student() -> N
     pair = in_place_pair(net, graph, {"a": 2, "b": 15})
     assert [pair.wide.get_submodule(name).out_channels for name in "abc"] == [6, 15, 12]
     assert [pair.student().get_submodule(name).out_channels for name in "abc"] == [2, 15, 8]
-    assert [in_place_pair(net, graph, {"a": 2}, factor=1.0).wide.get_submodule(name).out_channels for name in "abc"] == [4, 6, 8]
+    assert [
+        in_place_pair(net, graph, {"a": 2}, factor=1.0).wide.get_submodule(name).out_channels
+        for name in "abc"
+    ] == [4, 6, 8]
 
 
 def test_changing_the_first_channels_of_the_wide_network_changes_the_student() -> None:
@@ -249,8 +268,12 @@ def test_in_place_the_wide_network_learns_from_labels_and_the_student_from_it() 
     assert float(losses.total.detach()) == pytest.approx(float((hard + 0.7 * soft).detach()), rel=1e-5)
     assert torch.equal(losses.logits, own.logits)
     assert float(losses.terms["distillation"]) == pytest.approx(float(soft.detach()), rel=1e-5)
-    both = InPlace(CrossEntropy(0.1), weight=0.7, hard_weight=0.5, temperature=2.0)(pair, Batch(pictures, labels))
-    assert float((both.total - losses.total).detach()) == pytest.approx(0.5 * float(own.total.detach()), rel=1e-4)
+    both = InPlace(CrossEntropy(0.1), weight=0.7, hard_weight=0.5, temperature=2.0)(
+        pair, Batch(pictures, labels)
+    )
+    assert float((both.total - losses.total).detach()) == pytest.approx(
+        0.5 * float(own.total.detach()), rel=1e-4
+    )
     # The wide network does not bend towards its student: weights beyond the student's learn from the labels alone.
     found, alone = (torch.autograd.grad(total, pair.wide.fc.weight)[0] for total in (losses.total, hard))
     assert torch.allclose(found[:, 8:], alone[:, 8:])

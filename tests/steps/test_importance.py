@@ -20,7 +20,15 @@ from peel.steps.criteria import find_criterion
 from peel.steps.criteria.gradient import Gradient
 from peel.steps.criteria.legr import Legr
 from peel.steps.criteria.reconstruction import Reconstruction
-from peel.steps.importance import CriterionInput, Importance, LayerScores, WithL1, l1_coefficient_for, norm_scales, summarise
+from peel.steps.importance import (
+    CriterionInput,
+    Importance,
+    LayerScores,
+    WithL1,
+    l1_coefficient_for,
+    norm_scales,
+    summarise,
+)
 from peel.train.loop import fit
 from peel.train.objective import CrossEntropy
 from peel.train.recipe import RECIPES, Recipe
@@ -61,7 +69,10 @@ def normed() -> Normed:
 
 def test_scales_count_once_per_norm_layer_by_their_absolute_value() -> None:
     of = subject(normed(), NORMED)
-    assert importance("bn", of).groups == {"early": (1 + 2 + 3 + 4 + 4 * 0.5) / 8, "late": (0.25 + 0.75 + 2 + 1) / 4}
+    assert importance("bn", of).groups == {
+        "early": (1 + 2 + 3 + 4 + 4 * 0.5) / 8,
+        "late": (0.25 + 0.75 + 2 + 1) / 4,
+    }
     assert importance("bn", of, "sum").groups == {"early": 12.0, "late": 4.0}
     assert importance("bn", of, "sum").ties == {"stem": 1.5, "late": 1.0}
 
@@ -79,7 +90,11 @@ class Doubled(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.expand, self.twice, self.side = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 8, 1, groups=4), nn.Conv2d(3, 5, 1)
+        self.expand, self.twice, self.side = (
+            nn.Conv2d(3, 4, 1),
+            nn.Conv2d(4, 8, 1, groups=4),
+            nn.Conv2d(3, 5, 1),
+        )
         self.bn, self.fc = nn.BatchNorm2d(13), nn.Linear(13, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -139,7 +154,9 @@ def loss(net: nn.Module, split: InMemoryImages) -> float:
         return float(F.cross_entropy(net(pictures).double(), labels))
 
 
-def effect(net: nn.Module, split: InMemoryImages, scaled: list[tuple[Tensor, int | slice]], step: float = 2e-2) -> float:
+def effect(
+    net: nn.Module, split: InMemoryImages, scaled: list[tuple[Tensor, int | slice]], step: float = 2e-2
+) -> float:
     """By how much the loss moves, per unit, when some entries are scaled."""
 
     def moved(factor: float) -> float:
@@ -167,7 +184,10 @@ def trained_chain() -> Chain:
 def test_the_gradient_of_a_channel_is_what_scaling_it_does_to_the_loss() -> None:
     net, split = trained_chain(), images(32)
     found = per_tie(Gradient(batches=1, batch_size=32).measure(subject(net, train=split)))
-    assert set(found) == {("conv1", "bn"), ("conv2", "conv2")}  # the scale where there is one, else the filter
+    assert set(found) == {
+        ("conv1", "bn"),
+        ("conv2", "conv2"),
+    }  # the scale where there is one, else the filter
     by_scale = [abs(effect(net, split, [(net.bn.weight, i)])) for i in range(8)]
     by_filter = [abs(effect(net, split, [(net.conv2.weight, i)])) for i in range(12)]
     assert found["conv1", "bn"] == pytest.approx(by_scale, rel=0.02, abs=2e-4)
@@ -182,7 +202,9 @@ def test_the_sum_over_a_group_is_the_effect_of_scaling_all_of_it() -> None:
         tensor.data[:] = tensor.data[:1].clone()
     net.conv2.weight.data[:] = net.conv2.weight.data[:, :1].clone()
     found = importance(Gradient(1, 32), subject(net, {"first": ["conv1"], "second": ["conv2"]}, split), "sum")
-    assert found.groups["first"] == pytest.approx(abs(effect(net, split, [(net.bn.weight, slice(None))], 5e-3)), rel=0.02)
+    assert found.groups["first"] == pytest.approx(
+        abs(effect(net, split, [(net.bn.weight, slice(None))], 5e-3)), rel=0.02
+    )
 
 
 def test_gradients_are_averaged_over_batches_without_their_signs() -> None:
@@ -197,7 +219,10 @@ def test_measuring_leaves_the_network_as_it_was() -> None:
     net = Normed().train()
     before = copy.deepcopy(net.state_dict())
     of = subject(net)
-    for criterion in (*map(find_criterion, ("bn", "weight", "gradient", "reconstruction")), Legr(evaluations=2)):
+    for criterion in (
+        *map(find_criterion, ("bn", "weight", "gradient", "reconstruction")),
+        Legr(evaluations=2),
+    ):
         criterion.measure(of)
         assert net.training
         assert all(parameter.grad is None for parameter in net.parameters())
@@ -214,7 +239,12 @@ def test_groups_that_are_alike_are_said_to_be(reduce: str) -> None:
 
     def found(loud: list[float], quiet: list[float]) -> Importance:
         return summarise(
-            [LayerScores("loud", "loud", torch.tensor(loud)), LayerScores("quiet", "quiet", torch.tensor(quiet))], graph, reduce
+            [
+                LayerScores("loud", "loud", torch.tensor(loud)),
+                LayerScores("quiet", "quiet", torch.tensor(quiet)),
+            ],
+            graph,
+            reduce,
         )
 
     equal = found([1.0] * 8, [1.02] * 8)
@@ -268,11 +298,18 @@ def test_weights_and_gradients_can_be_measured_on_any_network(kind: type[Net]) -
 
 
 def test_what_is_no_criterion_is_answered_with_those_there_are() -> None:
-    with pytest.raises(peel.PeelError, match=r"Did you mean gradient\? .*bn, weight, legr, reconstruction, gradient"):
+    with pytest.raises(
+        peel.PeelError, match=r"Did you mean gradient\? .*bn, weight, legr, reconstruction, gradient"
+    ):
         find_criterion("gradients")
     with pytest.raises(peel.PeelError, match="mean"):
         summarise([], peel.trace(Chain(), torch.randn(1, 3, 8, 8)), "median")
-    for wrong in (lambda: Gradient(batches=0), lambda: Reconstruction(places=0), lambda: Legr(evaluations=0), lambda: Legr(target=1.0)):
+    for wrong in (
+        lambda: Gradient(batches=0),
+        lambda: Reconstruction(places=0),
+        lambda: Legr(evaluations=0),
+        lambda: Legr(target=1.0),
+    ):
         with pytest.raises(peel.PeelError):
             wrong()
 
@@ -308,15 +345,33 @@ class Aside(Net):
 
 
 @pytest.mark.parametrize(
-    "changed", [{}, {"momentum": 0.0, "nesterov": False}, {"nesterov": False}, {"schedule": "steps"}, {"lr": 0.02, "warmup_from": 0.01}]
+    "changed",
+    [
+        {},
+        {"momentum": 0.0, "nesterov": False},
+        {"nesterov": False},
+        {"schedule": "steps"},
+        {"lr": 0.02, "warmup_from": 0.01},
+    ],
 )
 def test_a_pull_moves_scales_by_as_much_over_the_schedule(changed: dict[str, object]) -> None:
     l1_strength = 0.6
-    recipe = Recipe(epochs=30, batch_size=4, lr=0.1, warmup_epochs=3, augment="none", weight_decay=0.1).changed(**changed)
+    recipe = Recipe(
+        epochs=30, batch_size=4, lr=0.1, warmup_epochs=3, augment="none", weight_decay=0.1
+    ).changed(**changed)
     net, split = Aside(), images(32)
     filled(net.bn.weight, [1.0, -1.0, 1.0])
-    fit(net, WithL1(CrossEntropy(), ["bn.weight"], l1_coefficient_for(l1_strength, recipe, 8)), split, recipe, engine=CPU, seed=0)
-    assert net.bn.weight.tolist() == pytest.approx([1 - l1_strength, l1_strength - 1, 1 - l1_strength], abs=0.05 * l1_strength)
+    fit(
+        net,
+        WithL1(CrossEntropy(), ["bn.weight"], l1_coefficient_for(l1_strength, recipe, 8)),
+        split,
+        recipe,
+        engine=CPU,
+        seed=0,
+    )
+    assert net.bn.weight.tolist() == pytest.approx(
+        [1 - l1_strength, l1_strength - 1, 1 - l1_strength], abs=0.05 * l1_strength
+    )
 
 
 def test_the_penalty_of_the_paper_pulls_by_twelve_and_a_half() -> None:

@@ -27,7 +27,9 @@ LEGR = Legr(evaluations=30, population=12, tournament=4)
 def test_legr_starts_from_the_plain_norm_of_filters() -> None:
     of = rivals("quiet")
     assert isinstance(of.model, Rivals)
-    norms = {name: getattr(of.model, name).weight.detach().square().sum((1, 2, 3)) for name in ("loud", "quiet")}
+    norms = {
+        name: getattr(of.model, name).weight.detach().square().sum((1, 2, 3)) for name in ("loud", "quiet")
+    }
     lowest = min(float(values.min()) for values in norms.values())
     for item in Legr(evaluations=1).measure(of):
         assert torch.allclose(item.values, norms[item.tie] - lowest)

@@ -14,7 +14,14 @@ import peel
 from helpers.graphs import traced_net, traced_zoo
 from helpers.nets import NETS, AuxiliaryHead, Depthwise, Grouped, Net
 from peel.steps.backbone import backbone
-from peel.steps.reallocation import add_evenly, group_factors, grow_at_random, reallocate, reallocation, shares_of
+from peel.steps.reallocation import (
+    add_evenly,
+    group_factors,
+    grow_at_random,
+    reallocate,
+    reallocation,
+    shares_of,
+)
 
 FROZEN = {"mobilenet_v2": ("features.18.0",)}
 
@@ -24,7 +31,9 @@ def macs(graph: peel.ChannelGraph, widths: dict[str, float]) -> float:
     return graph.mac_cost.total([widths[name] / step for name, step in graph.steps.items()])
 
 
-def fractional_backbone(graph: peel.ChannelGraph, budget: float, freeze: tuple[str, ...]) -> tuple[float, dict[str, float]]:
+def fractional_backbone(
+    graph: peel.ChannelGraph, budget: float, freeze: tuple[str, ...]
+) -> tuple[float, dict[str, float]]:
     """The uniform network at 0.8 of the budget before any rounding, as the worked-out numbers have it."""
 
     def scaled(factor: float) -> dict[str, float]:
@@ -54,7 +63,8 @@ def close(found: list[float], written: str) -> bool:
     """Equal to numbers as written down, to a unit of their last digit."""
     numbers = written.split()
     return len(found) == len(numbers) and all(
-        abs(value - float(text)) <= 10.0 ** -len(text.partition(".")[2]) for value, text in zip(found, numbers)
+        abs(value - float(text)) <= 10.0 ** -len(text.partition(".")[2])
+        for value, text in zip(found, numbers)
     )
 
 
@@ -72,15 +82,21 @@ def test_the_telescoped_solve_gives_the_numbers_worked_out_for_the_paper(
 
 
 @pytest.mark.parametrize(
-    ("name", "budget", "widths"), [("resnet50", 1.1e9, ".682 .656 .601 .728"), ("resnet18", 1.04e9, ".901 .983 .983 1.001")]
+    ("name", "budget", "widths"),
+    [("resnet50", 1.1e9, ".682 .656 .601 .728"), ("resnet18", 1.04e9, ".901 .983 .983 1.001")],
 )
-def test_the_winner_reaches_the_widths_worked_out_for_the_paper(name: str, budget: float, widths: str) -> None:
+def test_the_winner_reaches_the_widths_worked_out_for_the_paper(
+    name: str, budget: float, widths: str
+) -> None:
     _, graph = traced_zoo(name)
     factor, base = fractional_backbone(graph, budget, ())
     reached = []
     for winner in graph.groups:
         found = group_factors(
-            graph, base, shares_of({group: float(group == winner) + 1 for group in graph.groups}, "winner-take-all"), budget
+            graph,
+            base,
+            shares_of({group: float(group == winner) + 1 for group in graph.groups}, "winner-take-all"),
+            budget,
         )
         assert all(grown == 1 for group, grown in found.items() if group != winner)
         reached.append(factor * found[winner])
@@ -108,14 +124,20 @@ def test_fractional_factors_spend_the_budget_to_the_last_unit(
     _, graph = traced_zoo(name)
     budget = int(getattr(graph, resource)() * part)
     base = backbone(graph, budget, keep, resource=resource)
-    found = reallocation(graph, base, dict(zip(graph.groups, weights)), budget, resource=resource, solver=solver)
+    found = reallocation(
+        graph, base, dict(zip(graph.groups, weights)), budget, resource=resource, solver=solver
+    )
     assert found.ideal_cost == pytest.approx(budget, rel=1e-9)
     for group, ties in graph.groups.items():
-        assert [found.ideal[tie] / base[tie] for tie in ties] == pytest.approx([found.factors[group]] * len(ties))
+        assert [found.ideal[tie] / base[tie] for tie in ties] == pytest.approx(
+            [found.factors[group]] * len(ties)
+        )
 
 
 @given(st.lists(st.floats(0.02, 1.0), min_size=4, max_size=4), st.floats(0.2, 1.0), st.floats(0.5, 0.9))
-def test_telescoped_each_group_adds_its_share_to_the_whole_network(weights: list[float], part: float, keep: float) -> None:
+def test_telescoped_each_group_adds_its_share_to_the_whole_network(
+    weights: list[float], part: float, keep: float
+) -> None:
     _, graph = traced_zoo("resnet18")
     budget = graph.macs() * part
     base = dict(backbone(graph, int(budget), keep))
@@ -134,7 +156,9 @@ def test_telescoped_each_group_adds_its_share_to_the_whole_network(weights: list
     st.floats(0.2, 1.0),
     st.booleans(),
 )
-def test_triangular_each_group_adds_its_share_to_its_own_layers(name: str, weights: list[float], part: float, is_reversed: bool) -> None:
+def test_triangular_each_group_adds_its_share_to_its_own_layers(
+    name: str, weights: list[float], part: float, is_reversed: bool
+) -> None:
     _, graph = traced_zoo(name)
     if is_reversed:  # each group reads channels of the one that is solved after it
         graph = graph.regroup(dict(reversed(graph.groups.items())))
@@ -146,7 +170,11 @@ def test_triangular_each_group_adds_its_share_to_its_own_layers(name: str, weigh
 
     def own(group: str, factors: dict[str, float]) -> float:
         """What the layers that write the group's channels cost; a classifier belongs to the channels it reads."""
-        units = {tie: base[tie] * factors[owner] / graph.steps[tie] for owner, ties in graph.groups.items() for tie in ties}
+        units = {
+            tie: base[tie] * factors[owner] / graph.steps[tie]
+            for owner, ties in graph.groups.items()
+            for tie in ties
+        }
         by_tie = graph.mac_cost.by_tie([units[tie] for tie in names])  # type: ignore[misc]
         return sum(by_tie[names.index(tie)] for tie in graph.groups[group])
 
@@ -190,8 +218,15 @@ def by_tie(kind: type[Net]) -> peel.ChannelGraph:
     return graph.regroup({f"group {i}": [tie] for i, tie in enumerate(graph.widths)})
 
 
-@given(st.sampled_from(SMALLEST), st.floats(0.3, 2.0), st.floats(0.3, 1.0), st.lists(st.floats(0.05, 1.0), min_size=3, max_size=3))
-def test_on_the_smallest_networks_no_single_step_more_would_fit(kind: type[Net], part: float, keep: float, weights: list[float]) -> None:
+@given(
+    st.sampled_from(SMALLEST),
+    st.floats(0.3, 2.0),
+    st.floats(0.3, 1.0),
+    st.lists(st.floats(0.05, 1.0), min_size=3, max_size=3),
+)
+def test_on_the_smallest_networks_no_single_step_more_would_fit(
+    kind: type[Net], part: float, keep: float, weights: list[float]
+) -> None:
     graph = by_tie(kind)
     budget = int(graph.macs() * part)
     assume(budget * keep >= graph.macs(graph.steps))
@@ -218,7 +253,9 @@ SMALL = ["cifar_resnet20", "cifar_resnet56", "cifar_mobilenet_v2", "resnet18"]
     st.integers(0, 4),
     st.floats(1.001, 10),
 )
-def test_a_larger_share_makes_a_group_wider(name: str, part: float, keep: float, weights: list[float], which: int, times: float) -> None:
+def test_a_larger_share_makes_a_group_wider(
+    name: str, part: float, keep: float, weights: list[float], which: int, times: float
+) -> None:
     _, graph = traced_zoo(name)
     budget = int(graph.macs() * part)
     base = backbone(graph, budget, keep)
@@ -244,7 +281,9 @@ class Branches(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         branches = zip(self.first, self.second, self.head)
-        return torch.stack([head(second(torch.relu(first(x))).mean((2, 3))) for first, second, head in branches]).sum(0)
+        return torch.stack(
+            [head(second(torch.relu(first(x))).mean((2, 3))) for first, second, head in branches]
+        ).sum(0)
 
 
 @pytest.fixture(scope="module")
@@ -255,10 +294,14 @@ def branches() -> peel.ChannelGraph:
 
 @pytest.mark.parametrize("solve", ["telescoped", "triangular"])
 @pytest.mark.parametrize("grown", [9, 12, 16, 20])
-def test_equal_everything_gives_equal_everything(branches: peel.ChannelGraph, solver: str, grown: int) -> None:
+def test_equal_everything_gives_equal_everything(
+    branches: peel.ChannelGraph, solver: str, grown: int
+) -> None:
     base = dict.fromkeys(branches.widths, 8)
     wanted = dict.fromkeys(branches.widths, grown)
-    found = reallocation(branches, base, dict.fromkeys(branches.groups, 0.7), branches.macs(wanted), solver=solver)
+    found = reallocation(
+        branches, base, dict.fromkeys(branches.groups, 0.7), branches.macs(wanted), solver=solver
+    )
     assert list(found.factors.values()) == pytest.approx([grown / 8] * 3)
     assert found.widths == wanted
 
@@ -268,7 +311,9 @@ def test_shares_count_against_each_other_only(times: float) -> None:
     _, graph = traced_zoo("cifar_resnet20")
     base = backbone(graph, "50%")
     shares = dict(zip(graph.groups, (0.5, 0.3, 0.2)))
-    found = group_factors(graph, base, {group: share * times for group, share in shares.items()}, 0.5 * graph.macs())
+    found = group_factors(
+        graph, base, {group: share * times for group, share in shares.items()}, 0.5 * graph.macs()
+    )
     assert found == pytest.approx(group_factors(graph, base, shares, 0.5 * graph.macs()))
 
 
@@ -289,7 +334,12 @@ def test_the_winner_takes_all(winner: str) -> None:
     widths = reallocate(graph, base, shares_of(importance, "winner-take-all"), "40%")
     alone = base.replace({tie: widths[tie] for tie in graph.groups[winner]})
     assert graph.macs(alone) > graph.macs(base) + 0.99 * 0.2 * 0.4 * graph.macs()
-    assert all(widths[tie] <= base[tie] + 1 for group, ties in graph.groups.items() for tie in ties if group != winner)
+    assert all(
+        widths[tie] <= base[tie] + 1
+        for group, ties in graph.groups.items()
+        for tie in ties
+        if group != winner
+    )
 
 
 def test_shares_are_importance_over_its_sum() -> None:
@@ -306,7 +356,9 @@ def test_held_ties_keep_the_width_of_the_backbone(solver: str) -> None:
         widths = reallocate(graph, base, dict.fromkeys(graph.groups, 1), "150M", freeze=freeze, solver=solver)  # type: ignore[arg-type]
         assert (widths["features.18.0"], widths["features.0.0"]) == (1280, 32)
         assert 0.999 * 150e6 <= graph.macs(widths) <= 150e6
-    widths = reallocate(graph, base, dict.fromkeys(graph.groups, 1), "150M", freeze="features.0.0", solver=solver)  # type: ignore[arg-type]
+    widths = reallocate(
+        graph, base, dict.fromkeys(graph.groups, 1), "150M", freeze="features.0.0", solver=solver
+    )  # type: ignore[arg-type]
     assert widths["features.0.0"] == 32
     assert widths["features.18.0"] > 1280
 
@@ -322,9 +374,16 @@ def test_the_other_policies_hold_ties_too(policy: object) -> None:
         assert 0.999 * 150e6 <= graph.macs(found.widths) <= 150e6
 
 
-@given(st.floats(0.5, 1.0), st.floats(0.3, 0.95), st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4), st.sampled_from([0.9, 1.0, 1.2]))
+@given(
+    st.floats(0.5, 1.0),
+    st.floats(0.3, 0.95),
+    st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4),
+    st.sampled_from([0.9, 1.0, 1.2]),
+)
 @example(0.8, 0.375, [1.0, 1.0, 1.0, 1.0], 0.9)
-def test_what_a_capped_group_cannot_take_goes_to_the_others(part: float, keep: float, weights: list[float], max_width: float) -> None:
+def test_what_a_capped_group_cannot_take_goes_to_the_others(
+    part: float, keep: float, weights: list[float], max_width: float
+) -> None:
     _, graph = traced_zoo("resnet18")
     budget = int(graph.macs() * part)
     assume(part < 0.99 * max_width**2)
@@ -332,12 +391,21 @@ def test_what_a_capped_group_cannot_take_goes_to_the_others(part: float, keep: f
     shares = dict(zip(graph.groups, weights))
     free = reallocation(graph, base, shares, budget)
     capped = reallocation(graph, base, shares, budget, max_width=max_width)
-    assert all(base[tie] <= width <= max(base[tie], max_width * graph.widths[tie]) for tie, width in capped.widths.items())
+    assert all(
+        base[tie] <= width <= max(base[tie], max_width * graph.widths[tie])
+        for tie, width in capped.widths.items()
+    )
     assert 0.999 * budget <= graph.macs(capped.widths) <= budget
     assert capped.ideal_cost == pytest.approx(budget, rel=1e-9)
-    reaches = {group: max(free.ideal[tie] / graph.widths[tie] for tie in ties) for group, ties in graph.groups.items()}
+    reaches = {
+        group: max(free.ideal[tie] / graph.widths[tie] for tie in ties)
+        for group, ties in graph.groups.items()
+    }
     # The least factor that says it all: a group at its cap is there, not at some number beyond.
-    most = {group: max(max_width * graph.widths[tie] / base[tie] for tie in ties) for group, ties in graph.groups.items()}
+    most = {
+        group: max(max_width * graph.widths[tie] / base[tie] for tie in ties)
+        for group, ties in graph.groups.items()
+    }
     assert all(1 <= factor <= max(1, most[group]) * (1 + 1e-9) for group, factor in capped.factors.items())
     if max(reaches.values()) > max_width + 0.05:
         assert any(capped.factors[group] > free.factors[group] for group in graph.groups)
@@ -358,7 +426,13 @@ def test_the_others_share_it_by_their_own_shares(branches: peel.ChannelGraph) ->
 def test_what_was_meant_for_a_held_group_goes_to_the_others(branches: peel.ChannelGraph) -> None:
     base = dict.fromkeys(branches.widths, 8)
     wanted = {**dict.fromkeys(branches.widths, 14), "first.1": 8, "second.1": 8}
-    found = reallocation(branches, base, dict.fromkeys(branches.groups, 1), branches.macs(wanted), freeze=["first.1", "second.1"])
+    found = reallocation(
+        branches,
+        base,
+        dict.fromkeys(branches.groups, 1),
+        branches.macs(wanted),
+        freeze=["first.1", "second.1"],
+    )
     assert list(found.factors.values()) == pytest.approx([1.75, 1, 1.75])
     assert found.widths == wanted
 
@@ -389,7 +463,9 @@ def test_a_cap_that_leaves_no_room_for_the_budget_says_so() -> None:
         reallocate(graph, backbone(graph, "80%"), {"7x7": 1}, "2G", max_width=1.0)
 
 
-@given(st.sampled_from(["resnet18", "cifar_resnet20", "mobilenet_v2"]), st.floats(0.2, 1.0), st.floats(0.4, 0.9))
+@given(
+    st.sampled_from(["resnet18", "cifar_resnet20", "mobilenet_v2"]), st.floats(0.2, 1.0), st.floats(0.4, 0.9)
+)
 def test_the_uniform_policy_adds_the_same_number_to_every_tie(name: str, part: float, keep: float) -> None:
     _, graph = traced_zoo(name)
     budget = int(graph.macs() * part)
@@ -406,10 +482,15 @@ def test_the_uniform_policy_adds_the_same_number_to_every_tie(name: str, part: f
 def test_the_uniform_policy_keeps_steps() -> None:
     _, graph = traced_net(Grouped)
     base = dict.fromkeys(graph.widths, 4)
-    assert add_evenly(graph, base, graph.macs({"reduce": 12, "grouped": 12})).widths == {"reduce": 12, "grouped": 12}
+    assert add_evenly(graph, base, graph.macs({"reduce": 12, "grouped": 12})).widths == {
+        "reduce": 12,
+        "grouped": 12,
+    }
 
 
-@given(st.sampled_from(["resnet18", "cifar_resnet20", "mobilenet_v2"]), st.integers(0, 1000), st.floats(0.5, 0.9))
+@given(
+    st.sampled_from(["resnet18", "cifar_resnet20", "mobilenet_v2"]), st.integers(0, 1000), st.floats(0.5, 0.9)
+)
 def test_the_random_policy_grows_half_of_the_ties_by_one_factor(name: str, seed: int, keep: float) -> None:
     _, graph = traced_zoo(name)
     base = backbone(graph, "50%", keep)
@@ -446,7 +527,8 @@ def test_shares_that_make_no_sense_are_refused(shares: dict[str, float], message
 
 
 @pytest.mark.parametrize(
-    "importance", [{}, {"a": 0.0, "b": 0.0}, {"a": -1.0, "b": 2.0}, {"a": float("nan")}, {"a": float("inf"), "b": 1.0}]
+    "importance",
+    [{}, {"a": 0.0, "b": 0.0}, {"a": -1.0, "b": 2.0}, {"a": float("nan")}, {"a": float("inf"), "b": 1.0}],
 )
 def test_importance_that_gives_no_shares_is_refused(importance: dict[str, float]) -> None:
     with pytest.raises(peel.PeelError, match="importance"):
@@ -470,10 +552,16 @@ def test_wrong_options_are_named(options: dict[str, object], message: str) -> No
         reallocate(graph, backbone(graph, "50%"), {"7x7": 1}, "50%", **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("policy", [add_evenly, grow_at_random, lambda *given: reallocate(given[0], given[1], {"7x7": 1}, given[2])])
+@pytest.mark.parametrize(
+    "policy",
+    [add_evenly, grow_at_random, lambda *given: reallocate(given[0], given[1], {"7x7": 1}, given[2])],
+)
 def test_a_backbone_above_the_budget_is_refused(policy: object) -> None:
     _, graph = traced_zoo("resnet18")
-    with pytest.raises(peel.BudgetError, match=r"backbone costs 1.81G macs \(1,814,073,344\) already, more than the budget of 900.0M"):
+    with pytest.raises(
+        peel.BudgetError,
+        match=r"backbone costs 1.81G macs \(1,814,073,344\) already, more than the budget of 900.0M",
+    ):
         policy(graph, graph.widths, "900M")  # type: ignore[operator]
 
 

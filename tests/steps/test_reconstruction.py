@@ -65,7 +65,10 @@ def test_the_error_without_half_is_known_where_channels_are_constant(kind: str) 
         ([5.0, 1.0, 5.0, -1.0], 0),
         ([1.0, 1.0, 1.0, 1.0], (2 / 4) ** 2),
         ([0.0, 0.0, 3.0, 1.0], 0),
-        ([1.0, 1.0, 3.0, -2.5], (1.5 / 2.5) ** 2),  # greedily: 1, then -2.5, though 3 and -2.5 would be better
+        (
+            [1.0, 1.0, 3.0, -2.5],
+            (1.5 / 2.5) ** 2,
+        ),  # greedily: 1, then -2.5, though 3 and -2.5 would be better
     ):
         constant = torch.tensor(values)[:, None, None].expand(4, 8, 8)
         net.maps.data = torch.where(is_read, constant, 100 * torch.randn(4, 8, 8))
@@ -93,7 +96,9 @@ class Joined(Net):
 
 
 def test_each_tie_is_taken_from_what_a_layer_reads_of_all() -> None:
-    found = per_tie(Reconstruction().measure(subject(Joined(), train=images(16, Joined.shape), shape=Joined.shape)))
+    found = per_tie(
+        Reconstruction().measure(subject(Joined(), train=images(16, Joined.shape), shape=Joined.shape))
+    )
     for layer in ("flat", "mean"):
         assert found["a", layer] == pytest.approx([(1 / 15) ** 2], rel=1e-4)
         assert found["b", layer] == pytest.approx([(4 / 15) ** 2], rel=1e-4)
@@ -115,13 +120,18 @@ def test_a_tie_whose_other_half_feeds_nothing_has_no_error() -> None:
 def test_taking_channels_away_greedily_is_nearly_as_good_as_trying_every_half(seed: int) -> None:
     torch.manual_seed(seed)
     net = Flattened().eval()
-    filled(net.fc.weight, net.fc.weight[0].tolist())  # rows alike: it does not matter which outputs are looked at
+    filled(
+        net.fc.weight, net.fc.weight[0].tolist()
+    )  # rows alike: it does not matter which outputs are looked at
     split = images(12, Flattened.shape, seed)
     of = subject(net, train=split, shape=Flattened.shape)
     with torch.no_grad():
         parts = F.relu(net.hidden(net.conv(seen(split)[0]).flatten(1))) * net.fc.weight[0]
     whole = float(parts.sum(1).square().sum())
-    halves = [float(parts[:, list(half)].sum(1).square().sum()) / whole for half in itertools.combinations(range(7), 3)]
+    halves = [
+        float(parts[:, list(half)].sum(1).square().sum()) / whole
+        for half in itertools.combinations(range(7), 3)
+    ]
     (found,) = per_tie(Reconstruction(images=12).measure(of))["hidden", "fc"]
     assert min(halves) * (1 - 1e-4) <= found <= sorted(halves)[len(halves) // 4]
     assert any(found == pytest.approx(half, rel=1e-3) for half in halves)

@@ -69,7 +69,9 @@ def read_teacher(path: Path, said: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [compressed, declared, old_format, stretched])
-def test_weights_that_claim_to_be_huge_are_refused_within_little_memory(write: Callable[[Path], None], tmp_path: Path) -> None:
+def test_weights_that_claim_to_be_huge_are_refused_within_little_memory(
+    write: Callable[[Path], None], tmp_path: Path
+) -> None:
     path = tmp_path / "teacher.pt"
     write(path)
     assert path.stat().st_size < 2**20
@@ -88,7 +90,9 @@ def test_a_saved_model_that_claims_to_be_huge_is_refused(tmp_path: Path) -> None
     document = json.loads((tmp_path / "slim.json").read_text())
     document["weights"]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
     del document["checksum"]
-    document["checksum"] = hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    document["checksum"] = hashlib.sha256(
+        json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
     (tmp_path / "slim.json").write_text(json.dumps(document))
     with pytest.raises(peel.StoreError, match=r"slim.safetensors is not a safetensors file"):
         peel.load(tmp_path / "slim", model=Small())

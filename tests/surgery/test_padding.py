@@ -54,11 +54,15 @@ def test_a_padded_network_trains_as_the_network_itself(name: str) -> None:
     padded = pad(small, graph.at(widths), raised)
     assert padded is not None
     assert padded.graph.widths == raised
-    assert graph.macs(padded.graph.widths) == count_macs(padded.model.eval(), (torch.zeros(1, 3, 16, 16).double(),), {})
+    assert graph.macs(padded.graph.widths) == count_macs(
+        padded.model.eval(), (torch.zeros(1, 3, 16, 16).double(),), {}
+    )
     images, labels = torch.randn(6, 3, 16, 16).double(), torch.randint(10, (6,))
     assert train(padded.model, images, labels) == pytest.approx(train(small, images, labels), rel=1e-9)
     back = padded.unpadded()
-    assert {name: tuple(p.shape) for name, p in back.named_parameters()} == {name: tuple(p.shape) for name, p in small.named_parameters()}
+    assert {name: tuple(p.shape) for name, p in back.named_parameters()} == {
+        name: tuple(p.shape) for name, p in small.named_parameters()
+    }
     with torch.no_grad():
         assert torch.allclose(back.eval()(images), small.eval()(images), rtol=1e-5, atol=1e-5)
 
@@ -81,7 +85,12 @@ class ReZero(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.inner, self.norm, self.outer = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 6, 1), nn.GroupNorm(2, 6), nn.Conv2d(6, 8, 1)
+        self.stem, self.inner, self.norm, self.outer = (
+            nn.Conv2d(3, 8, 3),
+            nn.Conv2d(8, 6, 1),
+            nn.GroupNorm(2, 6),
+            nn.Conv2d(6, 8, 1),
+        )
         self.alpha, self.fc = nn.Parameter(torch.zeros(1)), nn.Linear(8, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -149,7 +158,11 @@ def test_a_network_that_cannot_be_tried_is_not_padded() -> None:
 def padding_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine of the CPU that pads, as that of a GPU does."""
     engines = run.make_engine
-    monkeypatch.setattr(run, "make_engine", lambda *arguments, **named: replace(engines(*arguments, **named), pad_channels=True))
+    monkeypatch.setattr(
+        run,
+        "make_engine",
+        lambda *arguments, **named: replace(engines(*arguments, **named), pad_channels=True),
+    )
 
 
 def test_a_run_that_is_not_padded_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -157,7 +170,9 @@ def test_a_run_that_is_not_padded_says_so(monkeypatch: pytest.MonkeyPatch, tmp_p
     model.norm2 = nn.GroupNorm(1, 8)  # type: ignore[assignment]
     padding_engine(monkeypatch)
     for _ in range(2):
-        assert small_run(model, device="cpu", output=tmp_path / "run").notes.count(trainer.UNPADDED) == 1, "also when it is finished"
+        assert small_run(model, device="cpu", output=tmp_path / "run").notes.count(trainer.UNPADDED) == 1, (
+            "also when it is finished"
+        )
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -207,9 +222,12 @@ def at_share(name: str, share: str) -> tuple[ChannelGraph, peel.Widths, peel.Wid
 
 
 @pytest.mark.parametrize(
-    ("width", "wanted"), [(3, 8), (25, 32), (33, 64), (48, 64), (64, 64), (65, 96), (97, 128), (129, 192), (193, 256), (400, 448)]
+    ("width", "wanted"),
+    [(3, 8), (25, 32), (33, 64), (48, 64), (64, 64), (65, 96), (97, 128), (129, 192), (193, 256), (400, 448)],
 )
-def test_channels_between_convolutions_of_several_pixels_fill_the_tiles_of_their_kernels(width: int, wanted: int) -> None:
+def test_channels_between_convolutions_of_several_pixels_fill_the_tiles_of_their_kernels(
+    width: int, wanted: int
+) -> None:
     """By the times of benchmarks/train.py --parts layers."""
     model, graph = traced_zoo("cifar_resnet18", 16)
     last = list(graph.widths)[-1]
@@ -220,14 +238,23 @@ def test_channels_between_convolutions_of_several_pixels_fill_the_tiles_of_their
 @pytest.mark.parametrize("name", ["cifar_mobilenet_v2", "resnext50_32x4d"])
 def test_all_else_becomes_a_multiple_of_eight_and_nothing_smaller(name: str) -> None:
     graph, widths, found = at_share(name, "40%")
-    assert all(found[tie] >= widths[tie] and found[tie] % 8 == 0 and found[tie] % graph.steps[tie] == 0 for tie in found)
+    assert all(
+        found[tie] >= widths[tie] and found[tie] % 8 == 0 and found[tie] % graph.steps[tie] == 0
+        for tie in found
+    )
     if name == "cifar_mobilenet_v2":
-        assert all(found[tie] < widths[tie] + 8 for tie in found), "its convolutions of several pixels have groups, or read colours"
+        assert all(found[tie] < widths[tie] + 8 for tie in found), (
+            "its convolutions of several pixels have groups, or read colours"
+        )
 
 
 def test_the_first_layer_of_a_bottleneck_network_is_only_made_even() -> None:
     graph, _, found = at_share("resnet50", "50%")
-    inside = [tie for tie in graph.ties if tie in found and any("conv2" in layer for layer in graph.ties[tie].layers)]
+    inside = [
+        tie
+        for tie in graph.ties
+        if tie in found and any("conv2" in layer for layer in graph.ties[tie].layers)
+    ]
     assert inside
     assert all(found[tie] in (64, 96, 192, 384) for tie in inside)
     assert found[next(iter(found))] == 48
@@ -235,7 +262,10 @@ def test_the_first_layer_of_a_bottleneck_network_is_only_made_even() -> None:
 
 def test_convolutions_with_groups_keep_whole_groups_and_are_not_widened_beyond_them() -> None:
     net = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 48, 1), torch.nn.Conv2d(48, 48, 3, padding=1, groups=3), torch.nn.Conv2d(48, 48, 1), torch.nn.Conv2d(48, 5, 1)
+        torch.nn.Conv2d(3, 48, 1),
+        torch.nn.Conv2d(48, 48, 3, padding=1, groups=3),
+        torch.nn.Conv2d(48, 48, 1),
+        torch.nn.Conv2d(48, 5, 1),
     )
     graph = peel.trace(net, torch.zeros(1, 3, 8, 8))
     widths = {name: 39 if graph.steps[name] == 3 else width for name, width in graph.widths.items()}

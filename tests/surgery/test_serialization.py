@@ -25,7 +25,9 @@ def slimmed(name: str = "cifar_resnet20") -> nn.Module:
 
 
 @pytest.mark.parametrize("name", ["cifar_resnet20", "cifar_mobilenet_v2", "cifar_vgg16_bn"])
-def test_a_zoo_model_loads_from_the_path_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zoo_model_loads_from_the_path_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small = slimmed(name)
     assert peel.save(small, tmp_path / "slim") == tmp_path / "slim.json"
     monkeypatch.setattr(torch.export, "export", None)  # no tracing
@@ -38,7 +40,10 @@ def test_a_zoo_model_loads_from_the_path_alone(name: str, tmp_path: Path, monkey
 @pytest.mark.parametrize("kind", NETS, ids=lambda kind: kind.__name__)
 def test_the_users_own_model_loads_with_an_instance(kind: type[Net], tmp_path: Path) -> None:
     net, graph = traced_net(kind)
-    widths = {name: max(1, width // graph.steps[name] // 2) * graph.steps[name] for name, width in graph.widths.items()}
+    widths = {
+        name: max(1, width // graph.steps[name] // 2) * graph.steps[name]
+        for name, width in graph.widths.items()
+    }
     small = peel.slim(net, widths, graph=graph).eval()
     peel.save(small, tmp_path / "own.json")
     with pytest.raises(peel.StoreError, match=f"nets:{kind.__name__}.*model="):
@@ -60,7 +65,9 @@ def test_a_loaded_model_can_be_saved_and_slimmed_again(tmp_path: Path) -> None:
     peel.save(smaller, tmp_path / "b")
     x = torch.randn(1, 3, 32, 32)
     assert torch.equal(peel.load(tmp_path / "b").eval()(x), smaller(x))
-    assert json.loads((tmp_path / "b.json").read_text())["costs"]["macs"] == graph.macs(peel.uniform(graph, "50%"))
+    assert json.loads((tmp_path / "b.json").read_text())["costs"]["macs"] == graph.macs(
+        peel.uniform(graph, "50%")
+    )
 
 
 def test_number_of_classes_is_remembered(tmp_path: Path) -> None:
@@ -128,7 +135,10 @@ def rewrite(path: Path, **changes: object) -> None:
         ({"modules": {"nowhere": {"out_channels": 3}}}, "no module nowhere"),
         ({"format": "other"}, "not a model saved by peel"),
         ({"model": {"zoo": "canary.py:run", "arguments": {}}}, "does not run other code"),
-        ({"model": {"zoo": "timm:resnet18", "arguments": {"checkpoint_path": "x.pt"}}}, "does not load other files"),
+        (
+            {"model": {"zoo": "timm:resnet18", "arguments": {"checkpoint_path": "x.pt"}}},
+            "does not load other files",
+        ),
         ({"model": {"zoo": "timm:resnet18", "arguments": {"pretrained": True}}}, "does not load other files"),
         ({"modules": {"conv1": {"stride": [7, 7]}}}, "does not fit"),
         ({"modules": {"conv1": {"out_channels": -4}}}, "does not fit"),
@@ -140,7 +150,9 @@ def rewrite(path: Path, **changes: object) -> None:
         ({"model": {"zoo": "cifar:nothing", "arguments": {}}}, "no model is called"),
     ],
 )
-def test_a_file_cannot_put_anything_but_widths_into_a_model(saved: Path, changes: dict[str, object], message: str) -> None:
+def test_a_file_cannot_put_anything_but_widths_into_a_model(
+    saved: Path, changes: dict[str, object], message: str
+) -> None:
     rewrite(saved / "slim.json", **changes)
     with pytest.raises(peel.PeelError, match=message):
         peel.load(saved / "slim")
@@ -178,7 +190,9 @@ def test_a_model_of_another_shape_is_refused(tmp_path: Path) -> None:
         peel.load(tmp_path / "m", model=SplitByAttribute())
 
 
-def test_nothing_half_written_is_left_when_the_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_half_written_is_left_when_the_disk_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import peel.store
 
     small = slimmed()

@@ -11,7 +11,16 @@ from torch import nn
 
 import peel
 from helpers.graphs import traced_net, traced_zoo
-from helpers.nets import NETS, Chain, Depthwise, Grouped, Net, NumbersThatAreNoWidths, Residual, SplitByAttribute
+from helpers.nets import (
+    NETS,
+    Chain,
+    Depthwise,
+    Grouped,
+    Net,
+    NumbersThatAreNoWidths,
+    Residual,
+    SplitByAttribute,
+)
 
 
 @pytest.mark.parametrize("kind", NETS, ids=lambda kind: kind.__name__)
@@ -26,12 +35,16 @@ def test_full_width_with_inherited_weights_gives_the_same_outputs(kind: type[Net
 @pytest.mark.parametrize("factor", [0.5, 1.25])
 def test_smaller_and_larger_networks_train(kind: type[Net], factor: float) -> None:
     net, graph = traced_net(kind)
-    widths = {name: max(1, round(width * factor / graph.steps[name])) * graph.steps[name] for name, width in graph.widths.items()}
+    widths = {
+        name: max(1, round(width * factor / graph.steps[name])) * graph.steps[name]
+        for name, width in graph.widths.items()
+    }
     for weights in ("fresh", "inherit"):
         small = peel.slim(net, widths, graph=graph, weights=weights).train()
         output = small(torch.randn(4, *kind.shape))
         loss = sum(
-            F.cross_entropy(logits, torch.zeros(4, dtype=torch.long)) for logits in (output if isinstance(output, tuple) else (output,))
+            F.cross_entropy(logits, torch.zeros(4, dtype=torch.long))
+            for logits in (output if isinstance(output, tuple) else (output,))
         )
         loss.backward()
         assert all(parameter.grad is not None for parameter in small.parameters())
@@ -55,7 +68,12 @@ def test_the_given_model_is_never_edited() -> None:
 def test_attributes_agree_with_the_weights_afterwards() -> None:
     net, graph = traced_net(Depthwise)
     small = peel.slim(net, {"expand": 5, "squeeze": 3}, graph=graph)
-    assert (small.expand.out_channels, small.depthwise.in_channels, small.depthwise.groups, small.depthwise.out_channels) == (5, 5, 5, 10)
+    assert (
+        small.expand.out_channels,
+        small.depthwise.in_channels,
+        small.depthwise.groups,
+        small.depthwise.out_channels,
+    ) == (5, 5, 5, 10)
     assert (small.squeeze.in_channels, small.squeeze.out_channels, small.fc.in_features) == (10, 3, 10)
     net, graph = traced_net(Grouped)
     small = peel.slim(net, {"reduce": 8}, graph=graph)
@@ -75,7 +93,10 @@ def test_numbers_that_are_no_widths_stay() -> None:
 @pytest.mark.parametrize(("weights", "factor"), [("fresh", 0.5), ("inherit", 1.25)])
 def test_no_tensor_is_left_as_memory_was_found(name: str, weights: str, factor: float) -> None:
     model, graph = traced_zoo(name, 64)
-    widths = {tie: max(1, round(width * factor / graph.steps[tie])) * graph.steps[tie] for tie, width in graph.widths.items()}
+    widths = {
+        tie: max(1, round(width * factor / graph.steps[tie])) * graph.steps[tie]
+        for tie, width in graph.widths.items()
+    }
     small = peel.slim(model, widths, graph=graph, weights=weights)
     for parameter in (*small.parameters(), *small.buffers()):
         assert torch.isfinite(parameter).all()
@@ -109,7 +130,9 @@ def test_inherit_falls_back_to_filter_norms_over_all_layers_of_a_tie() -> None:
 
 def test_scores_of_the_callers_own_decide() -> None:
     net, graph = traced_net(Chain)
-    small = peel.slim(net, {"conv2": 2}, graph=graph, weights="inherit", scores={"conv2": torch.arange(12.0) % 7})
+    small = peel.slim(
+        net, {"conv2": 2}, graph=graph, weights="inherit", scores={"conv2": torch.arange(12.0) % 7}
+    )
     assert torch.equal(small.conv2.weight, net.conv2.weight[[5, 6]])
     for wrong, message in (
         ({"conv9": torch.ones(3)}, "no free tie is called 'conv9'"),

@@ -22,7 +22,11 @@ from peel.utils.files import write_bytes
 
 
 def state(number: int) -> dict[str, Any]:
-    return {"number": number, "model": {"weight": torch.full((50,), float(number))}, "history": [{"loss": 0.5}]}
+    return {
+        "number": number,
+        "model": {"weight": torch.full((50,), float(number))},
+        "history": [{"loss": 0.5}],
+    }
 
 
 def saved(folder: Path, *numbers: int) -> tuple[Checkpoints, list[Path]]:
@@ -68,7 +72,18 @@ def test_the_two_newest_are_kept(tmp_path: Path) -> None:
 def test_later_steps_are_newer_than_earlier_ones_and_later_epochs_than_either(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, "peel")
     for number, (epoch, step) in enumerate(
-        [(0, 9), (0, 10), (1, 0), (2, 999), (10, 0), (10, 1000), (100, 0), (99_999, 0), (100_000, 0), (100_000, 10_000_000)]
+        [
+            (0, 9),
+            (0, 10),
+            (1, 0),
+            (2, 999),
+            (10, 0),
+            (10, 1000),
+            (100, 0),
+            (99_999, 0),
+            (100_000, 0),
+            (100_000, 10_000_000),
+        ]
     ):
         checkpoints.save(state(number), epoch, step)
         assert newest_number(checkpoints) == number
@@ -120,7 +135,9 @@ def test_where_all_are_damaged_the_run_stops_and_names_them(damage: Any, tmp_pat
     checkpoints, paths = saved(tmp_path, 1, 2)
     for path in paths:
         damage(path)
-    with pytest.raises(RunError, match=r"stage peel .*peel-00002-0000000.*peel-00001-0000000.*(Restore|delete)"):
+    with pytest.raises(
+        RunError, match=r"stage peel .*peel-00002-0000000.*peel-00001-0000000.*(Restore|delete)"
+    ):
         checkpoints.newest()
     assert all(path.exists() for path in paths)
 
@@ -157,7 +174,8 @@ def test_a_full_disk_keeps_the_checkpoints_before(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(
-        RunError, match=r"peel-00003.*No space left on device \([\d,]+ bytes are needed, [\d,]+ are free\).*kept.*make room"
+        RunError,
+        match=r"peel-00003.*No space left on device \([\d,]+ bytes are needed, [\d,]+ are free\).*kept.*make room",
     ):
         checkpoints.save(state(3), 3, 0)
     monkeypatch.undo()
@@ -182,9 +200,12 @@ def write_half_and_die(folder: Path, after: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "after", "expected"), [(write_and_die, False, 2), (write_and_die, True, 3), (write_half_and_die, False, 2)]
+    ("target", "after", "expected"),
+    [(write_and_die, False, 2), (write_and_die, True, 3), (write_half_and_die, False, 2)],
 )
-def test_killed_during_a_write_no_half_file_has_a_final_name(target: Any, after: bool, expected: int, tmp_path: Path) -> None:
+def test_killed_during_a_write_no_half_file_has_a_final_name(
+    target: Any, after: bool, expected: int, tmp_path: Path
+) -> None:
     with RunFolder(tmp_path / "run"):
         pass
     folder = tmp_path / "run" / "checkpoints"
@@ -196,7 +217,9 @@ def test_killed_during_a_write_no_half_file_has_a_final_name(target: Any, after:
     leftovers = [path for path in folder.iterdir() if path.suffix != ".pt"]
     assert bool(leftovers) is (not after)
     with RunFolder(tmp_path / "run"):
-        assert not [path for path in folder.iterdir() if path.suffix != ".pt"], "the next start sweeps what was left behind"
+        assert not [path for path in folder.iterdir() if path.suffix != ".pt"], (
+            "the next start sweeps what was left behind"
+        )
     assert newest_number(checkpoints) == expected
 
 
@@ -213,7 +236,9 @@ def test_a_file_that_is_written_over_is_the_old_one_or_the_new_one(after: bool, 
     assert path.read_bytes() == (b"new" * 1000 if after else b"old")
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "plan.json"
     write_bytes(path, b"old")
 

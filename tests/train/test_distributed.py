@@ -38,16 +38,26 @@ Task = Callable[..., Any]
 def together(count: int, place: Path, task: Task, *arguments: Any, warm: bool = True) -> list[Any]:
     """What `task(world, *arguments)` gives in each of several processes that meet."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = [start(_one, rank, count, store.port, place, task, *arguments, warm=warm) for rank in range(count)]
+    processes = [
+        start(_one, rank, count, store.port, place, task, *arguments, warm=warm) for rank in range(count)
+    ]
     assert [exit_code(process, 60) for process in processes] == [0] * count
     return [json.loads((place / f"{rank}.json").read_text()) for rank in range(count)]
 
 
 def _one(rank: int, count: int, port: int, place: Path, task: Task, *arguments: Any) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(count),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     try:
-        (place / f"{rank}.json").write_text(json.dumps(task(init_distributed(torch.device("cpu")), *arguments)))
+        (place / f"{rank}.json").write_text(
+            json.dumps(task(init_distributed(torch.device("cpu")), *arguments))
+        )
     finally:
         shutdown_distributed()
 
@@ -62,7 +72,9 @@ def _evaluated(world: World, images: int) -> list[float]:
 
 
 @pytest.mark.parametrize("images", [1, 89])
-def test_every_test_image_is_counted_once_however_many_processes_share_them(images: int, tmp_path: Path) -> None:
+def test_every_test_image_is_counted_once_however_many_processes_share_them(
+    images: int, tmp_path: Path
+) -> None:
     """Neither number can be divided by three: no image stands in for another to make parts equal, and a process may have none."""
     alone = _evaluated(World(), images)
     for found in together(3, tmp_path, _evaluated, images):
@@ -170,7 +182,9 @@ def test_when_one_is_told_to_stop_during_an_evaluation_all_of_them_stop(tmp_path
 
 def _asked(world: World, pause: float, told_at: int, steps: int) -> list[int]:
     """The steps at which this process learns that one was told to stop, when nobody stops."""
-    training = Training(fresh(), CrossEntropy(0.0), replace(PLAIN, batch_size=2 * world.size), engine_of(world), None, 1)
+    training = Training(
+        fresh(), CrossEntropy(0.0), replace(PLAIN, batch_size=2 * world.size), engine_of(world), None, 1
+    )
     learned = []
     with handle_signals(), defer_signals():
         for step in range(100, 100 + steps):

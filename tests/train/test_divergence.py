@@ -36,11 +36,17 @@ class Poisoned:
     def batches(self, *arguments: Any) -> Any:
         turn, self.seen = self.seen, self.seen + 1
         for number, batch in enumerate(self.split.batches(*arguments)):
-            yield batch._replace(images=batch.images * math.nan) if (turn, number) == (self.epoch, self.batch) else batch
+            yield (
+                batch._replace(images=batch.images * math.nan)
+                if (turn, number) == (self.epoch, self.batch)
+                else batch
+            )
 
 
 @pytest.mark.parametrize("seconds", [600.0, 0.0])
-def test_a_loss_that_is_no_number_stops_the_training_and_keeps_the_last_good_checkpoint(seconds: float, tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number_stops_the_training_and_keeps_the_last_good_checkpoint(
+    seconds: float, tmp_path: Path
+) -> None:
     checkpoints = Checkpoints(tmp_path, "peel")
     poisoned: Any = Poisoned(few_digits().train, 1, 1)
     with pytest.raises(DivergedError, match=r"\(epoch 2, step \d\).*kept in .*lower lr"):
@@ -59,7 +65,9 @@ def test_a_loss_that_is_no_number_stops_the_training_and_keeps_the_last_good_che
     assert same_weights(mended, straight)
 
 
-def test_a_last_step_that_breaks_the_weights_is_noticed_although_its_loss_was_a_number(tmp_path: Path) -> None:
+def test_a_last_step_that_breaks_the_weights_is_noticed_although_its_loss_was_a_number(
+    tmp_path: Path,
+) -> None:
     """The loss of a step is computed before its weights change: the damage of the last one shows in no loss of the epoch."""
 
     class Breaking(CrossEntropy):
@@ -74,7 +82,15 @@ def test_a_last_step_that_breaks_the_weights_is_noticed_although_its_loss_was_a_
 
     checkpoints = Checkpoints(tmp_path, "peel")
     with pytest.raises(DivergedError, match="epoch 2, step 4"):
-        fit(fresh(), Breaking(), few_digits().train, replace(PLAIN, epochs=2), engine=CPU, seed=0, checkpoints=checkpoints)
+        fit(
+            fresh(),
+            Breaking(),
+            few_digits().train,
+            replace(PLAIN, epochs=2),
+            engine=CPU,
+            seed=0,
+            checkpoints=checkpoints,
+        )
     state = checkpoints.newest()
     assert state is not None
     assert state["epoch"] == 1
@@ -99,12 +115,16 @@ def test_a_rate_far_too_high_is_an_error_not_a_result() -> None:
 # Going back after a divergence
 
 
-def test_a_training_that_diverged_goes_back_and_on_with_half_the_rate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_training_that_diverged_goes_back_and_on_with_half_the_rate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     recipe = replace(PLAIN, epochs=4, retries=1)
     split: Any = Poisoned(few_digits().train, 2, 2)
     model = fresh()
     with caplog.at_level(logging.WARNING, "peel"):
-        history = fit(model, CrossEntropy(), split, recipe, engine=CPU, seed=0, checkpoints=Checkpoints(tmp_path, "a"))
+        history = fit(
+            model, CrossEntropy(), split, recipe, engine=CPU, seed=0, checkpoints=Checkpoints(tmp_path, "a")
+        )
     assert "on with 0.5 of the rate" in caplog.text
     assert [epoch.extra.get("slower") for epoch in history] == [None, None, 0.5, 0.5]
     assert history[2].lr == pytest.approx(0.5 * recipe.rate(11, 4))
@@ -113,7 +133,15 @@ def test_a_training_that_diverged_goes_back_and_on_with_half_the_rate(tmp_path: 
 
 def test_it_goes_back_to_its_beginning_where_nothing_was_kept_yet(tmp_path: Path) -> None:
     split: Any = Poisoned(few_digits().train, 1, 0)
-    fit(fresh(), CrossEntropy(), split, replace(PLAIN, epochs=1, retries=1), engine=CPU, seed=0, checkpoints=Checkpoints(tmp_path, "a"))
+    fit(
+        fresh(),
+        CrossEntropy(),
+        split,
+        replace(PLAIN, epochs=1, retries=1),
+        engine=CPU,
+        seed=0,
+        checkpoints=Checkpoints(tmp_path, "a"),
+    )
 
 
 def test_it_goes_back_only_as_often_as_it_was_asked_to(tmp_path: Path) -> None:
@@ -123,4 +151,12 @@ def test_it_goes_back_only_as_often_as_it_was_asked_to(tmp_path: Path) -> None:
 
     checkpoints = Checkpoints(tmp_path, "a")
     with pytest.raises(DivergedError):
-        fit(fresh(), Never(), few_digits().train, replace(PLAIN, retries=2), engine=CPU, seed=0, checkpoints=checkpoints)
+        fit(
+            fresh(),
+            Never(),
+            few_digits().train,
+            replace(PLAIN, retries=2),
+            engine=CPU,
+            seed=0,
+            checkpoints=checkpoints,
+        )

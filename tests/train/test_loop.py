@@ -50,7 +50,16 @@ class Nothing:
 
 @pytest.mark.parametrize("decay_norms", [False, True])
 def test_norms_and_biases_decay_only_where_asked(decay_norms: bool) -> None:
-    recipe = replace(PLAIN, epochs=1, lr=0.1, weight_decay=0.01, warmup_epochs=0, decay_norms=decay_norms, momentum=0.0, nesterov=False)
+    recipe = replace(
+        PLAIN,
+        epochs=1,
+        lr=0.1,
+        weight_decay=0.01,
+        warmup_epochs=0,
+        decay_norms=decay_norms,
+        momentum=0.0,
+        nesterov=False,
+    )
     model = fresh()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -59,7 +68,12 @@ def test_norms_and_biases_decay_only_where_asked(decay_norms: bool) -> None:
     left = math.prod(1 - recipe.rate(step, 4) * 0.01 for step in range(4))
     assert left < 0.999
     for name, parameter in model.named_parameters():
-        expected = left if name in ("conv1.weight", "conv2.weight", "conv3.weight", "conv4.weight", "fc.weight") or decay_norms else 1.0
+        expected = (
+            left
+            if name in ("conv1.weight", "conv2.weight", "conv3.weight", "conv4.weight", "fc.weight")
+            or decay_norms
+            else 1.0
+        )
         assert parameter.detach().mean().item() == pytest.approx(expected, rel=1e-5), name
 
 
@@ -93,7 +107,9 @@ def test_top_1_and_top_5_count_what_a_person_would_count() -> None:
     first = among = 0
     for row, label in zip(pixels.flatten(1).tolist(), labels.tolist()):
         above = sum(value > row[label] for value in row)
-        assert row.count(row[label]) == 1 or above > 5 or above + row.count(row[label]) <= 5, "a tie would make this ambiguous"
+        assert row.count(row[label]) == 1 or above > 5 or above + row.count(row[label]) <= 5, (
+            "a tie would make this ambiguous"
+        )
         first, among = first + (above == 0), among + (above < 5)
     assert scores.top1 == first / 57
     assert scores.top5 == among / 57
@@ -101,7 +117,9 @@ def test_top_1_and_top_5_count_what_a_person_would_count() -> None:
 
 
 def test_top_5_of_three_classes_is_certain() -> None:
-    split = InMemoryImages(torch.randint(0, 256, (8, 1, 3, 1), dtype=torch.uint8), torch.arange(8) % 3, (0.5,), (0.25,))
+    split = InMemoryImages(
+        torch.randint(0, 256, (8, 1, 3, 1), dtype=torch.uint8), torch.arange(8) % 3, (0.5,), (0.25,)
+    )
     assert evaluate(Known(), split, CPU).top5 == 1.0
 
 
@@ -134,7 +152,9 @@ def test_training_is_what_a_plain_loop_of_sgd_does() -> None:
     reference, data = fresh(), few_digits().train
     weights = [parameter for parameter in reference.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in reference.parameters() if parameter.ndim <= 1]
-    optimiser = torch.optim.SGD([{"params": weights, "weight_decay": 0.01}, {"params": others}], lr=1.0, momentum=0.9, nesterov=True)
+    optimiser = torch.optim.SGD(
+        [{"params": weights, "weight_decay": 0.01}, {"params": others}], lr=1.0, momentum=0.9, nesterov=True
+    )
     for epoch in range(2):
         for step, index in enumerate(epoch_order(200, 0, epoch).split(50)):
             images, labels, _ = next(iter(data.batches(index, 50, EVAL, CPU.device)))
@@ -144,7 +164,10 @@ def test_training_is_what_a_plain_loop_of_sgd_does() -> None:
             nn.functional.cross_entropy(reference(images), labels, label_smoothing=0.1).backward()
             optimiser.step()
     expected = reference.state_dict()
-    assert all(torch.allclose(tensor, expected[name], rtol=1e-3, atol=1e-5) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.allclose(tensor, expected[name], rtol=1e-3, atol=1e-5)
+        for name, tensor in model.state_dict().items()
+    )
 
 
 def test_the_recorded_loss_is_the_mean_over_the_batches() -> None:
@@ -192,12 +215,16 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others() -> None:
 def test_a_batch_as_large_as_the_set_is_one_step_and_a_larger_one_is_refused() -> None:
     _, history = trained(replace(PLAIN, epochs=1, batch_size=200))
     assert len(history) == 1
-    with pytest.raises(DataError, match=r"a batch of 201 images is larger than the training set of 200.* at most 200"):
+    with pytest.raises(
+        DataError, match=r"a batch of 201 images is larger than the training set of 200.* at most 200"
+    ):
         trained(replace(PLAIN, batch_size=201))
 
 
 def test_what_is_found_at_the_end_of_an_epoch_is_kept_in_its_record() -> None:
-    _, history = trained(each_epoch=lambda model: {"scale": float(model.get_parameter("norm1.weight").detach().abs().mean())})
+    _, history = trained(
+        each_epoch=lambda model: {"scale": float(model.get_parameter("norm1.weight").detach().abs().mean())}
+    )
     assert len({record.extra["scale"] for record in history}) == 3
 
 
@@ -227,22 +254,39 @@ def test_a_watcher_hears_of_every_step_and_epoch_in_order() -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("stop_at", [1, 4, 5, 7, 11])
-def test_training_stopped_at_any_step_goes_on_with_the_same_bits(stop_at: int, dropout: float, tmp_path: Path) -> None:
+def test_training_stopped_at_any_step_goes_on_with_the_same_bits(
+    stop_at: int, dropout: float, tmp_path: Path
+) -> None:
     class Stopping(Listening):
         def step(self, done: int, total: int, images: int) -> None:
             if done == stop_at + 1:
                 raise KeyboardInterrupt
 
     recipe = replace(PLAIN, augment="crop")
-    arguments: dict[str, Any] = {"test": few_digits().test, "each_epoch": lambda model: {"scale": float(model.norm1.weight.detach().sum())}}
+    arguments: dict[str, Any] = {
+        "test": few_digits().test,
+        "each_epoch": lambda model: {"scale": float(model.norm1.weight.detach().sum())},
+    }
     straight, expected = trained(recipe, model=fresh(dropout=dropout), **arguments)
     checkpoints = Checkpoints(tmp_path, "peel")
     with pytest.raises(KeyboardInterrupt):
-        trained(recipe, model=fresh(dropout=dropout), checkpoints=checkpoints, checkpoint_seconds=0.0, watcher=Stopping(), **arguments)
+        trained(
+            recipe,
+            model=fresh(dropout=dropout),
+            checkpoints=checkpoints,
+            checkpoint_seconds=0.0,
+            watcher=Stopping(),
+            **arguments,
+        )
     torch.rand(5)
     watcher = Listening()
     resumed, history = trained(
-        recipe, model=fresh(1, dropout=dropout), checkpoints=checkpoints, checkpoint_seconds=0.0, watcher=watcher, **arguments
+        recipe,
+        model=fresh(1, dropout=dropout),
+        checkpoints=checkpoints,
+        checkpoint_seconds=0.0,
+        watcher=watcher,
+        **arguments,
     )
     assert watcher.heard[0] == ("begin", stop_at // 4)
     assert watcher.heard[1] == ("step", stop_at + 1, 12, 50), "finished steps are not repeated"
@@ -261,7 +305,9 @@ def test_no_augmentation_shows_the_images_as_they_are() -> None:
 
     train = few_digits().train
     plain = {
-        image.contiguous().numpy().tobytes() for images, *_ in train.batches(torch.arange(200), 200, EVAL, CPU.device) for image in images
+        image.contiguous().numpy().tobytes()
+        for images, *_ in train.batches(torch.arange(200), 200, EVAL, CPU.device)
+        for image in images
     }
     for augment, inside in (("none", 200), ("crop", 60)):
         shown.clear()
@@ -277,7 +323,13 @@ class Signalling:
     """Test images that ask the process to stop, the second time they are looked at."""
 
     def __init__(self, split: Split) -> None:
-        self.split, self.size, self.labels, self.shape, self.times = split, split.size, split.labels, split.shape, 0
+        self.split, self.size, self.labels, self.shape, self.times = (
+            split,
+            split.size,
+            split.labels,
+            split.shape,
+            0,
+        )
 
     def batches(self, *arguments: Any) -> Any:
         self.times += 1
@@ -298,7 +350,16 @@ def test_a_signal_during_the_evaluation_keeps_the_epoch(tmp_path: Path) -> None:
     state = checkpoints.newest()
     assert state is not None
     assert (state["epoch"], state["step"]) == (1, 4)
-    resumed = fit(second, CrossEntropy(), data.train, recipe, engine=CPU, seed=0, test=data.test, checkpoints=checkpoints)
+    resumed = fit(
+        second,
+        CrossEntropy(),
+        data.train,
+        recipe,
+        engine=CPU,
+        seed=0,
+        test=data.test,
+        checkpoints=checkpoints,
+    )
     assert all(torch.equal(value, whole.state_dict()[name]) for name, value in second.state_dict().items())
     assert [epoch.train for epoch in resumed] == [epoch.train for epoch in straight]
     assert [epoch.test for epoch in resumed] == [epoch.test for epoch in straight]
@@ -333,21 +394,31 @@ def test_a_compiled_network_learns_the_same() -> None:
     plain, compiled = fresh(), fresh()
     recipe = replace(PLAIN, epochs=2)
     first = fit(plain, CrossEntropy(0.1), few_digits().train, recipe, engine=CPU, seed=0)
-    second = fit(compiled, CrossEntropy(0.1), few_digits().train, recipe, engine=replace(CPU, compile="on"), seed=0)
-    assert [epoch.train["loss"] for epoch in second] == pytest.approx([epoch.train["loss"] for epoch in first], rel=1e-4)
+    second = fit(
+        compiled, CrossEntropy(0.1), few_digits().train, recipe, engine=replace(CPU, compile="on"), seed=0
+    )
+    assert [epoch.train["loss"] for epoch in second] == pytest.approx(
+        [epoch.train["loss"] for epoch in first], rel=1e-4
+    )
     assert set(compiled.state_dict()) == set(plain.state_dict())
 
 
-def test_a_network_that_cannot_be_compiled_is_trained_as_it_is(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_that_cannot_be_compiled_is_trained_as_it_is(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*arguments: Any, **options: Any) -> Any:
         raise RuntimeError("there is no compiler here")
 
     plain, other = fresh(), fresh()
     first = fit(plain, CrossEntropy(), few_digits().train, PLAIN, engine=CPU, seed=0)
     compile = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compile(self, backend=broken, **options))
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda self, **options: compile(self, backend=broken, **options)
+    )
     with caplog.at_level(logging.WARNING, "peel"):
-        second = fit(other, CrossEntropy(), few_digits().train, PLAIN, engine=replace(CPU, compile="on"), seed=0)
+        second = fit(
+            other, CrossEntropy(), few_digits().train, PLAIN, engine=replace(CPU, compile="on"), seed=0
+        )
     assert "cannot be compiled" in caplog.text
     assert "there is no compiler here" in caplog.text
     assert [epoch.train for epoch in second] == [epoch.train for epoch in first]
@@ -365,7 +436,16 @@ def test_short_epochs_are_kept_only_now_and_then_and_nothing_changes(tmp_path: P
     whole, other = fresh(), fresh()
     recipe = replace(PLAIN, epochs=5)
     fit(whole, CrossEntropy(), few_digits().train, recipe, engine=CPU, seed=0)
-    fit(other, CrossEntropy(), few_digits().train, recipe, engine=CPU, seed=0, checkpoints=Noting(tmp_path, "a"), epoch_seconds=600.0)
+    fit(
+        other,
+        CrossEntropy(),
+        few_digits().train,
+        recipe,
+        engine=CPU,
+        seed=0,
+        checkpoints=Noting(tmp_path, "a"),
+        epoch_seconds=600.0,
+    )
     assert kept == [5]
     assert same_weights(whole, other)
 

@@ -49,7 +49,10 @@ def test_a_warm_up_longer_than_the_training_never_exceeds_the_rate() -> None:
 
 
 def test_the_rate_falls_in_steps_at_the_milestones() -> None:
-    found = rates(Recipe(epochs=10, lr=1.0, warmup_epochs=0, schedule="steps", milestones=(0.3, 0.6, 0.8), gamma=0.2), 10)
+    found = rates(
+        Recipe(epochs=10, lr=1.0, warmup_epochs=0, schedule="steps", milestones=(0.3, 0.6, 0.8), gamma=0.2),
+        10,
+    )
     expected = [1.0] * 30 + [0.2] * 30 + [0.04] * 20 + [0.008] * 20
     assert found == pytest.approx(expected)
 
@@ -87,7 +90,16 @@ FPGM = {"batch_size": 128, "lr": 0.1, "weight_decay": 5e-4, "momentum": 0.9, "ne
         ("imagenet-backbone", {**PAPER, "epochs": 50, "weight_decay": 1e-4}),
         ("imagenet-mobilenet-backbone", {**PAPER, "epochs": 50, "weight_decay": 4e-5}),
         ("cifar", {**FPGM, "epochs": 200, "schedule": "cosine"}),
-        ("cifar-steps", {**FPGM, "epochs": 200, "schedule": "steps", "milestones": (60 / 200, 120 / 200, 160 / 200), "gamma": 0.2}),
+        (
+            "cifar-steps",
+            {
+                **FPGM,
+                "epochs": 200,
+                "schedule": "steps",
+                "milestones": (60 / 200, 120 / 200, 160 / 200),
+                "gamma": 0.2,
+            },
+        ),
         ("cifar-backbone", {**FPGM, "epochs": 50}),
     ],
 )

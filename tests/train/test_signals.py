@@ -34,14 +34,27 @@ FIVE_STEPS = Recipe(epochs=2, batch_size=40, lr=0.05, augment="crop")
 IN_TWO_PARTS = Engine(CPU.device, accumulation_steps=2)
 
 
-OPTIONS = ["--train.epochs", "2", "--search.epochs", "1", "--train.batch-size", "128", "--device", "cpu", "--quiet", "--output"]
+OPTIONS = [
+    "--train.epochs",
+    "2",
+    "--search.epochs",
+    "1",
+    "--train.batch-size",
+    "128",
+    "--device",
+    "cpu",
+    "--quiet",
+    "--output",
+]
 
 
 def run(output: Path, **environment: str) -> tuple[int, str]:
     """Exit code of the command and what it said."""
     said = output.with_name(f"{output.name}.said")
     said.write_text("")
-    return exit_code(command(["run", "helpers.small:Small", *OPTIONS, str(output)], said, **environment)), said.read_text()
+    return exit_code(
+        command(["run", "helpers.small:Small", *OPTIONS, str(output)], said, **environment)
+    ), said.read_text()
 
 
 @pytest.mark.parametrize(
@@ -52,7 +65,9 @@ def run(output: Path, **environment: str) -> tuple[int, str]:
         pytest.param("int", signal.SIGINT, marks=pytest.mark.slow),  # test_faults.py has it from outside
     ],
 )
-def test_a_run_that_is_told_to_stop_keeps_its_state_and_goes_on_with_the_same_bits(name: str, number: int, tmp_path: Path) -> None:
+def test_a_run_that_is_told_to_stop_keeps_its_state_and_goes_on_with_the_same_bits(
+    name: str, number: int, tmp_path: Path
+) -> None:
     code, said = run(tmp_path / "stopped", PEEL_FAULT=f"5:{name}")
     assert code == 128 + number
     assert "the state is kept" in said
@@ -60,7 +75,9 @@ def test_a_run_that_is_told_to_stop_keeps_its_state_and_goes_on_with_the_same_bi
     assert list((tmp_path / "stopped" / "checkpoints").glob("original-00000-0000006-*.pt"))
     assert run(tmp_path / "stopped")[0] == 0
     assert run(tmp_path / "whole")[0] == 0
-    assert (tmp_path / "stopped" / "slim.safetensors").read_bytes() == (tmp_path / "whole" / "slim.safetensors").read_bytes()
+    assert (tmp_path / "stopped" / "slim.safetensors").read_bytes() == (
+        tmp_path / "whole" / "slim.safetensors"
+    ).read_bytes()
 
 
 class Vanishing:
@@ -81,7 +98,9 @@ def test_a_signal_at_a_moment_when_nothing_can_be_raised_is_not_lost() -> None:
             fit(Small(), CrossEntropy(), few_digits().train, RECIPE, engine=CPU, seed=0)
 
 
-def test_short_memory_halves_the_parts_and_the_batch_stays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_short_memory_halves_the_parts_and_the_batch_stays(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("PEEL_FAULT", "0:oom")
     monkeypatch.setenv("PEEL_FAULT_OOM", "")
     torch.manual_seed(0)
@@ -93,7 +112,14 @@ def test_short_memory_halves_the_parts_and_the_batch_stays(monkeypatch: pytest.M
     monkeypatch.setenv("PEEL_FAULT_OOM", "")
     torch.manual_seed(0)
     parts = Small()
-    fit(parts, CrossEntropy(), few_digits().train, RECIPE, engine=type(CPU)(CPU.device, accumulation_steps=2), seed=0)
+    fit(
+        parts,
+        CrossEntropy(),
+        few_digits().train,
+        RECIPE,
+        engine=type(CPU)(CPU.device, accumulation_steps=2),
+        seed=0,
+    )
     for (name, value), other in zip(short.named_parameters(), parts.parameters()):
         assert torch.equal(value, other), name
 
@@ -142,7 +168,10 @@ class Leaving(Shrinking):
 
 
 def trained_tight(
-    engine: Engine = CPU, watcher: type[Shrinking] | None = None, step: int = 0, checkpoints: Checkpoints | None = None
+    engine: Engine = CPU,
+    watcher: type[Shrinking] | None = None,
+    step: int = 0,
+    checkpoints: Checkpoints | None = None,
 ) -> Tight:
     torch.manual_seed(0)
     model = Tight(room=FIVE_STEPS.batch_size)
@@ -183,13 +212,22 @@ def test_a_backward_pass_without_memory_for_one_image_ends_the_command_with_code
         "--device": "cpu",
         "--output": str(tmp_path / "run"),
     }
-    code = main(["run", "test_stopping:Tight", "--quiet", *(word for pair in options.items() for word in pair)])
+    code = main(
+        ["run", "test_stopping:Tight", "--quiet", *(word for pair in options.items() for word in pair)]
+    )
     assert code == 5
     said = capsys.readouterr().err
     assert (
-        "a part of 1 images does not fit into the memory of cpu. Choose a smaller batch, smaller images, or more parts (--parts)." in said
+        "a part of 1 images does not fit into the memory of cpu. Choose a smaller batch, smaller images, or more parts (--parts)."
+        in said
     )
-    assert [parts for parts in (2, 4, 8, 16, 32) if f"go through in {parts} parts" in caplog.text] == [2, 4, 8, 16, 32]
+    assert [parts for parts in (2, 4, 8, 16, 32) if f"go through in {parts} parts" in caplog.text] == [
+        2,
+        4,
+        8,
+        16,
+        32,
+    ]
 
 
 def test_what_a_cpu_says_of_too_little_memory_is_understood() -> None:
@@ -209,14 +247,21 @@ def test_what_a_cpu_says_of_too_little_memory_is_understood() -> None:
 
 @pytest.mark.parametrize(("size", "parts"), [(1, 1), (8, 8), (8, 6)])
 def test_a_norm_layer_that_would_see_one_value_is_explained(size: int, parts: int) -> None:
-    with pytest.raises(ConfigError, match=f"sees {size} images of a batch in {parts} parts. Choose a larger batch or fewer parts"):
+    with pytest.raises(
+        ConfigError,
+        match=f"sees {size} images of a batch in {parts} parts. Choose a larger batch or fewer parts",
+    ):
         small_run(Pooled(), steps=["original"], train={"epochs": 1, "batch_size": size}, parts=parts)
 
 
-def test_short_memory_does_not_end_in_parts_that_a_norm_layer_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_memory_does_not_end_in_parts_that_a_norm_layer_cannot_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PEEL_FAULT", "0:oom")
     monkeypatch.setenv("PEEL_FAULT_OOM", "")
-    with pytest.raises(OutOfMemoryError, match=r"2 images do not fit .* one image is too small for a batch norm"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"2 images do not fit .* one image is too small for a batch norm"
+    ):
         small_run(Pooled(), steps=["original"], train={"epochs": 1, "batch_size": 2})
 
 
@@ -226,12 +271,18 @@ def test_memory_for_not_even_one_image_is_said(monkeypatch: pytest.MonkeyPatch) 
         small_run()
 
 
-def test_a_loss_that_is_no_number_stops_the_run_and_the_last_good_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_is_no_number_stops_the_run_and_the_last_good_checkpoint_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PEEL_FAULT", "4:nan")
     with pytest.raises(peel.DivergedError, match="epoch 2, step"):
         small_run(output=tmp_path / "run")
     monkeypatch.setenv("PEEL_FAULT", "")
-    assert [path.name[:22] for path in (tmp_path / "run" / "checkpoints").glob("*.pt")] == ["original-00001-0000000"]
+    assert [path.name[:22] for path in (tmp_path / "run" / "checkpoints").glob("*.pt")] == [
+        "original-00001-0000000"
+    ]
     small_run(output=tmp_path / "run")
     small_run(output=tmp_path / "whole")
-    assert (tmp_path / "run" / "slim.safetensors").read_bytes() == (tmp_path / "whole" / "slim.safetensors").read_bytes()
+    assert (tmp_path / "run" / "slim.safetensors").read_bytes() == (
+        tmp_path / "whole" / "slim.safetensors"
+    ).read_bytes()

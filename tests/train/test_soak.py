@@ -60,7 +60,9 @@ def soak(folder: Path, said: Path) -> None:
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
             files = sum(path.stat().st_size for path in (folder / "checkpoints").iterdir())
-            found.append([pages * resource.getpagesize(), len(os.listdir("/proc/self/fd")), len(children), files])
+            found.append(
+                [pages * resource.getpagesize(), len(os.listdir("/proc/self/fd")), len(children), files]
+            )
     assert len(history) == recipe.epochs
     said.write_text(json.dumps(found))
 
@@ -76,7 +78,9 @@ def test_resumed_twenty_times_a_process_holds_no_more_than_before(tmp_path: Path
     assert kept_bytes[-1] < 1.5 * kept_bytes[2]
 
 
-def test_killed_twenty_times_a_run_leaves_no_process_and_no_more_than_two_checkpoints(tmp_path: Path, whole: bytes) -> None:
+def test_killed_twenty_times_a_run_leaves_no_process_and_no_more_than_two_checkpoints(
+    tmp_path: Path, whole: bytes
+) -> None:
     folder = tmp_path / "run"
     for step in range(1, 21):
         assert run(folder, "--checkpoint-seconds", "0", PEEL_FAULT=f"{step}:kill")[0] == KILLED

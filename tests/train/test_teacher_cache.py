@@ -58,7 +58,10 @@ def test_the_answers_are_those_of_the_teacher_for_just_these_views(augment: str)
 
 def test_where_nothing_is_left_of_an_epoch_there_is_nothing_to_see() -> None:
     """As when a training goes on that was stopped during an evaluation."""
-    assert list(taught(Counting().eval()).batches(torch.arange(0), 30, View.of_epoch("crop", 0, 0), CPU.device)) == []
+    assert (
+        list(taught(Counting().eval()).batches(torch.arange(0), 30, View.of_epoch("crop", 0, 0), CPU.device))
+        == []
+    )
 
 
 def test_nothing_is_asked_twice() -> None:
@@ -126,7 +129,9 @@ def test_answers_are_kept_for_other_runs_and_joined_with_theirs(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage" * 100])
-def test_a_damaged_file_of_answers_is_said_and_not_used(content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_of_answers_is_said_and_not_used(
+    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "kept").write_bytes(content)
     images = taught(Counting().eval())
     with caplog.at_level(logging.WARNING, "peel"):
@@ -160,7 +165,9 @@ def test_teachers_images_and_views_are_told_apart() -> None:
     assert LogitCache.name_of(copy.deepcopy(teachers[0]), split, "crop", CPU) in names
 
 
-def test_views_that_cannot_be_counted_and_tables_too_large_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_that_cannot_be_counted_and_tables_too_large_are_not_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     split = few_digits().train
     assert make_logit_cache(Small(), split, "imagenet", 10, CPU) is None
     monkeypatch.setattr(answers_module, "TABLE_BYTES", 200 * 18 * 10 * 4)
@@ -169,11 +176,15 @@ def test_views_that_cannot_be_counted_and_tables_too_large_are_not_remembered(mo
     assert make_logit_cache(Small(), split, "crop", 10, CPU) is None
 
 
-def test_a_run_keeps_the_answers_beside_a_teacher_that_it_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_keeps_the_answers_beside_a_teacher_that_it_shares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from peel.run import prune as run_module
 
     engines = run_module.make_engine
-    monkeypatch.setattr(run_module, "make_engine", lambda *a, **k: replace(engines(*a, **k), cache_teacher=True))
+    monkeypatch.setattr(
+        run_module, "make_engine", lambda *a, **k: replace(engines(*a, **k), cache_teacher=True)
+    )
     asked: list[int] = []
     ask = LogitCache.ask
 
@@ -184,7 +195,14 @@ def test_a_run_keeps_the_answers_beside_a_teacher_that_it_shares(tmp_path: Path,
 
     monkeypatch.setattr(LogitCache, "ask", noting)
     for number in range(2):
-        prune(Small(), few_digits(), teacher=tmp_path / "teacher", device="cpu", output=tmp_path / str(number), **SHORT)
+        prune(
+            Small(),
+            few_digits(),
+            teacher=tmp_path / "teacher",
+            device="cpu",
+            output=tmp_path / str(number),
+            **SHORT,
+        )
     # Two epochs of 192 images for uniform; what it asked serves the slim network, and the whole second run.
     assert asked[0] == 192
     assert sum(asked[:2]) == sum(asked)

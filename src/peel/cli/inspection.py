@@ -38,7 +38,10 @@ def inspection(name: str, graph: ChannelGraph) -> dict[str, Any]:
             }
             for group, ties in graph.groups.items()
         ],
-        "outside_groups": {"macs": macs_by_group.get("(fixed)", 0), "params": params_by_group.get("(fixed)", 0)},
+        "outside_groups": {
+            "macs": macs_by_group.get("(fixed)", 0),
+            "params": params_by_group.get("(fixed)", 0),
+        },
         "ties": [
             {
                 "name": tie.name,
@@ -102,14 +105,18 @@ def draw(data: dict[str, Any], console: Console) -> None:
     console.print(_ties_table(free))
     console.print(_fixed_table([tie for tie in data["ties"] if tie["fixed"] is not None]))
     for operator, place in data["unknown_operators"].items():
-        console.print(f"[yellow]no channel rule for {escape(operator)}[/] (first met in {escape(place)}): what reaches it is fixed")
+        console.print(
+            f"[yellow]no channel rule for {escape(operator)}[/] (first met in {escape(place)}): what reaches it is fixed"
+        )
 
 
 def _ties_table(ties: list[dict[str, Any]]) -> Any:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title="\nTies (channels that keep the same number)", title_justify="left", title_style="bold")
+    table = Table(
+        title="\nTies (channels that keep the same number)", title_justify="left", title_style="bold"
+    )
     table.add_column("tie", overflow="fold")
     table.add_column("group")
     table.add_column("width", justify="right")
@@ -126,7 +133,13 @@ def _ties_table(ties: list[dict[str, Any]]) -> Any:
         table.add_row(
             *map(
                 escape,
-                (tie["name"], tie["group"], str(tie["width"]), layers and f"+ {layers}", "; ".join(list(dict.fromkeys(remarks))[:4])),
+                (
+                    tie["name"],
+                    tie["group"],
+                    str(tie["width"]),
+                    layers and f"+ {layers}",
+                    "; ".join(list(dict.fromkeys(remarks))[:4]),
+                ),
             )
         )
     return table

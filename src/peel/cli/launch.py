@@ -92,9 +92,13 @@ def _ended(processes: list[subprocess.Popen[bytes]], told: list[int]) -> int:
     deadline = float("inf")
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         if failed is None and (failed := _first_failed(processes)) is not None:
-            deadline = min(deadline, time.monotonic() + (SECONDS_AFTER_A_STOP if told else SECONDS_AFTER_A_FAILURE))
+            deadline = min(
+                deadline, time.monotonic() + (SECONDS_AFTER_A_STOP if told else SECONDS_AFTER_A_FAILURE)
+            )
         if told.count(signal.SIGINT) > 1:
-            deadline = min(deadline, time.monotonic() + SECONDS_AFTER_A_FAILURE)  # at once, whether they hear it or not
+            deadline = min(
+                deadline, time.monotonic() + SECONDS_AFTER_A_FAILURE
+            )  # at once, whether they hear it or not
         time.sleep(0.05)
     failed = _first_failed(processes) if failed is None else failed
     if failed is None:
@@ -112,9 +116,15 @@ def _what_happened(processes: list[subprocess.Popen[bytes]], failed: int, code: 
     """What the processes cannot say themselves."""
     count = len(processes)
     if code != PEER_LOST:
-        return f"process {failed} of {count} was ended by {signal.Signals(-code).name}; the others were stopped"
+        return (
+            f"process {failed} of {count} was ended by {signal.Signals(-code).name}; the others were stopped"
+        )
     silent = [str(rank) for rank, process in enumerate(processes) if process.poll() is None]
-    return f"process {' and '.join(silent)} of {count} does not answer and was ended" if silent else "the processes have lost each other"
+    return (
+        f"process {' and '.join(silent)} of {count} does not answer and was ended"
+        if silent
+        else "the processes have lost each other"
+    )
 
 
 def _first_failed(processes: list[subprocess.Popen[bytes]]) -> int | None:

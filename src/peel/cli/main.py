@@ -40,7 +40,10 @@ GIVEN = "PEEL_ARGUMENTS"
 #: A recipe of which any field may be left as it is.
 RecipeChanges: Any = dataclasses.make_dataclass(
     "RecipeChanges",
-    [(name, Annotated[kind | None, Parameter(help=FIELDS[name])], None) for name, kind in get_type_hints(Recipe).items()],
+    [
+        (name, Annotated[kind | None, Parameter(help=FIELDS[name])], None)
+        for name, kind in get_type_hints(Recipe).items()
+    ],
     frozen=True,
 )
 # Python 3.11 would say "types", and cyclopts takes what is in there for a plain value.
@@ -113,7 +116,10 @@ def inspect(
             progress=lambda name, done, total: shown.update(f"verifying {done}/{total}: {name}"),
         )
     if json:
-        checks = [{"name": check.name, "passed": check.passed, "detail": check.detail} for check in verification.checks]
+        checks = [
+            {"name": check.name, "passed": check.passed, "detail": check.detail}
+            for check in verification.checks
+        ]
         _print_json({**data, "verification": {"passed": verification.passed, "checks": checks}})
     else:
         draw(data, console)
@@ -224,7 +230,9 @@ def run(
 
     is_main = is_main_process()
     console, notes = make_console(), make_console(stderr=True)
-    chosen = {name: value for name, value in vars(method or Method()).items() if value != getattr(Method(), name)}
+    chosen = {
+        name: value for name, value in vars(method or Method()).items() if value != getattr(Method(), name)
+    }
     arguments: dict[str, Any] = {
         "budget": (method or Method()).budget,
         "recipe": recipe,
@@ -267,7 +275,13 @@ def run(
         return OK
     if json:
         _print_json(
-            {"plan": result.plan, "rows": result.rows, "notes": result.notes, "estimate": result.estimate, "folder": folder and str(folder)}
+            {
+                "plan": result.plan,
+                "rows": result.rows,
+                "notes": result.notes,
+                "estimate": result.estimate,
+                "folder": folder and str(folder),
+            }
         )
     elif dry_run:
         draw_estimate(result, console)
@@ -297,7 +311,9 @@ def _start_processes(count: int) -> int:
     if count < 1:
         raise PeelError(f"--gpus must be at least 1, not {count}.")
     arguments = [*_arguments]
-    place = next(i for i, argument in enumerate(arguments) if argument == "--gpus" or argument.startswith("--gpus="))
+    place = next(
+        i for i, argument in enumerate(arguments) if argument == "--gpus" or argument.startswith("--gpus=")
+    )
     del arguments[place : place + (2 if arguments[place] == "--gpus" else 1)]
     os.environ[GIVEN] = shlex.join(_arguments)
     return launch(count, arguments)
@@ -322,7 +338,9 @@ def _parse_shape(text: str | None) -> tuple[int, ...] | None:
     except ValueError:
         shape = ()
     if len(shape) < 1 or any(size < 1 for size in shape):
-        raise PeelError(f"--input {text!r} is not a shape; write it as channels,height,width, such as 3,224,224.")
+        raise PeelError(
+            f"--input {text!r} is not a shape; write it as channels,height,width, such as 3,224,224."
+        )
     return shape
 
 
@@ -371,18 +389,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         # By their names: their home imports torch.
         if type(error).__name__ == "OutOfMemoryError" or "CPUAllocator" in str(error):
-            _say(OutOfMemoryError(f"{str(error).splitlines()[0]} Choose a smaller batch, smaller images, or more parts (--parts)."))
+            _say(
+                OutOfMemoryError(
+                    f"{str(error).splitlines()[0]} Choose a smaller batch, smaller images, or more parts (--parts)."
+                )
+            )
             return MEMORY_SHORT
         if is_peer_lost(error):
             # Whoever was lost has said why, or whoever started the processes says it.
             time.sleep(10)
             place = f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
-            print(f"error: {place} waited in vain for the others ({str(error).splitlines()[0]}).", file=sys.stderr)
+            print(
+                f"error: {place} waited in vain for the others ({str(error).splitlines()[0]}).",
+                file=sys.stderr,
+            )
             return PEER_LOST
         if type(error).__name__ != "Interrupted":
             raise
         if is_main_process():
-            way_on = "." if "--dry-run" in _arguments else f"; the state is kept. Go on with the same command:\n  {_command()}"
+            way_on = (
+                "."
+                if "--dry-run" in _arguments
+                else f"; the state is kept. Go on with the same command:\n  {_command()}"
+            )
             print(f"{error}{way_on}", file=sys.stderr)
         return 128 + error.signal_number  # type: ignore[attr-defined, no-any-return]
     return code if isinstance(code, int) else OK

@@ -75,7 +75,9 @@ class RunProgress:
     def begin(self, history: list[Epoch]) -> None:
         self.first_fraction = history[-1].epoch / history[-1].of if history else 0.0
         if history:
-            self.console.print(f"  going on after epoch {history[-1].epoch} of {history[-1].of}", markup=False)
+            self.console.print(
+                f"  going on after epoch {history[-1].epoch} of {history[-1].of}", markup=False
+            )
         self.began = time.perf_counter()
 
     def step(self, done: int, total: int, images: int) -> None:
@@ -86,7 +88,9 @@ class RunProgress:
             self.rate = self.work[self.name] * gained / spent
         if self.live is not None and self.task is not None:
             self.live.update(
-                self.task, completed=self.fraction, detail=f"{gained * total * images / max(spent, 1e-9):,.0f} images/s{self._eta()}"
+                self.task,
+                completed=self.fraction,
+                detail=f"{gained * total * images / max(spent, 1e-9):,.0f} images/s{self._eta()}",
             )
 
     def _eta(self) -> str:
@@ -101,7 +105,8 @@ class RunProgress:
         scores = f"test {epoch.test['top1']:.2%}, " if epoch.test is not None else ""
         loss = f"loss {epoch.train['loss']:.4f}"
         self.console.print(
-            f"  epoch {epoch.epoch}/{epoch.of}: {loss}, {scores}{epoch.images_per_second:,.0f} images/s{self._eta()}", markup=False
+            f"  epoch {epoch.epoch}/{epoch.of}: {loss}, {scores}{epoch.images_per_second:,.0f} images/s{self._eta()}",
+            markup=False,
         )
 
     def note(self, text: str) -> None:

@@ -26,9 +26,11 @@ _TITLES = {"original": "original", "uniform": "uniform, same budget", "peel": "P
 
 def run_folder(model: str, data: str, arguments: Mapping[str, Any]) -> Path:
     """A folder named after the settings: the same command finds it again, also with what may change between starts; another does not."""
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{Path(model).name}-{Path(data).name}-{arguments['budget']}-seed{arguments['seed']}").strip(
-        "-"
-    )
+    name = re.sub(
+        r"[^A-Za-z0-9_.-]+",
+        "-",
+        f"{Path(model).name}-{Path(data).name}-{arguments['budget']}-seed{arguments['seed']}",
+    ).strip("-")
     told_apart_by = [model, data, what_is_fixed(arguments)]
     digest = hashlib.sha256(json.dumps(told_apart_by, sort_keys=True, default=str).encode()).hexdigest()
     return Path("runs") / f"{name}-{digest[:6]}"
@@ -51,11 +53,22 @@ def draw_outcome(result: Result, console: Console, *, with_notes: bool = False) 
         console.print(f"note: {note}", markup=False)
     if result.rows:
         table = Table(title=None, box=None, padding=(0, 2, 0, 0))
-        for name, side in (("", "left"), ("top-1", "right"), ("top-5", "right"), ("MACs", "right"), ("params", "right"), ("time", "right")):
+        for name, side in (
+            ("", "left"),
+            ("top-1", "right"),
+            ("top-5", "right"),
+            ("MACs", "right"),
+            ("params", "right"),
+            ("time", "right"),
+        ):
             table.add_column(name, justify=side)  # type: ignore[arg-type]
         full = result.rows[0]
         for row in result.rows:
-            part = f" ({row['macs'] / full['macs']:.0%})" if row is not full and full["name"] == "original" else ""
+            part = (
+                f" ({row['macs'] / full['macs']:.0%})"
+                if row is not full and full["name"] == "original"
+                else ""
+            )
             table.add_row(
                 _TITLES[row["name"]],
                 f"{row['top1']:.2%}",
@@ -67,12 +80,17 @@ def draw_outcome(result: Result, console: Console, *, with_notes: bool = False) 
         console.print(table)
     if result.folder is not None:
         files = [
-            name for name in ("report.html", "slim.json", "plan.json", "metrics.jsonl", "result.json") if (result.folder / name).exists()
+            name
+            for name in ("report.html", "slim.json", "plan.json", "metrics.jsonl", "result.json")
+            if (result.folder / name).exists()
         ]
         console.print(f"\nfiles in {result.folder}: {', '.join(files)}", markup=False)
         if (result.folder / "slim.json").exists():
             is_own = "class" in json.loads((result.folder / "slim.json").read_text())["model"]
-            console.print(f'the slim network: peel.load("{result.folder / "slim"}"{", model=..." if is_own else ""})', markup=False)
+            console.print(
+                f'the slim network: peel.load("{result.folder / "slim"}"{", model=..." if is_own else ""})',
+                markup=False,
+            )
 
 
 def draw_estimate(result: Result, console: Console) -> None:
@@ -84,7 +102,13 @@ def draw_estimate(result: Result, console: Console) -> None:
         table.add_column(name, justify="left" if name == "tie" else "right")
     backbone = plan.get("backbone", {}).get("widths", {})
     for tie, width in plan["original"]["widths"].items():
-        table.add_row(escape(tie), str(width), str(backbone.get(tie, "")), str(plan["uniform"]["widths"][tie]), str(plan["widths"][tie]))
+        table.add_row(
+            escape(tie),
+            str(width),
+            str(backbone.get(tie, "")),
+            str(plan["uniform"]["widths"][tie]),
+            str(plan["widths"][tie]),
+        )
     for cost in ("macs", "params"):
         values = (plan["original"], plan.get("backbone", {}), plan["uniform"], plan)
         table.add_row(cost, *(format_count(value[cost]) if cost in value else "" for value in values))

@@ -18,7 +18,10 @@ RESOURCES: dict[str, str] = {
 }
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
-_NUMBER = re.compile(r"((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*)(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|\.[0-9]+)\s*(%|[kmgbt]?)", re.IGNORECASE)
+_NUMBER = re.compile(
+    r"((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*)(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|\.[0-9]+)\s*(%|[kmgbt]?)",
+    re.IGNORECASE,
+)
 _HELP = 'Write "1.1G", "87M", "50%", a fraction such as 0.5, or a whole number such as 1_100_000_000.'
 
 
@@ -48,7 +51,9 @@ def parse_budget(budget: Budget, original: int) -> int:
     elif math.isfinite(budget) and (0 < budget <= 1 or budget.is_integer()):
         value = budget * original if budget <= 1 else budget
     else:
-        raise BudgetError(f"{budget!r} is neither a fraction of the original (0 to 1) nor a whole number. {_HELP}")
+        raise BudgetError(
+            f"{budget!r} is neither a fraction of the original (0 to 1) nor a whole number. {_HELP}"
+        )
     if not math.isfinite(value):
         raise BudgetError(f"{budget!r} is not a finite budget.")
     # Rounding down keeps the promise never to exceed the budget; the small addition takes back what floating point lost.

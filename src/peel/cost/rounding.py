@@ -44,10 +44,14 @@ class Costed(Protocol):
 def cost_of(graph: Costed, resource: str) -> Cost:
     """The cost function of a resource, in units of the ties."""
     if not isinstance(graph, Costed):
-        raise BudgetError(f"the first argument is a ChannelGraph from peel.trace, not a {type(graph).__name__}.")
+        raise BudgetError(
+            f"the first argument is a ChannelGraph from peel.trace, not a {type(graph).__name__}."
+        )
     if resource not in RESOURCES:
         known = ", ".join(RESOURCES)
-        raise BudgetError(f"unknown resource {resource!r}; known are {known}.{did_you_mean(str(resource), RESOURCES)}")
+        raise BudgetError(
+            f"unknown resource {resource!r}; known are {known}.{did_you_mean(str(resource), RESOURCES)}"
+        )
     return graph.cost(resource)
 
 
@@ -215,7 +219,11 @@ def _exchange(ladder: _Ladder, ideal: Sequence[float], cost: Cost, target: int) 
             tried = list(units)
             tried[i] -= ladder.quantum[i]
             tried[j] += ladder.quantum[j]
-            if tried[i] >= ladder.bottom[i] and tried[j] <= ladder.top[j] and best_cost < (tried_cost := cost(tried)) <= target:
+            if (
+                tried[i] >= ladder.bottom[i]
+                and tried[j] <= ladder.top[j]
+                and best_cost < (tried_cost := cost(tried)) <= target
+            ):
                 best, best_cost = tried, tried_cost
         if best is units:
             return _nearest_rounding(ladder, ideal, cost, target) or units
@@ -231,10 +239,15 @@ def _nearest_rounding(ladder: _Ladder, ideal: Sequence[float], cost: Cost, targe
     choices = []
     for u, quantum, bottom, top in zip(ideal, ladder.quantum, ladder.bottom, ladder.top, strict=True):
         low = floor(u / quantum + 1e-9) * quantum
-        choices.append(sorted({int(min(max(value, bottom), top)) for value in (low - quantum, low, low + quantum)}))
+        choices.append(
+            sorted({int(min(max(value, bottom), top)) for value in (low - quantum, low, low + quantum)})
+        )
     if prod(map(len, choices)) > MANY:
         return None
-    columns: list[Any] = [grid.ravel() for grid in np.meshgrid(*(np.array(values, dtype=np.int64) for values in choices), indexing="ij")]
+    columns: list[Any] = [
+        grid.ravel()
+        for grid in np.meshgrid(*(np.array(values, dtype=np.int64) for values in choices), indexing="ij")
+    ]
     try:
         spent = np.asarray(cost(columns))
     except ValueError:  # a maximum, as of memory, is not a sum of products

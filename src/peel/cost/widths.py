@@ -30,7 +30,9 @@ class Widths(Mapping[str, int]):
         try:
             items = dict(channels)
         except (TypeError, ValueError) as error:
-            raise WidthsError(f"widths are a mapping from tie names to whole numbers, not {channels!r}.") from error
+            raise WidthsError(
+                f"widths are a mapping from tie names to whole numbers, not {channels!r}."
+            ) from error
         for name, width in items.items():
             if isinstance(width, bool) or not _is_whole(width):
                 raise WidthsError(f"{name}: the width must be a whole number, not {width!r}.")
@@ -70,7 +72,9 @@ class Widths(Mapping[str, int]):
         def scaled(width: int) -> int:
             return make_divisible(width * factor, divisor) if divisor > 1 else max(1, round(width * factor))
 
-        return Widths({name: width if name in held else scaled(width) for name, width in self._channels.items()})
+        return Widths(
+            {name: width if name in held else scaled(width) for name, width in self._channels.items()}
+        )
 
     def to_json(self) -> str:
         return json.dumps(self._channels, indent=2)

@@ -18,8 +18,15 @@ class Batch(NamedTuple):
 
     def split(self, parts: int) -> list[Batch]:
         """The batch in parts of nearly equal size."""
-        teacher_logits = [None] * parts if self.teacher_logits is None else self.teacher_logits.tensor_split(parts)
-        return [Batch(*part) for part in zip(self.images.tensor_split(parts), self.labels.tensor_split(parts), teacher_logits, strict=True)]
+        teacher_logits = (
+            [None] * parts if self.teacher_logits is None else self.teacher_logits.tensor_split(parts)
+        )
+        return [
+            Batch(*part)
+            for part in zip(
+                self.images.tensor_split(parts), self.labels.tensor_split(parts), teacher_logits, strict=True
+            )
+        ]
 
     def clone(self) -> Batch:
         return Batch(*(None if tensor is None else tensor.clone() for tensor in self))  # type: ignore[arg-type]

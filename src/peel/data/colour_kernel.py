@@ -32,7 +32,9 @@ def fused_color_jitter(images: Tensor, changes: ColorJitter, mean: Tensor, scale
     grid = (count, blocks)
     _brightness[grid](images, strengths, order, sums, height * width, blocks, BLOCK)
     room = triton.next_power_of_2(blocks)
-    _colours[grid](images, strengths, order, flipped, sums, mean, scale, out, height * width, width, blocks, room, BLOCK)
+    _colours[grid](
+        images, strengths, order, flipped, sums, mean, scale, out, height * width, width, blocks, room, BLOCK
+    )
     return out
 
 
@@ -84,7 +86,9 @@ def _changed(red, green, blue, kind, strength, brightness):
 
 
 @triton.jit
-def _brightness(images, strengths, order, sums, pixels: tl.constexpr, blocks: tl.constexpr, block: tl.constexpr):
+def _brightness(
+    images, strengths, order, sums, pixels: tl.constexpr, blocks: tl.constexpr, block: tl.constexpr
+):
     number = tl.program_id(0).to(tl.int64)
     pixel = tl.program_id(1) * block + tl.arange(0, block)
     red, green, blue = _load(images, number, pixel, pixels)
@@ -117,11 +121,15 @@ def _colours(
     number = tl.program_id(0).to(tl.int64)
     pixel = tl.program_id(1) * block + tl.arange(0, block)
     of_blocks = tl.arange(0, room)
-    brightness = tl.sum(tl.load(sums + number * blocks + of_blocks, mask=of_blocks < blocks, other=0.0)) / pixels
+    brightness = (
+        tl.sum(tl.load(sums + number * blocks + of_blocks, mask=of_blocks < blocks, other=0.0)) / pixels
+    )
     red, green, blue = _load(images, number, pixel, pixels)
     for slot in tl.static_range(4):
         kind = tl.load(order + number * 4 + slot)
-        red, green, blue = _changed(red, green, blue, kind, tl.load(strengths + number * 4 + kind), brightness)
+        red, green, blue = _changed(
+            red, green, blue, kind, tl.load(strengths + number * 4 + kind), brightness
+        )
     column = pixel % width
     target = pixel - column + tl.where(tl.load(flipped + number) != 0, width - 1 - column, column)
     start = out + (number * pixels + target) * 3

@@ -25,7 +25,22 @@ def fused_crop(pixels: Tensor, index: Tensor, view: View, mean: Tensor, scale: T
     grid = (len(index), triton.cdiv(height * width * channels, BLOCK))
     is_moved, is_mirrored = view.augment != "none", view.augment == "crop-flip"
     pad = padding_of(height)
-    _view[grid](pixels, index, mean, scale, out, view.seed, height, width, channels, pad, DRAWS, is_moved, is_mirrored, BLOCK)
+    _view[grid](
+        pixels,
+        index,
+        mean,
+        scale,
+        out,
+        view.seed,
+        height,
+        width,
+        channels,
+        pad,
+        DRAWS,
+        is_moved,
+        is_mirrored,
+        BLOCK,
+    )
     return out
 
 

@@ -55,7 +55,11 @@ class Paths(Sequence[Path]):
     """Many paths in little memory: a million of them as objects would be copied into every process that touches them."""
 
     def __init__(self, paths: Iterable[Path] | np.ndarray) -> None:
-        self._bytes = paths if isinstance(paths, np.ndarray) else np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
+        self._bytes = (
+            paths
+            if isinstance(paths, np.ndarray)
+            else np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
+        )
 
     def __len__(self) -> int:
         return len(self._bytes)
@@ -65,7 +69,11 @@ class Paths(Sequence[Path]):
     @overload
     def __getitem__(self, index: slice) -> Paths: ...
     def __getitem__(self, index: int | slice) -> Path | Paths:
-        return Paths(self._bytes[index]) if isinstance(index, slice) else Path(os.fsdecode(bytes(self._bytes[index])))
+        return (
+            Paths(self._bytes[index])
+            if isinstance(index, slice)
+            else Path(os.fsdecode(bytes(self._bytes[index])))
+        )
 
     def chosen(self, index: Tensor) -> Paths:
         return Paths(self._bytes[index.numpy()])
@@ -80,7 +88,9 @@ class ImageFolder:
     shape: tuple[int, int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    _loaders: dict[tuple[int, bool], Loader[Key]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _loaders: dict[tuple[int, bool], Loader[Key]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def size(self) -> int:
@@ -92,7 +102,9 @@ class ImageFolder:
     def subset(self, index: Tensor) -> ImageFolder:
         return replace(self, paths=self.paths.chosen(index), labels=self.labels[index])
 
-    def batches(self, order: Tensor, batch_size: int, view: View, device: torch.device, workers: int = 0) -> Iterator[Batch]:
+    def batches(
+        self, order: Tensor, batch_size: int, view: View, device: torch.device, workers: int = 0
+    ) -> Iterator[Batch]:
         on_gpu = device.type == "cuda"
         if (workers, on_gpu) not in self._loaders:
             decoder = _Decoder(self.paths, self.shape, finishes=not on_gpu)
@@ -111,7 +123,9 @@ class ImageFolder:
                 images = fused(images, draw_color_jitter(index, view.seed), mean, scale)
             else:
                 if is_jittered:
-                    images = color_jitter_and_flip(images.permute(0, 3, 1, 2), index, view.seed).permute(0, 2, 3, 1)
+                    images = color_jitter_and_flip(images.permute(0, 3, 1, 2), index, view.seed).permute(
+                        0, 2, 3, 1
+                    )
                 images = ((images - mean) * scale).contiguous()
             return images.permute(0, 3, 1, 2), labels[index]
 
@@ -166,7 +180,11 @@ class _Decoder:
                 image = color_jitter_and_flip(image[None], place, view.seed)[0].to(torch.uint8)
             return image.permute(1, 2, 0)
         image = center_crop(image, (size[0], size[1])).permute(1, 2, 0)
-        return image if view.augment == "none" else crop_windows(draw_windows(place, view, size[0]), image[None])[0]
+        return (
+            image
+            if view.augment == "none"
+            else crop_windows(draw_windows(place, view, size[0]), image[None])[0]
+        )
 
 
 def decode(path: Path, channels: int) -> Tensor:
@@ -193,7 +211,11 @@ def _decoded(path: Path, *, is_grey: bool) -> Tensor:
             # 16-bit grey, which PIL's own conversion would clip at 255. All such images are scaled alike, dark ones too; numbers with a
             # point do not say what white is, so there the largest one has to tell.
             values = np.asarray(opened, dtype=np.float64)
-            full = 65535 if opened.mode != "F" else next((full for full in (1, 255) if values.max() <= full), 65535)
+            full = (
+                65535
+                if opened.mode != "F"
+                else next((full for full in (1, 255) if values.max() <= full), 65535)
+            )
             image = Image.fromarray((values / full * 255).clip(0, 255).astype(np.uint8))
         elif "transparency" in opened.info:
             image = opened.convert("RGBA")
@@ -218,7 +240,9 @@ def _fast_jpeg() -> Any:
 
 def find_images(root: Path) -> tuple[list[Path], list[int], list[str]]:
     """The files of one split, the class of each, and the class names in order."""
-    classes = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    classes = sorted(
+        entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")
+    )
     if not classes:
         raise DataError(f"{root} has no folders: it needs one folder of images per class.")
     paths: list[Path] = []
@@ -226,7 +250,9 @@ def find_images(root: Path) -> tuple[list[Path], list[int], list[str]]:
     for label, name in enumerate(classes):
         found = _images_in(root / name)
         if not found:
-            raise DataError(f"{root / name} holds no images. Remove the folder, or put images of that class into it.")
+            raise DataError(
+                f"{root / name} holds no images. Remove the folder, or put images of that class into it."
+            )
         paths += found
         labels += [label] * len(found)
     return paths, labels, classes
@@ -235,7 +261,11 @@ def find_images(root: Path) -> tuple[list[Path], list[int], list[str]]:
 def _images_in(folder: Path) -> list[Path]:
     """Also links that lead nowhere, which are named with all that cannot be read; not what hides, such as copies that an editor keeps."""
     found = [path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and not path.is_dir()]
-    return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts[:-1]))
+    return sorted(
+        path
+        for path in found
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts[:-1])
+    )
 
 
 def scan(paths: Sequence[Path], *, skip: bool) -> list[int]:
@@ -298,7 +328,9 @@ def fingerprint_of(paths: Paths) -> bytes:
             for content in pool.map(_digest_of, looked_into):
                 digest.update(content)
     except OSError as error:
-        raise DataError(f"{error.filename} could be read just now, but not any more: {error.strerror}.") from error
+        raise DataError(
+            f"{error.filename} could be read just now, but not any more: {error.strerror}."
+        ) from error
     return digest.digest()
 
 
@@ -314,7 +346,9 @@ def image_size(path: Path) -> tuple[int, int]:
         return image.height, image.width
 
 
-def load_images(paths: Sequence[Path], shape: tuple[int, int, int], *, skip: bool) -> tuple[Tensor, list[int]]:
+def load_images(
+    paths: Sequence[Path], shape: tuple[int, int, int], *, skip: bool
+) -> tuple[Tensor, list[int]]:
     """Every image that can be read, brought to one size: uint8 images x height x width x channels, and their positions in `paths`."""
     channels, height, width = shape
 

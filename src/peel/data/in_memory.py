@@ -43,7 +43,9 @@ class InMemoryImages:
         index = index.to(self.pixels.device)
         return replace(self, pixels=self.pixels[index], labels=self.labels[index])
 
-    def batches(self, order: Tensor, batch_size: int, view: View, device: torch.device, workers: int = 0) -> Iterator[Batch]:
+    def batches(
+        self, order: Tensor, batch_size: int, view: View, device: torch.device, workers: int = 0
+    ) -> Iterator[Batch]:
         """Batches of normalised images and their labels, in the given order; `workers` are not needed here."""
         home = self.pixels.device
         order = order.to(home)
@@ -61,6 +63,9 @@ class InMemoryImages:
         if view.augment == "none":
             return self.pixels[index]
         if view.augment == "imagenet":
-            parts = [random_resized_crop(self.pixels[i].permute(2, 0, 1), self.shape[1:], view.seed, int(i)) for i in index]
+            parts = [
+                random_resized_crop(self.pixels[i].permute(2, 0, 1), self.shape[1:], view.seed, int(i))
+                for i in index
+            ]
             return color_jitter_and_flip(torch.stack(parts), index, view.seed).permute(0, 2, 3, 1)
         return crop_windows(draw_windows(index, view, self.shape[1]), self.pixels[index])

@@ -40,7 +40,14 @@ def fused_color_jitter() -> Callable[..., Tensor] | None:
 
         pixels, one = torch.zeros(1, 4, 4, 3, dtype=torch.uint8, device="cuda"), torch.ones(3, device="cuda")
         order = torch.arange(4, device="cuda")[None]
-        kernel(pixels, ColorJitter(torch.ones(1, 4, device="cuda"), order, torch.ones(1, dtype=torch.bool, device="cuda")), one, one)
+        kernel(
+            pixels,
+            ColorJitter(
+                torch.ones(1, 4, device="cuda"), order, torch.ones(1, dtype=torch.bool, device="cuda")
+            ),
+            one,
+            one,
+        )
         return kernel
 
     return _working(tried)
@@ -52,5 +59,9 @@ def _working(tried: Callable[[], Callable[..., Tensor]]) -> Callable[..., Tensor
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # no Triton, no compiler for it, or a GPU that it does not know
-        log.warning("images are prepared by ordinary operations, which takes longer: %s: %s", type(error).__name__, str(error)[:200])
+        log.warning(
+            "images are prepared by ordinary operations, which takes longer: %s: %s",
+            type(error).__name__,
+            str(error)[:200],
+        )
         return None

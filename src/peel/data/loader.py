@@ -52,7 +52,12 @@ class Loader(Generic[Key]):
     """
 
     def __init__(
-        self, make: Callable[[Key], Tensor | str], workers: int, *, pin: bool, file_of: Callable[[Key], object] | None = None
+        self,
+        make: Callable[[Key], Tensor | str],
+        workers: int,
+        *,
+        pin: bool,
+        file_of: Callable[[Key], object] | None = None,
     ) -> None:
         self.make, self.workers, self.pin, self.file_of = make, workers, pin, file_of
         self._wanted: list[Sequence[Key]] = []
@@ -79,7 +84,11 @@ class Loader(Generic[Key]):
                     if is_slow and running is not None and time.monotonic() - asked < timeout:
                         continue
                     # What is on its way from a process that dies, such as a descriptor of shared memory, may fail in ways of its own.
-                    is_gone = "exited unexpectedly" in said or "is killed" in said or not isinstance(error, RuntimeError)
+                    is_gone = (
+                        "exited unexpectedly" in said
+                        or "is killed" in said
+                        or not isinstance(error, RuntimeError)
+                    )
                     if not is_slow and not is_gone:
                         raise
                     tries += 1
@@ -171,7 +180,9 @@ def _leave_to_us(running: Any) -> None:
     """Torch makes the death of a process of a loader an exception wherever the main thread happens to be, in the middle of a step. Of ours
     it is not to know: whether they live is looked at where a batch is waited for.
     """
-    forget = getattr(torch._C, "_remove_worker_pids", None)  # a private name: without it, such an exception ends the run, which can go on
+    forget = getattr(
+        torch._C, "_remove_worker_pids", None
+    )  # a private name: without it, such an exception ends the run, which can go on
     if forget is not None and getattr(running, "_worker_pids_set", False):
         forget(id(running))
         running._worker_pids_set = False
@@ -202,7 +213,9 @@ def _stacked(made: list[Tensor | str]) -> Tensor | str:
 
 
 def ahead(
-    batches: Iterator[tuple[list[Tensor], Tensor]], device: torch.device, prepare: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+    batches: Iterator[tuple[list[Tensor], Tensor]],
+    device: torch.device,
+    prepare: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
 ) -> Iterator[tuple[Tensor, ...]]:
     """What `prepare` makes, on the device, of each batch, which comes in pieces, and of its index, which is there already.
 

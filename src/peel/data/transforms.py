@@ -50,11 +50,18 @@ def _centre(size: tuple[int, int]) -> Any:
 def random_resized_crop(image: Tensor, size: tuple[int, int], seed: int, index: int) -> Tensor:
     """A random part of a uint8 image (channels x height x width) at full size, drawn by (seed, index) alone."""
     top, left, height, width = draw_crop(image.shape[1], image.shape[2], seed, index)
-    part = image[None, :, top : top + height, left : left + width].contiguous(memory_format=torch.channels_last)
+    part = image[None, :, top : top + height, left : left + width].contiguous(
+        memory_format=torch.channels_last
+    )
     if image.device.type == "cpu":
         return nn.functional.interpolate(part, size=size, mode="bilinear", antialias=True)[0]
     # Elsewhere it does not work on bytes.
-    return nn.functional.interpolate(part.float(), size=size, mode="bilinear", antialias=True)[0].round().clamp(0, 255).to(torch.uint8)
+    return (
+        nn.functional.interpolate(part.float(), size=size, mode="bilinear", antialias=True)[0]
+        .round()
+        .clamp(0, 255)
+        .to(torch.uint8)
+    )
 
 
 def draw_crop(height: int, width: int, seed: int, index: int) -> tuple[int, int, int, int]:
@@ -88,9 +95,15 @@ class ColorJitter(NamedTuple):
 def draw_color_jitter(index: Tensor, seed: int) -> ColorJitter:
     """By (seed, index) alone, on the device of the index."""
     drawn = uniform(index, seed, 9)
-    strengths = [1 + BRIGHTNESS * _sign(drawn[:, 0]), 1 + CONTRAST * _sign(drawn[:, 1]), 1 + SATURATION * _sign(drawn[:, 2])]
+    strengths = [
+        1 + BRIGHTNESS * _sign(drawn[:, 0]),
+        1 + CONTRAST * _sign(drawn[:, 1]),
+        1 + SATURATION * _sign(drawn[:, 2]),
+    ]
     return ColorJitter(
-        torch.stack([*strengths, HUE * _sign(drawn[:, 3])], 1), drawn[:, 4:8].argsort(dim=1, stable=True), drawn[:, 8] >= 0.5
+        torch.stack([*strengths, HUE * _sign(drawn[:, 3])], 1),
+        drawn[:, 4:8].argsort(dim=1, stable=True),
+        drawn[:, 8] >= 0.5,
     )
 
 
@@ -146,7 +159,9 @@ def _turned(images: Tensor, turn: Tensor) -> Tensor:
     chroma = largest - images.amin(1)
     safe = chroma + (chroma == 0)
     sixth = torch.where(
-        largest == red, (green - blue) / safe, torch.where(largest == green, 2 + (blue - red) / safe, 4 + (red - green) / safe)
+        largest == red,
+        (green - blue) / safe,
+        torch.where(largest == green, 2 + (blue - red) / safe, 4 + (red - green) / safe),
     )
     sixth = sixth + 6 * turn[:, None, None]
     channels = []

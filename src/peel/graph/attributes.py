@@ -29,7 +29,11 @@ def times(form: Form, factor: int) -> Form:
 
 def layer_attributes(module: nn.Module, mirrors: Mapping[str, tuple[int, Form]]) -> dict[str, Form]:
     """What a layer says about its widths: attributes that its kind of layer has, where they hold the length they should mirror."""
-    return {name: form for name, (length, form) in mirrors.items() if form.units and getattr(module, name, None) == length}
+    return {
+        name: form
+        for name, (length, form) in mirrors.items()
+        if form.units and getattr(module, name, None) == length
+    }
 
 
 def guessed_attributes(module: nn.Module, lengths: Lengths) -> dict[str, list[Any]]:
@@ -43,7 +47,11 @@ def guessed_attributes(module: nn.Module, lengths: Lengths) -> dict[str, list[An
                 forms.update(dict.fromkeys(lengths.seen.get(value, ())))
             if forms:
                 guesses[name] = list(forms)
-        elif isinstance(value, list | tuple) and 0 < len(value) <= _MAX_LIST and all(_is_integer(item) for item in value):
+        elif (
+            isinstance(value, list | tuple)
+            and 0 < len(value) <= _MAX_LIST
+            and all(_is_integer(item) for item in value)
+        ):
             listed = lengths.lists.get(tuple(value))
             if listed:
                 guesses[name] = list(listed)
@@ -83,4 +91,6 @@ def evaluate(attributes: Mapping[str, Mapping[str, Any]], units: list[int]) -> d
     def number(form: Any) -> Any:
         return form.value(units) if isinstance(form, Form) else [item.value(units) for item in form]
 
-    return {module: {name: number(form) for name, form in found.items()} for module, found in attributes.items()}
+    return {
+        module: {name: number(form) for name, form in found.items()} for module, found in attributes.items()
+    }

@@ -374,7 +374,9 @@ class AxisSolver:
             total *= size
         free = [i for i, axis in enumerate(axes) if sizes[i] > 1 and is_free(axis)]
         if not free:
-            return constant(total, next((r for a in axes for s in expand(a) if (r := root(s.atom.unit).fixed)), ""))
+            return constant(
+                total, next((r for a in axes for s in expand(a) if (r := root(s.atom.unit).fixed)), "")
+            )
         outer = 1
         for size in sizes[: free[0]]:
             outer *= size

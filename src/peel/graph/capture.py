@@ -61,7 +61,9 @@ def as_args(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         raise TraceError("example_input holds no tensor.")
     if any(tensor.ndim == 0 or 0 in tensor.shape for tensor in tensors):
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise TraceError(f"example_input has shape {shapes}; every tensor needs a batch axis and no empty axis.")
+        raise TraceError(
+            f"example_input has shape {shapes}; every tensor needs a batch axis and no empty axis."
+        )
     return args, kwargs
 
 
@@ -110,7 +112,9 @@ def computed_tensors(model: nn.Module) -> dict[int, Tensor]:
 def untouched() -> Iterator[None]:
     """Restore what capturing could disturb outside the model: random states, warnings, the log of torch."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    loggers = [logging.getLogger(name) for name in ("torch.export", "torch._export", "torch._dynamo", "torch.fx")]
+    loggers = [
+        logging.getLogger(name) for name in ("torch.export", "torch._export", "torch._dynamo", "torch.fx")
+    ]
     levels = [logger.level for logger in loggers]
     with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -141,7 +145,8 @@ def capture(model: nn.Module, example_input: Any, *, training: bool = False) -> 
     constants = {
         spec.arg.name: program.constants[spec.target]
         for spec in signature.input_specs
-        if spec.kind is InputKind.CONSTANT_TENSOR and isinstance(program.constants.get(spec.target or ""), Tensor)
+        if spec.kind is InputKind.CONSTANT_TENSOR
+        and isinstance(program.constants.get(spec.target or ""), Tensor)
     }
     leaving = {spec.arg.name for spec in signature.output_specs if spec.kind == OutputKind.USER_OUTPUT}
     nodes = tuple(program.graph.nodes)
@@ -152,7 +157,10 @@ def capture(model: nn.Module, example_input: Any, *, training: bool = False) -> 
 
 def _explain(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Why the capture failed, with the line of the user's code and what to do about it."""
-    given = ", ".join(str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__ for value in (*args, *kwargs.values()))
+    given = ", ".join(
+        str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+        for value in (*args, *kwargs.values())
+    )
     summary = str(error).strip().split("\n")[0] or type(error).__name__
     where = ""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

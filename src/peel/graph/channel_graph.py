@@ -154,13 +154,19 @@ class ChannelGraph:
         for name, width in given.items():
             tie = self.ties.get(name)
             if tie is None:
-                raise WidthsError(f"no tie is called {name!r}.{did_you_mean(name, self.ties)} graph.widths lists them all.")
+                raise WidthsError(
+                    f"no tie is called {name!r}.{did_you_mean(name, self.ties)} graph.widths lists them all."
+                )
             if tie.fixed is not None and width != tie.width:
-                raise WidthsError(f"{name} is fixed at {tie.width} channels and cannot become {width}: {tie.fixed}.")
+                raise WidthsError(
+                    f"{name} is fixed at {tie.width} channels and cannot become {width}: {tie.fixed}."
+                )
             if tie.fixed is None and width % tie.step:
                 low, high = width // tie.step * tie.step, -(-width // tie.step) * tie.step
                 near = f"{low} or {high}" if low else f"{high}"
-                raise WidthsError(f"{name}: the width must be a multiple of {tie.step}, not {width}; {near} would do.")
+                raise WidthsError(
+                    f"{name}: the width must be a multiple of {tie.step}, not {width}; {near} would do."
+                )
         return Widths({name: given.get(name, width) for name, width in self.widths.items()})
 
     def units(self, widths: Mapping[str, int] | None = None) -> list[int]:
@@ -179,7 +185,9 @@ class ChannelGraph:
         layouts = {name: tuple(resized(runs) for runs in layout) for name, layout in self.layouts.items()}
         ties = dict(self.ties)
         for index, (name, width) in enumerate(checked.items()):
-            members = tuple(_moved(member, layouts[member.tensor][member.axis], index) for member in ties[name].members)
+            members = tuple(
+                _moved(member, layouts[member.tensor][member.axis], index) for member in ties[name].members
+            )
             ties[name] = replace(ties[name], width=width, members=members)
         return replace(self, ties=ties, layouts=layouts)
 
@@ -217,15 +225,21 @@ class ChannelGraph:
 
     def _unit_rows(self, widths: Sequence[Mapping[str, int]] | npt.NDArray[np.integer]) -> IntArray:
         if not isinstance(widths, np.ndarray):
-            return np.array([self.units(row) for row in widths], dtype=np.int64).reshape(len(widths), len(self.widths))
+            return np.array([self.units(row) for row in widths], dtype=np.int64).reshape(
+                len(widths), len(self.widths)
+            )
         steps = np.array(list(self.steps.values()), dtype=np.int64)
         if widths.ndim != 2 or widths.shape[1] != len(steps):
-            raise WidthsError(f"an array of widths has one row per candidate and {len(steps)} columns, not shape {widths.shape}.")
+            raise WidthsError(
+                f"an array of widths has one row per candidate and {len(steps)} columns, not shape {widths.shape}."
+            )
         wrong = (widths < 1) | (widths % steps != 0)
         if wrong.any():
             row, column = np.argwhere(wrong)[0]
             name = list(self.steps)[column]
-            raise WidthsError(f"row {row}: the width of {name} must be a positive multiple of {steps[column]}, not {widths[row, column]}.")
+            raise WidthsError(
+                f"row {row}: the width of {name} must be a positive multiple of {steps[column]}, not {widths[row, column]}."
+            )
         rows: IntArray = widths.astype(np.int64) // steps
         return rows
 
@@ -286,13 +300,21 @@ class ChannelGraph:
         listed = [tie for ties in chosen.values() for tie in ties]
         for tie in listed:
             if tie not in self.widths:
-                hint = f"it is fixed: {self.fixed[tie]}." if tie in self.fixed else f"no tie has that name.{did_you_mean(tie, self.widths)}"
+                hint = (
+                    f"it is fixed: {self.fixed[tie]}."
+                    if tie in self.fixed
+                    else f"no tie has that name.{did_you_mean(tie, self.widths)}"
+                )
                 raise WidthsError(f"cannot put {tie!r} into a group: {hint}")
         if len(set(listed)) != len(listed):
-            raise WidthsError(f"{next(tie for tie in listed if listed.count(tie) > 1)} is in more than one group.")
+            raise WidthsError(
+                f"{next(tie for tie in listed if listed.count(tie) > 1)} is in more than one group."
+            )
         missing = [tie for tie in self.widths if tie not in set(listed)]
         if missing:
-            raise WidthsError(f"no group holds {', '.join(missing[:5])}{' and others' if len(missing) > 5 else ''}.")
+            raise WidthsError(
+                f"no group holds {', '.join(missing[:5])}{' and others' if len(missing) > 5 else ''}."
+            )
         order = {name: i for i, name in enumerate(self.widths)}
         chosen = {name: tuple(sorted(ties, key=order.__getitem__)) for name, ties in chosen.items()}
         return replace(self, groups=chosen)
@@ -301,4 +323,8 @@ class ChannelGraph:
 def _moved(member: Member, runs: tuple[Run, ...], tie: int) -> Member:
     """The member where the runs of its tie now lie."""
     before = itertools.takewhile(lambda run: run.tie != tie, runs)
-    return replace(member, offset=sum(run.length for run in before), size=sum(run.length for run in runs if run.tie == tie))
+    return replace(
+        member,
+        offset=sum(run.length for run in before),
+        size=sum(run.length for run in runs if run.tie == tie),
+    )

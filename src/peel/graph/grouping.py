@@ -23,7 +23,9 @@ _MERGE = {"aten::mul", "aten::mul_", "aten::cat"}
 Size = tuple[int, ...]
 
 
-def spatial_sizes(births_of: Mapping[Unit, Sequence[Producer]], capture: Capture, interpreter: Interpreter) -> dict[Unit, Size]:
+def spatial_sizes(
+    births_of: Mapping[Unit, Sequence[Producer]], capture: Capture, interpreter: Interpreter
+) -> dict[Unit, Size]:
     """The spatial size that each unit counts with."""
     blocks = _blocks(capture, interpreter)
     sizes: dict[Unit, Size] = {}
@@ -31,7 +33,9 @@ def spatial_sizes(births_of: Mapping[Unit, Sequence[Producer]], capture: Capture
         homes = [_ancestors(module_of(producer.node)) for producer in producers]
         common = set(homes[0]).intersection(*homes[1:])
         for kind in ("add", "merge"):
-            inside = [name for name, (block_kind, _) in blocks.items() if name in common and block_kind == kind]
+            inside = [
+                name for name, (block_kind, _) in blocks.items() if name in common and block_kind == kind
+            ]
             # Channels of the block's own output belong to the stream, whose other layers say more than this one block.
             if inside:
                 block = max(inside, key=len)
@@ -68,7 +72,11 @@ def _blocks(capture: Capture, interpreter: Interpreter) -> dict[str, tuple[str, 
             outputs[ancestor] = node
             if any(ancestor not in _ancestors(module_of(user)) for user in node.users):
                 leaving.setdefault(ancestor, set()).add(node)
-    return {name: (kind, _spatial(outputs[name], interpreter)) for name, kind in kinds.items() if len(leaving.get(name, ())) == 1}
+    return {
+        name: (kind, _spatial(outputs[name], interpreter))
+        for name, kind in kinds.items()
+        if len(leaving.get(name, ())) == 1
+    }
 
 
 def _spatial(node: Node, interpreter: Interpreter) -> Size:

@@ -104,7 +104,9 @@ def _rule_name(target: Any) -> str:
 def operator_name(target: Any) -> str:
     """`aten.add_.Tensor` -> `add`: what an operator computes, whichever overload does so, in place or not."""
     if getattr(target, "_schema", None) is None:
-        return str(getattr(target, "__name__", target))  # the text of a function of Python would hold an address
+        return str(
+            getattr(target, "__name__", target)
+        )  # the text of a function of Python would hold an address
     return _rule_name(target).removeprefix("aten::").rstrip("_")
 
 
@@ -112,7 +114,9 @@ def _constants_of(node: Node) -> str:
     """`[1, 1], 0.5`: what an operator is called with that is no tensor, nor where or in which type it computes."""
     given = [*node.args, *node.kwargs.values()]
     lists = [[*item] if isinstance(item, list | tuple) else item for item in given]
-    return ", ".join(str(item) for item in lists if all(isinstance(part, int | float | str) for part in _listed(item)))
+    return ", ".join(
+        str(item) for item in lists if all(isinstance(part, int | float | str) for part in _listed(item))
+    )
 
 
 def _listed(item: Any) -> list[Any]:
@@ -132,10 +136,15 @@ class Interpreter:
         self._tensor_of: dict[Node, str] = {}
         self._counting = True
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            self.tensors[name] = tuple(unknown(size) if size > 1 else constant(1, "a single channel") for size in tensor.shape)
+            self.tensors[name] = tuple(
+                unknown(size) if size > 1 else constant(1, "a single channel") for size in tensor.shape
+            )
         # A tensor under two names (tied weights) is one tensor, known by its first name; export may use either.
         first: dict[int, str] = {}
-        for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        for name, tensor in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ):
             self._first_name[name] = first.setdefault(id(tensor), name)
             self.tensors[name] = self.tensors[first[id(tensor)]]
         # Kernel axes are fixed before anything is computed from a weight (weight standardisation flattens inputs and kernel).
@@ -157,7 +166,8 @@ class Interpreter:
                     if counting and node.name in capture.constants:
                         self.findings.constants.append(fingerprint([capture.constants[node.name]]))
                     self._values[node] = self._constants(
-                        node, "it enters the model" if node.name in capture.inputs else "a constant of the code"
+                        node,
+                        "it enters the model" if node.name in capture.inputs else "a constant of the code",
                     )
             else:
                 self._evaluate(node)
@@ -172,7 +182,10 @@ class Interpreter:
 
     def _inline(self, node: Node) -> Any:
         """A region run under another setting (autocast, no_grad) is captured as a call of a graph of its own: go through it."""
-        region = next((i for i, arg in enumerate(node.args) if isinstance(arg, Node) and _graph_of(arg) is not None), None)
+        region = next(
+            (i for i, arg in enumerate(node.args) if isinstance(arg, Node) and _graph_of(arg) is not None),
+            None,
+        )
         if region is None:
             return None
         called = node.args[region]
@@ -231,7 +244,10 @@ class Interpreter:
             self._fix_all(arg, reason)
         value = node.meta.get("val")
         if isinstance(value, list | tuple):
-            return tuple(tuple(constant(size, reason) for size in item.shape) if isinstance(item, Tensor) else item for item in value)
+            return tuple(
+                tuple(constant(size, reason) for size in item.shape) if isinstance(item, Tensor) else item
+                for item in value
+            )
         return self._constants(node, reason)
 
     def _check(self, node: Node, result: Any) -> None:
@@ -255,7 +271,12 @@ class Interpreter:
                 self._fix_all(item, reason)
         elif isinstance(value, tuple):
             for item in value:
-                if isinstance(item, tuple) and item and isinstance(item[0], tuple) and isinstance(item[0][0], tuple):
+                if (
+                    isinstance(item, tuple)
+                    and item
+                    and isinstance(item[0], tuple)
+                    and isinstance(item[0][0], tuple)
+                ):
                     self._fix_all(item, reason)  # a tuple of values
                 elif isinstance(item, tuple):
                     self.solver.fix(item, reason)
@@ -292,7 +313,11 @@ class Interpreter:
 
     def charge(self, node: Node, axes: Value) -> None:
         """The operator does one multiply-add for each element of the product of these axes."""
-        output = self.findings.producers[-1].axis if self.findings.producers and self.findings.producers[-1].node is node else ()
+        output = (
+            self.findings.producers[-1].axis
+            if self.findings.producers and self.findings.producers[-1].node is node
+            else ()
+        )
         if self._counting:
             self.findings.mac_terms.append(MacTerm(self.layer(node), axes, output))
 
@@ -302,7 +327,9 @@ class Interpreter:
         if isinstance(source, Node) and source in self._tensor_of:
             self.findings.consumers.setdefault(self._tensor_of[source], set()).add(place)
         else:
-            self.solver.mark_inexact(weight[place], f"the weight of {self.describe(node)} is computed from parameters")
+            self.solver.mark_inexact(
+                weight[place], f"the weight of {self.describe(node)} is computed from parameters"
+            )
 
     def scale(self, node: Node, place: int) -> None:
         """The argument at this place scales each channel."""

@@ -41,11 +41,19 @@ def probing_units(graph: ChannelGraph) -> list[int]:
 
     Larger, because code that takes the first 16 of 16 channels goes on working with fewer of them, but not with more.
     """
-    return [units + max(1, int(units * (0.1 + 0.4 * ((i + 1) * _GOLDEN % 1)))) for i, units in enumerate(graph.units())]
+    return [
+        units + max(1, int(units * (0.1 + 0.4 * ((i + 1) * _GOLDEN % 1))))
+        for i, units in enumerate(graph.units())
+    ]
 
 
 def probe(
-    model: nn.Module, graph: ChannelGraph, example_input: Any, units: list[int] | None = None, *, with_data: bool = False
+    model: nn.Module,
+    graph: ChannelGraph,
+    example_input: Any,
+    units: list[int] | None = None,
+    *,
+    with_data: bool = False,
 ) -> Failure | None:
     """Run the model at other widths; None where it does what the graph predicts.
 
@@ -60,12 +68,16 @@ def probe(
     # An operator without a rule may cost something that the graph does not count: then what is added must agree.
     original = graph.units()
     before = _run(model, graph, example_input, original, with_data)
-    if not isinstance(before, Failure) and counted - before == graph.mac_cost.total(units) - graph.mac_cost.total(original):
+    if not isinstance(before, Failure) and counted - before == graph.mac_cost.total(
+        units
+    ) - graph.mac_cost.total(original):
         return None
     return Failure(("",), "it costs something else than predicted")
 
 
-def _run(model: nn.Module, graph: ChannelGraph, example_input: Any, units: list[int], with_data: bool) -> int | Failure:
+def _run(
+    model: nn.Module, graph: ChannelGraph, example_input: Any, units: list[int], with_data: bool
+) -> int | Failure:
     """The MACs that the model does at the given units, or where its code stopped."""
     with untouched(), torch.no_grad():
         twin = rebuild(model, graph, units, _zeros if with_data else _meta, keep_hooks=False).eval()
@@ -101,7 +113,19 @@ class _ShapesOnly(OperatorCount):  # type: ignore[no-untyped-call]
 
 _SHAPE_PRESERVING = {
     getattr(torch.ops.aten, name)
-    for name in ("relu", "relu_", "hardtanh", "hardtanh_", "silu", "silu_", "hardswish", "hardswish_", "gelu", "sigmoid", "hardsigmoid")
+    for name in (
+        "relu",
+        "relu_",
+        "hardtanh",
+        "hardtanh_",
+        "silu",
+        "silu_",
+        "hardswish",
+        "hardswish_",
+        "gelu",
+        "sigmoid",
+        "hardsigmoid",
+    )
 }
 
 

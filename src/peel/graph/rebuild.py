@@ -49,7 +49,11 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 def empty_as(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     new = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-    if tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous():
+    if (
+        tensor.ndim == 4
+        and tensor.is_contiguous(memory_format=torch.channels_last)
+        and not tensor.is_contiguous()
+    ):
         new = new.to(memory_format=torch.channels_last)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(new, requires_grad=tensor.requires_grad)

@@ -32,7 +32,9 @@ class Builder:
         for producer in self.findings.producers:
             for unit in _units(producer.axis):
                 producers = self.births_of.setdefault(unit, [])
-                if all(producer.layer != other.layer or producer.node is not other.node for other in producers):
+                if all(
+                    producer.layer != other.layer or producer.node is not other.node for other in producers
+                ):
                     producers.append(producer)
         self._fix_leftovers()
         self.names, self.widths = self._name_units()
@@ -50,7 +52,9 @@ class Builder:
                     if unit.fixed is None and unit not in self.births_of:
                         unit.fixed = "no layer of the captured network produces it"
                     elif unit.fixed is None and unit.size == 1:
-                        unit.fixed = "a single channel, or channels permuted so that they only stay or go as a whole"
+                        unit.fixed = (
+                            "a single channel, or channels permuted so that they only stay or go as a whole"
+                        )
 
     def _name_units(self) -> tuple[dict[Unit, str], dict[Unit, int]]:
         """Names after the layer where a unit is born; with the slice of its outputs where the layer bears several."""
@@ -68,7 +72,11 @@ class Builder:
                     continue
                 offset = _first_offset(segments, unit)
                 widths[unit] = sum(unit.size * inner for atom, inner in segments if root(atom.unit) is unit)
-                names[unit] = producer.layer if len(units) == 1 else f"{producer.layer}[{offset}:{offset + widths[unit]}]"
+                names[unit] = (
+                    producer.layer
+                    if len(units) == 1
+                    else f"{producer.layer}[{offset}:{offset + widths[unit]}]"
+                )
         return _unique(names), widths
 
     # Numbers in terms of ties
@@ -99,7 +107,9 @@ class Builder:
             for atom, inner in expand(axis):
                 unit = root(atom.unit)
                 if unit in self.index:
-                    runs.append(Run(self.index[unit], self.atoms.setdefault(atom, len(self.atoms)), inner, unit.size))
+                    runs.append(
+                        Run(self.index[unit], self.atoms.setdefault(atom, len(self.atoms)), inner, unit.size)
+                    )
                 elif runs and runs[-1].tie == -1:
                     runs[-1] = Run(-1, -1, 1, runs[-1].size + unit.size * inner)
                 else:
@@ -189,7 +199,11 @@ class Builder:
 
     def _mac_terms(self) -> tuple[Term, ...]:
         return tuple(
-            product(charge.layer, self.charged_tie(charge.output, *charge.axes), [self.form(axis) for axis in charge.axes])
+            product(
+                charge.layer,
+                self.charged_tie(charge.output, *charge.axes),
+                [self.form(axis) for axis in charge.axes],
+            )
             for charge in self.findings.mac_terms
         )
 
@@ -201,7 +215,8 @@ class Builder:
             if charged.get(layer, -1) < 0:
                 charged[layer] = self.charged_tie(*self.interpreter.tensors[name])
         return tuple(
-            product(layer, charged[layer], [self.form(axis) for axis in self.interpreter.tensors[name]]) for name, layer in layer_of.items()
+            product(layer, charged[layer], [self.form(axis) for axis in self.interpreter.tensors[name]])
+            for name, layer in layer_of.items()
         )
 
     def _buffered(self) -> tuple[Buffered, ...]:
@@ -213,7 +228,9 @@ class Builder:
         for node in self.capture.nodes:
             if node.name in self.capture.tensors or node.op == "output":
                 continue
-            owner[node] = next((owner[arg] for arg in node.all_input_nodes if arg in owner and _shares(node)), node)
+            owner[node] = next(
+                (owner[arg] for arg in node.all_input_nodes if arg in owner and _shares(node)), node
+            )
             last_use = max((order[user] for user in node.users), default=order[node])
             dies[owner[node]] = max(dies.get(owner[node], 0), last_use)
         buffered = []

@@ -90,7 +90,9 @@ def _has_unused_parameters(captured: Capture, model: nn.Module) -> bool:
 class _Prober:
     """Rebuilds the graph and runs the probe until the user's code follows the widths wherever they are free."""
 
-    def __init__(self, model: nn.Module, example_input: Any, interpreter: Interpreter, captures: list[Capture]) -> None:
+    def __init__(
+        self, model: nn.Module, example_input: Any, interpreter: Interpreter, captures: list[Capture]
+    ) -> None:
         self.model = model
         self.example_input = example_input
         self.interpreter = interpreter
@@ -134,11 +136,15 @@ class _Prober:
         if mismatch is None:
             return True
         node, axes = mismatch
-        suspects = [axis for axis in axes if is_free(axis)] or [axis for axis in self._axes(node) if is_free(axis)]
+        suspects = [axis for axis in axes if is_free(axis)] or [
+            axis for axis in self._axes(node) if is_free(axis)
+        ]
         if not suspects:
             suspects = [axis for _, _, axis in self.interpreter.findings.literals]
         for axis in suspects:
-            self.interpreter.solver.fix(axis, f"the code of {module_of(node) or 'the model'} does not follow it: {_line_of(node)}")
+            self.interpreter.solver.fix(
+                axis, f"the code of {module_of(node) or 'the model'} does not follow it: {_line_of(node)}"
+            )
         return not any(unit.fixed is not None for unit in self.builder.free)
 
     def _first_mismatch(self, graph: ChannelGraph) -> tuple[Node, list[Axis]] | None:
@@ -154,7 +160,11 @@ class _Prober:
             shapes = _shapes(other.meta.get("val"))
             predicted = _flat_values(values.get(node))
             for shape, axes in zip(shapes, predicted, strict=False):
-                wrong = [axis for axis, size in zip(axes, shape, strict=True) if self.builder.form(axis).value(units) != size]
+                wrong = [
+                    axis
+                    for axis, size in zip(axes, shape, strict=True)
+                    if self.builder.form(axis).value(units) != size
+                ]
                 if wrong:
                     return node, wrong
         return None if len(first) == len(second) else (first[-1], [])
@@ -204,7 +214,9 @@ class _Prober:
                             forms.append(form)
         found: dict[str, dict[str, Any]] = {}
         for name, module in self.model.named_modules():
-            known = {key: (axis_size(axis), builder.form(axis)) for key, axis in mirrors.get(name, {}).items()}
+            known = {
+                key: (axis_size(axis), builder.form(axis)) for key, axis in mirrors.get(name, {}).items()
+            }
             attributes: dict[str, Any] = dict(layer_attributes(module, known))
             for attribute, guesses in guessed_attributes(module, lengths.get(name, Lengths())).items():
                 if attribute in attributes or not guesses:
@@ -239,7 +251,9 @@ class _Prober:
                 for unit in guilty or units:
                     unit.fixed = reason
                 return
-        raise TraceError(f"{type(self.model).__name__} does not run at other widths, and no width explains it: {failure.line}")
+        raise TraceError(
+            f"{type(self.model).__name__} does not run at other widths, and no width explains it: {failure.line}"
+        )
 
     def _suspects(self, failure: Failure) -> Iterable[list[Axis]]:
         """Axes at the place of failure, nearest first: lengths in calls, then whatever operators touched, then everything."""
@@ -249,7 +263,11 @@ class _Prober:
         yield [axis for axes in self.interpreter.tensors.values() for axis in axes]
 
     def _nodes(self, module: str) -> list[Node]:
-        return [node for node in self.captures[0].nodes if node.op == "call_function" and module_of(node) == module]
+        return [
+            node
+            for node in self.captures[0].nodes
+            if node.op == "call_function" and module_of(node) == module
+        ]
 
     def _axes(self, node: Node) -> list[Axis]:
         values = self.interpreter.values()
@@ -269,7 +287,13 @@ def _flat_values(value: Any) -> list[tuple[Axis, ...]]:
     """The values in what an operator returned: one, or a tuple of them."""
     if not isinstance(value, tuple):
         return []
-    many = value and isinstance(value[0], tuple) and value[0] and isinstance(value[0][0], tuple) and isinstance(value[0][0][0], tuple)
+    many = (
+        value
+        and isinstance(value[0], tuple)
+        and value[0]
+        and isinstance(value[0][0], tuple)
+        and isinstance(value[0][0][0], tuple)
+    )
     return list(value) if many else [value]
 
 

@@ -16,7 +16,15 @@ from ..errors import ConfigError, did_you_mean
 from ..graph import ChannelGraph
 from ..steps.backbone import backbone
 from ..steps.criteria import find_criterion
-from ..steps.importance import CriterionInput, Importance, LayerScores, WithL1, l1_coefficient_for, norm_scales, summarise
+from ..steps.importance import (
+    CriterionInput,
+    Importance,
+    LayerScores,
+    WithL1,
+    l1_coefficient_for,
+    norm_scales,
+    summarise,
+)
 from ..steps.reallocation import Reallocation, add_evenly, grow_at_random, reallocation, shares_of
 from ..surgery import slim
 from ..train.objective import CrossEntropy, Objective
@@ -25,7 +33,16 @@ from ..utils.rng import derive_seed, seed_everything
 from .problem import Problem
 from .settings import Method
 
-__all__ = ["HELD_OUT", "Plan", "TrainBackbone", "check_feasible", "equal_share_plan", "make_plan", "recipe_of_round", "stage_of_round"]
+__all__ = [
+    "HELD_OUT",
+    "Plan",
+    "TrainBackbone",
+    "check_feasible",
+    "equal_share_plan",
+    "make_plan",
+    "recipe_of_round",
+    "stage_of_round",
+]
 
 #: The part of the training images that criteria which select (legr) look at, and nothing else.
 HELD_OUT = 0.1
@@ -36,7 +53,9 @@ REHEARSED = 8
 #: The paper's coefficient of the L1 term.
 PENALTY = 1e-4
 
-TrainBackbone = Callable[[str, nn.Module, Objective, Recipe, Any, Callable[[nn.Module], dict[str, Any]] | None], nn.Module]
+TrainBackbone = Callable[
+    [str, nn.Module, Objective, Recipe, Any, Callable[[nn.Module], dict[str, Any]] | None], nn.Module
+]
 """Trains a model: stage name, model, objective, recipe, training images, what to note at the end of each epoch."""
 
 
@@ -47,7 +66,9 @@ class Plan:
     """plan.json: what every step decided."""
 
 
-def make_plan(problem: Problem, method: Method, train_backbone: TrainBackbone, *, is_dry: bool = False) -> Plan:
+def make_plan(
+    problem: Problem, method: Method, train_backbone: TrainBackbone, *, is_dry: bool = False
+) -> Plan:
     """Steps 1 to 4: the backbone, its importance, the groups, the reallocation; in one round or several."""
     planner = _Planner(problem, method, is_dry)
     current = planner.backbone
@@ -61,7 +82,11 @@ def make_plan(problem: Problem, method: Method, train_backbone: TrainBackbone, *
         graph = problem.graph.at(current)
         network = planner.grown(network, rounds[-1].graph if rounds else None, current)
         network, importance = planner.learn(number, network, graph, train_backbone)
-        part = problem.budget if number + 1 == method.rounds else problem.budget - pool + pool * (number + 1) // method.rounds
+        part = (
+            problem.budget
+            if number + 1 == method.rounds
+            else problem.budget - pool + pool * (number + 1) // method.rounds
+        )
         rounds.append(planner.round(current, importance, part))
         current = rounds[-1].reallocation.widths
     return planner.finish(rounds)
@@ -80,7 +105,12 @@ def check_feasible(problem: Problem, method: Method) -> None:
     """Steps 1 to 4 with a backbone that is not trained: what would be refused after hours of training is refused at once."""
     few = problem.data.train.subset(torch.arange(min(REHEARSED, problem.data.train.size)))
     small = replace(problem, data=replace(problem.data, train=few), engine=replace(problem.engine, workers=0))
-    make_plan(small, replace(method, evaluations=1), lambda stage, network, *_: problem.engine.prepare(network), is_dry=True)
+    make_plan(
+        small,
+        replace(method, evaluations=1),
+        lambda stage, network, *_: problem.engine.prepare(network),
+        is_dry=True,
+    )
 
 
 def stage_of_round(number: int) -> str:
@@ -90,7 +120,11 @@ def stage_of_round(number: int) -> str:
 def recipe_of_round(problem: Problem, method: Method, number: int) -> Recipe:
     """The whole search recipe for the first round; for later ones, as many epochs as its share of the rounds."""
     epochs = problem.search.epochs
-    return problem.search if number == 0 else problem.search.changed(epochs=max(1, round(epochs / method.rounds)))
+    return (
+        problem.search
+        if number == 0
+        else problem.search.changed(epochs=max(1, round(epochs / method.rounds)))
+    )
 
 
 @dataclass(frozen=True)
@@ -130,7 +164,9 @@ class _Planner:
                 scale.fill_(self.method.gamma_init)
         return network
 
-    def learn(self, number: int, network: nn.Module, graph: ChannelGraph, train_backbone: TrainBackbone) -> tuple[nn.Module, Importance]:
+    def learn(
+        self, number: int, network: nn.Module, graph: ChannelGraph, train_backbone: TrainBackbone
+    ) -> tuple[nn.Module, Importance]:
         """Step 2: train the backbone, then measure. The trained one need not be the one that was given: a resumed run reads it back."""
         problem, method = self.problem, self.method
         recipe = recipe_of_round(problem, method, number)
@@ -140,7 +176,9 @@ class _Planner:
         objective = CrossEntropy(recipe.label_smoothing)
         self.l1_coefficient = self._penalty(max(1, train.size // recipe.batch_size))
         scales = list(norm_scales(network, graph))
-        criterion = find_criterion(method.criterion, **({"evaluations": method.evaluations} if method.criterion == "legr" else {}))
+        criterion = find_criterion(
+            method.criterion, **({"evaluations": method.evaluations} if method.criterion == "legr" else {})
+        )
 
         def measure(model: nn.Module) -> Importance:
             subject = CriterionInput(model, graph, train, held_out, objective, problem.engine, problem.seed)
@@ -155,13 +193,22 @@ class _Planner:
 
         # The slow criteria are measured once, at the end.
         each_epoch = note if method.criterion in ("bn", "weight", "gradient") else None
-        trained = train_backbone(stage_of_round(number), network, WithL1(objective, scales, self.l1_coefficient), recipe, train, each_epoch)
+        trained = train_backbone(
+            stage_of_round(number),
+            network,
+            WithL1(objective, scales, self.l1_coefficient),
+            recipe,
+            train,
+            each_epoch,
+        )
         # Each process measures, and the last digits may differ: all go by what the first one found.
         return trained, problem.engine.world.broadcast(measure(trained))
 
     def _penalty(self, steps: int) -> float:
         if self.method.l1_strength is not None:
-            first, *later = (recipe_of_round(self.problem, self.method, number) for number in range(self.method.rounds))
+            first, *later = (
+                recipe_of_round(self.problem, self.method, number) for number in range(self.method.rounds)
+            )
             return l1_coefficient_for(self.method.l1_strength, first, steps, *later)
         if self.method.l1_coefficient is not None:
             return self.method.l1_coefficient
@@ -171,29 +218,52 @@ class _Planner:
         layers = [item.layer for item in measured]
         for pattern in self.method.ignore:
             if not any(fnmatch(layer, pattern) for layer in layers):
-                raise ConfigError(f"ignore: no layer that is measured matches {pattern!r}.{did_you_mean(pattern, layers)}")
+                raise ConfigError(
+                    f"ignore: no layer that is measured matches {pattern!r}.{did_you_mean(pattern, layers)}"
+                )
             if all(fnmatch(layer, pattern) for layer in layers):
                 raise ConfigError(f"ignore: {pattern!r} matches every layer, so nothing is left to measure.")
-        return [item for item in measured if not any(fnmatch(item.layer, pattern) for pattern in self.method.ignore)]
+        return [
+            item
+            for item in measured
+            if not any(fnmatch(item.layer, pattern) for pattern in self.method.ignore)
+        ]
 
     def round(self, current: Widths, importance: Importance | None, budget: int) -> _Round:
         """Step 4."""
         problem, method = self.problem, self.method
-        common: dict[str, Any] = {"resource": problem.resource, "divisor": problem.divisor, "hold": problem.freeze}
+        common: dict[str, Any] = {
+            "resource": problem.resource,
+            "divisor": problem.divisor,
+            "hold": problem.freeze,
+        }
         graph = problem.graph.at(current)
         if method.policy == "uniform":
             return _Round(graph, None, None, add_evenly(problem.graph, current, budget, **common), budget)
         if method.policy == "random":
-            return _Round(graph, None, None, grow_at_random(problem.graph, current, budget, seed=problem.seed, **common), budget)
+            return _Round(
+                graph,
+                None,
+                None,
+                grow_at_random(problem.graph, current, budget, seed=problem.seed, **common),
+                budget,
+            )
         assert importance is not None
         shares = shares_of(importance.groups, method.policy)
-        found = reallocation(problem.graph, current, shares, budget, solver=method.solver, max_width=method.max_width, **common)
+        found = reallocation(
+            problem.graph, current, shares, budget, solver=method.solver, max_width=method.max_width, **common
+        )
         return _Round(graph, importance, shares, found, budget)
 
     def finish(self, rounds: list[_Round]) -> Plan:
         graph, method = self.problem.graph, self.method
         widths = rounds[-1].reallocation.widths
-        networks = {"original": graph.widths, "backbone": self.backbone, "uniform": self.problem.uniform(), "peel": widths}
+        networks = {
+            "original": graph.widths,
+            "backbone": self.backbone,
+            "uniform": self.problem.uniform(),
+            "peel": widths,
+        }
 
         def described(name: str) -> dict[str, Any]:
             chosen = networks[name]
@@ -205,7 +275,11 @@ class _Planner:
             "resource": self.problem.resource,
             "budget": self.problem.budget,
             "original": described("original"),
-            "backbone": {"keep": method.keep, "start": method.start if isinstance(method.start, str) else "given", **described("backbone")},
+            "backbone": {
+                "keep": method.keep,
+                "start": method.start if isinstance(method.start, str) else "given",
+                **described("backbone"),
+            },
             "pool": self.problem.budget - self.problem.cost(self.backbone),
             "groups": {group: list(ties) for group, ties in graph.groups.items()},
             "hold": list(self.problem.freeze),
@@ -232,7 +306,10 @@ class _Planner:
         }
         described["rounding"]["unused"] = item.budget - found.spent
         if item.importance is not None:
-            described["importance"] = {"groups": dict(item.importance.groups), "ties": dict(item.importance.ties)}
+            described["importance"] = {
+                "groups": dict(item.importance.groups),
+                "ties": dict(item.importance.ties),
+            }
             described["shares"] = item.shares
             described["distinct"] = item.importance.distinct
             described["note"] = item.importance.note

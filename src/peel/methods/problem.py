@@ -37,10 +37,21 @@ class Problem:
 
     def described(self, widths: Widths) -> dict[str, Any]:
         """Widths and what they cost, for plan.json."""
-        costs = {"macs": self.graph.macs(widths), "params": self.graph.params(widths), self.resource: self.cost(widths)}
+        costs = {
+            "macs": self.graph.macs(widths),
+            "params": self.graph.params(widths),
+            self.resource: self.cost(widths),
+        }
         return {"widths": dict(widths), **costs}
 
     def uniform(self) -> Widths:
         """The network that every result is compared with: one factor for all layers, the same budget."""
         max_width = 1.0 if self.budget <= self.cost(self.graph.widths) else None
-        return uniform(self.graph, self.budget, resource=self.resource, divisor=self.divisor, freeze=self.freeze, max_width=max_width)
+        return uniform(
+            self.graph,
+            self.budget,
+            resource=self.resource,
+            divisor=self.divisor,
+            freeze=self.freeze,
+            max_width=max_width,
+        )

@@ -130,7 +130,9 @@ class Method:
             if name == "start" and isinstance(value, Mapping):
                 continue
             if not isinstance(value, str) or value not in known:
-                raise ConfigError(f"{name} is one of {', '.join(known)}, not {value!r}.{did_you_mean(str(value), known)}")
+                raise ConfigError(
+                    f"{name} is one of {', '.join(known)}, not {value!r}.{did_you_mean(str(value), known)}"
+                )
 
     def _check_pairs(self) -> None:
         """A setting that would have no effect is refused, so that nobody takes it for one that had."""
@@ -141,7 +143,9 @@ class Method:
             if self.rounds > 1:
                 raise ConfigError(f"the policy {self.policy} gives the pool away at once: leave out rounds.")
         if self.hard_weight and self.distill != "in-place":
-            raise ConfigError(f"hard_weight belongs to in-place distillation, not to distill={self.distill!r}.")
+            raise ConfigError(
+                f"hard_weight belongs to in-place distillation, not to distill={self.distill!r}."
+            )
         if self.kd_weight is not None and self.distill == "none":
             raise ConfigError('kd_weight has no use without a teacher: distill="none".')
 

@@ -50,13 +50,26 @@ def widths_chart(widths: Mapping[str, Mapping[str, int]], groups: Mapping[str, S
         for row, axes in enumerate(figure.subplots(rows, 1, squeeze=False)[:, 0]):
             _widths_row(axes, widths, ties[row * size : (row + 1) * size], size, tips)
         by_name = dict(zip(*reversed(figure.axes[0].get_legend_handles_labels()), strict=True))
-        figure.legend([by_name[label(network)] for network in widths], map(label, widths), loc="outside upper right", ncols=len(widths))
+        figure.legend(
+            [by_name[label(network)] for network in widths],
+            map(label, widths),
+            loc="outside upper right",
+            ncols=len(widths),
+        )
         return _svg(figure, "widths", "Channels of each tie in each network", tips)
 
 
-def _widths_row(axes: Axes, widths: Mapping[str, Mapping[str, int]], ties: Sequence[tuple[str, str]], size: int, tips: list[str]) -> None:
+def _widths_row(
+    axes: Axes,
+    widths: Mapping[str, Mapping[str, int]],
+    ties: Sequence[tuple[str, str]],
+    size: int,
+    tips: list[str],
+) -> None:
     before, after = widths["original"], widths["peel"]
-    shares = {network: [100 * of_tie[tie] / before[tie] for _, tie in ties] for network, of_tie in widths.items()}
+    shares = {
+        network: [100 * of_tie[tie] / before[tie] for _, tie in ties] for network, of_tie in widths.items()
+    }
     places = range(len(ties))
     axes.bar(places, shares["original"], width=0.84, color="#d9d9d9", label="original")
     axes.bar(places, shares["peel"], width=0.6, color=_COLOURS["peel"], label="PEEL")
@@ -73,12 +86,26 @@ def _widths_row(axes: Axes, widths: Mapping[str, Mapping[str, int]], ties: Seque
         share = shares["peel"][place]
         axes.text(place, max(100, share) + 3, str(before[tie]), color="#555555", **small)
         inside = share > 30
-        axes.text(place, 4 if inside else share + 3, str(after[tie]), color="white" if inside else "black", zorder=5, **small)
-        tips.append(f"{tie} ({group}): " + ", ".join(f"{label(network)} {of_tie[tie]}" for network, of_tie in widths.items()))
+        axes.text(
+            place,
+            4 if inside else share + 3,
+            str(after[tie]),
+            color="white" if inside else "black",
+            zorder=5,
+            **small,
+        )
+        tips.append(
+            f"{tie} ({group}): "
+            + ", ".join(f"{label(network)} {of_tie[tie]}" for network, of_tie in widths.items())
+        )
         axes.axvspan(place - 0.5, place + 0.5, alpha=0, zorder=9, gid=f"tip-{len(tips) - 1}")
     names = [tie if len(tie) <= _NAME_LENGTH else f"…{tie[1 - _NAME_LENGTH :]}" for _, tie in ties]
     axes.set_xticks(
-        places, names, rotation=90 if steep else 30, ha="center" if steep else "right", rotation_mode="default" if steep else "anchor"
+        places,
+        names,
+        rotation=90 if steep else 30,
+        ha="center" if steep else "right",
+        rotation_mode="default" if steep else "anchor",
     )
     axes.tick_params(axis="x", length=0, labelsize=7.5)
     axes.set_xlim(-0.5, size - 0.5)
@@ -93,17 +120,32 @@ def _mark_groups(axes: Axes, groups: Sequence[str], size: int) -> None:
     starts = [place for place, group in enumerate(groups) if place == 0 or group != groups[place - 1]]
     free_from: dict[int, float] = {}
     for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(groups)], strict=True)):
-        axes.axvspan(start - 0.5, end - 0.5, color="#f3f3f0" if number % 2 else "#fbfbfa", zorder=-2, linewidth=0)
+        axes.axvspan(
+            start - 0.5, end - 0.5, color="#f3f3f0" if number % 2 else "#fbfbfa", zorder=-2, linewidth=0
+        )
         level = next(level for level in range(len(starts)) if free_from.get(level, -1.0) <= start)
         # One character is about 0.085 inches wide at this size.
         free_from[level] = start + (len(groups[start]) + 1) * 0.085 * size / _WIDTH
         place = (start - 0.42, 1.02 + 0.09 * level)
-        axes.text(*place, groups[start], transform=axes.get_xaxis_transform(), fontsize=8.5, fontweight="bold", color="#444444")
+        axes.text(
+            *place,
+            groups[start],
+            transform=axes.get_xaxis_transform(),
+            fontsize=8.5,
+            fontweight="bold",
+            color="#444444",
+        )
 
 
-def groups_chart(importance: Mapping[str, float], shares: Mapping[str, float], macs: Mapping[str, Mapping[str, int]]) -> str:
+def groups_chart(
+    importance: Mapping[str, float], shares: Mapping[str, float], macs: Mapping[str, Mapping[str, int]]
+) -> str:
     """Importance, share of the pool and MACs of each group; a panel without data is left out."""
-    single = [(title, values) for title, values in (("importance", importance), ("share of the pool", shares)) if values]
+    single = [
+        (title, values)
+        for title, values in (("importance", importance), ("share of the pool", shares))
+        if values
+    ]
     groups = list(dict.fromkeys(group for values in [importance, shares, *macs.values()] for group in values))
     panels = len(single) + bool(macs)
     tips: list[str] = []
@@ -125,19 +167,33 @@ def groups_chart(importance: Mapping[str, float], shares: Mapping[str, float], m
 
 
 def _group_bars(
-    axes: Axes, groups: Sequence[str], series: Mapping[str, Mapping[str, float]], text: str, title: str, tips: list[str]
+    axes: Axes,
+    groups: Sequence[str],
+    series: Mapping[str, Mapping[str, float]],
+    text: str,
+    title: str,
+    tips: list[str],
 ) -> None:
     thickness = 0.8 / max(2, len(series))
     for number, (network, values) in enumerate(series.items()):
         offset = (number - (len(series) - 1) / 2) * thickness
         places = [place + offset for place in range(len(groups))]
         lengths = [values.get(group, 0) for group in groups]
-        bars = axes.barh(places, lengths, height=0.92 * thickness, color=_COLOURS[network], label=label(network))
+        bars = axes.barh(
+            places, lengths, height=0.92 * thickness, color=_COLOURS[network], label=label(network)
+        )
         for bar, group, length in zip(bars, groups, lengths, strict=True):
-            tips.append(f"{group}, {title}: " + (text.format(length) if text else f"{label(network)} {length:,}"))
+            tips.append(
+                f"{group}, {title}: " + (text.format(length) if text else f"{label(network)} {length:,}")
+            )
             bar.set_gid(f"tip-{len(tips) - 1}")
         if text:
-            axes.bar_label(bars, [text.format(values[group]) if group in values else "" for group in groups], padding=3, fontsize=8)
+            axes.bar_label(
+                bars,
+                [text.format(values[group]) if group in values else "" for group in groups],
+                padding=3,
+                fontsize=8,
+            )
             axes.margins(x=0.22)
             axes.set_xticks([])
     axes.set_title(title)
@@ -153,7 +209,10 @@ def importance_chart(stages: Mapping[str, Mapping[str, Curve]]) -> str:
         for axes, (stage, curves) in zip(row, stages.items(), strict=True):
             for group, curve in curves.items():
                 number = groups.index(group)
-                style = {"color": _SEQUENCE[number % len(_SEQUENCE)], "marker": _MARKERS[number % len(_MARKERS)]}
+                style = {
+                    "color": _SEQUENCE[number % len(_SEQUENCE)],
+                    "marker": _MARKERS[number % len(_MARKERS)],
+                }
                 _line(axes, curve, f"{group}, {stage}", group, style, tips)
             axes.set_title(stage)
             axes.set_xlabel("epoch")
@@ -189,10 +248,15 @@ def _line(axes: Axes, curve: Curve, what: str, name: str, style: Mapping[str, An
     """One curve; numbers that are not finite leave a gap."""
     from matplotlib.ticker import MaxNLocator
 
-    epochs, values = [epoch for epoch, _ in curve], [value if math.isfinite(value) else math.nan for _, value in curve]
+    epochs, values = (
+        [epoch for epoch, _ in curve],
+        [value if math.isfinite(value) else math.nan for _, value in curve],
+    )
     tips.append(f"{what}: {values[-1]:.4g} after epoch {epochs[-1]}")
     spacing = max(1, len(curve) // 12)
-    axes.plot(epochs, values, label=name, gid=f"tip-{len(tips) - 1}", markersize=4, markevery=spacing, **style)
+    axes.plot(
+        epochs, values, label=name, gid=f"tip-{len(tips) - 1}", markersize=4, markevery=spacing, **style
+    )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     # A single epoch has no width of its own.
     axes.set_xlim(min(axes.get_xlim()[0], epochs[0] - 0.5), max(axes.get_xlim()[1], epochs[-1] + 0.5))
@@ -214,7 +278,9 @@ def _figure(height: float) -> Iterator[Figure]:
         "text.parse_math": False,  # a $ in the name of a layer is a $
         "svg.fonttype": "none",
     }
-    defaults: dict[Any, Any] = {name: value for name, value in matplotlib.rcParamsDefault.items() if name != "backend"}
+    defaults: dict[Any, Any] = {
+        name: value for name, value in matplotlib.rcParamsDefault.items() if name != "backend"
+    }
     with matplotlib.rc_context({**defaults, **style}):
         yield Figure(figsize=(_WIDTH, height), layout="constrained")
 
@@ -227,10 +293,21 @@ def _svg(figure: Figure, name: str, title: str, tips: Sequence[str]) -> str:
     with matplotlib.rc_context({"svg.hashsalt": name}), warnings.catch_warnings():
         # The browser has the letters that the font of matplotlib lacks.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
-        figure.savefig(buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        figure.savefig(
+            buffer,
+            format="svg",
+            transparent=True,
+            metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")),
+        )
     text = buffer.getvalue()
-    text = re.sub(r"<[^>]+>", lambda tag: re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", tag[0]), text[text.index("<svg") :])
-    text = re.sub(rf'<g id="{name}-tip-(\d+)">', lambda tag: f"<g><title>{escape(tips[int(tag[1])])}</title>", text)
+    text = re.sub(
+        r"<[^>]+>",
+        lambda tag: re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", tag[0]),
+        text[text.index("<svg") :],
+    )
+    text = re.sub(
+        rf'<g id="{name}-tip-(\d+)">', lambda tag: f"<g><title>{escape(tips[int(tag[1])])}</title>", text
+    )
     # Inside HTML the namespaces are known, and an address in the page would look like something to fetch.
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text, count=2)
     return text.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1).strip()

@@ -40,9 +40,13 @@ def render(record: RunRecord) -> str:
     except ImportError as error:
         raise PeelError(f"the page needs {error.name}: pip install {error.name}") from error
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters["svg"] = Markup  # charts escape the names that they show
-    template = environment.from_string(files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8"))
+    template = environment.from_string(
+        files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
+    )
     plan, stages, rows = record.plan or {}, _stages(record), _rows(record)
     return template.render(
         title=_title(record),
@@ -76,7 +80,9 @@ def _rows(record: RunRecord) -> dict[str, dict[str, Any]]:
     """What is known of each network: its costs from the plan on, its accuracy from the result on."""
     plan = record.plan or {}
     known = {"original": plan.get("original"), "uniform": plan.get("uniform"), "peel": plan or None}
-    rows = {name: {"macs": costs["macs"], "params": costs["params"]} for name, costs in known.items() if costs}
+    rows = {
+        name: {"macs": costs["macs"], "params": costs["params"]} for name, costs in known.items() if costs
+    }
     for row in (record.result or {}).get("rows", []):
         rows[row["name"]] = {**rows.get(row["name"], {}), **row}
     return rows
@@ -110,19 +116,27 @@ def _facts(record: RunRecord) -> list[str]:
 
 
 def _missing(record: RunRecord, stages: Mapping[str, list[dict[str, Any]]]) -> list[str]:
-    missing = [f"The run was stopped by an error: {record.stopped['error']}"] if record.stopped is not None else []
+    missing = (
+        [f"The run was stopped by an error: {record.stopped['error']}"] if record.stopped is not None else []
+    )
     if record.plan is None:
-        missing.append("The plan is not made yet (plan.json): costs, channels and resources per group come with it.")
+        missing.append(
+            "The plan is not made yet (plan.json): costs, channels and resources per group come with it."
+        )
     if not stages:
         missing.append("No epoch is finished yet (metrics.jsonl): the curves come with the first one.")
     for stage, epochs in stages.items():
         if epochs[-1]["epoch"] < epochs[-1]["of"]:
-            missing.append(f"The stage {label(stage)} stands at epoch {epochs[-1]['epoch']} of {epochs[-1]['of']}.")
+            missing.append(
+                f"The stage {label(stage)} stands at epoch {epochs[-1]['epoch']} of {epochs[-1]['of']}."
+            )
     if record.result is None:
         missing.append("The result is not written yet (result.json): the accuracies come with it.")
     else:
         missing.extend(
-            f"No accuracy of {label(row['name'])}: its stage was not run." for row in record.result["rows"] if row.get("top1") is None
+            f"No accuracy of {label(row['name'])}: its stage was not run."
+            for row in record.result["rows"]
+            if row.get("top1") is None
         )
     return missing
 
@@ -150,7 +164,11 @@ def _outcome_table(rows: Mapping[str, Mapping[str, Any]]) -> Table | None:
         return _cell(row, key, lambda count: f"{count:,} ({_share(count, original.get(key))})")
 
     def cells(name: str, row: Mapping[str, Any]) -> list[str]:
-        work = [_cell(row, "seconds", _duration), _cell(row, "image_passes", format_count), row.get("file") or NONE]
+        work = [
+            _cell(row, "seconds", _duration),
+            _cell(row, "image_passes", format_count),
+            row.get("file") or NONE,
+        ]
         return [
             names.get(name, name),
             _cell(row, "top1", _percent),
@@ -160,21 +178,39 @@ def _outcome_table(rows: Mapping[str, Mapping[str, Any]]) -> Table | None:
             *work,
         ]
 
-    columns = ("network", "top-1", "top-5", "MACs (of original)", "params", "time", "image passes", "saved as")
+    columns = (
+        "network",
+        "top-1",
+        "top-5",
+        "MACs (of original)",
+        "params",
+        "time",
+        "image passes",
+        "saved as",
+    )
     return Table(columns, [cells(name, row) for name, row in rows.items()]) if rows else None
 
 
 def _comparison(record: RunRecord, rows: Mapping[str, Mapping[str, Any]]) -> str:
     peel, uniform = rows.get("peel", {}), rows.get("uniform", {})
-    gains = [f"{gain} points {name}" for key, name in (("top1", "top-1"), ("top5", "top-5")) if (gain := _points(peel, uniform, key))]
+    gains = [
+        f"{gain} points {name}"
+        for key, name in (("top1", "top-1"), ("top5", "top-5"))
+        if (gain := _points(peel, uniform, key))
+    ]
     if not gains:
         return "PEEL and the uniform network can be compared once both are trained."
     seed = (record.result or {}).get("seed")
     is_changed = bool(record.settings.get("forced"))
-    changed = " The settings changed on the way (see the notes), so they may not have been trained alike." if is_changed else ""
+    changed = (
+        " The settings changed on the way (see the notes), so they may not have been trained alike."
+        if is_changed
+        else ""
+    )
     return (
         f"PEEL minus uniform: {', '.join(gains)}. Both are single trainings with seed {seed}: a difference from one seed is no evidence by "
-        "itself, in either direction. Repeat the run with other seeds before you conclude anything from it." + changed
+        "itself, in either direction. Repeat the run with other seeds before you conclude anything from it."
+        + changed
     )
 
 
@@ -186,7 +222,13 @@ def _widths(plan: Mapping[str, Any]) -> dict[str, Any]:
     widths = {"original": before, **between, "peel": after}
     importance = plan["rounds"][-1].get("importance", {}).get("ties", {}) if plan["rounds"] else {}
     rows = [
-        [tie, group, *(str(of_tie[tie]) for of_tie in widths.values()), _share(after[tie], before[tie]), _cell(importance, tie, _short)]
+        [
+            tie,
+            group,
+            *(str(of_tie[tie]) for of_tie in widths.values()),
+            _share(after[tie], before[tie]),
+            _cell(importance, tie, _short),
+        ]
         for group, ties in groups.items()
         for tie in ties
     ]
@@ -201,13 +243,21 @@ def _groups(plan: Mapping[str, Any]) -> dict[str, Any]:
     importance, shares = last.get("importance", {}).get("groups", {}), last.get("shares", {})
     totals = {name: max(1, sum(of_group.values())) for name, of_group in macs.items()}
     cells = [
-        [group, *(f"{of_group.get(group, 0):,} ({_percent(of_group.get(group, 0) / totals[name], 1)})" for name, of_group in macs.items())]
+        [
+            group,
+            *(
+                f"{of_group.get(group, 0):,} ({_percent(of_group.get(group, 0) / totals[name], 1)})"
+                for name, of_group in macs.items()
+            ),
+        ]
         for group in dict.fromkeys(group for of_group in macs.values() for group in of_group)
     ]
     return {
         "has_plan": bool(plan),
         "budget_words": _budget_words(plan) if plan else "",
-        "rounds": [_round(number, len(rounds), details, plan) for number, details in enumerate(rounds, start=1)],
+        "rounds": [
+            _round(number, len(rounds), details, plan) for number, details in enumerate(rounds, start=1)
+        ],
         "groups_svg": groups_chart(importance, shares, macs) if importance or shares or macs else None,
         "macs_table": Table(["group", *map(label, macs)], cells) if macs else None,
     }
@@ -228,9 +278,19 @@ def _budget_words(plan: Mapping[str, Any]) -> str:
 
 
 def _round(number: int, of: int, details: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, Any]:
-    importance, shares, factors = details.get("importance", {}).get("groups", {}), details.get("shares", {}), details.get("factors", {})
+    importance, shares, factors = (
+        details.get("importance", {}).get("groups", {}),
+        details.get("shares", {}),
+        details.get("factors", {}),
+    )
     rows = [
-        [group, str(len(ties)), _cell(importance, group, _short), _cell(shares, group, _percent), _cell(factors, group, "{:.3f}".format)]
+        [
+            group,
+            str(len(ties)),
+            _cell(importance, group, _short),
+            _cell(shares, group, _percent),
+            _cell(factors, group, "{:.3f}".format),
+        ]
         for group, ties in plan.get("groups", {}).items()
     ]
     words = ""
@@ -265,10 +325,15 @@ def _importance(stages: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
 def _training(stages: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
     if not stages:
         return {"curves_svg": None, "training_table": None}
-    quantities = {"training loss": ("train", "loss", 1), "test loss": ("test", "loss", 1), "test top-1 (%)": ("test", "top1", 100)}
+    quantities = {
+        "training loss": ("train", "loss", 1),
+        "test loss": ("test", "loss", 1),
+        "test top-1 (%)": ("test", "top1", 100),
+    }
     panels = {
         title: {
-            stage: [(line["epoch"], scale * _number(line.get(part, {}).get(key))) for line in epochs] for stage, epochs in stages.items()
+            stage: [(line["epoch"], scale * _number(line.get(part, {}).get(key))) for line in epochs]
+            for stage, epochs in stages.items()
         }
         for title, (part, key, scale) in quantities.items()
     }
@@ -290,8 +355,16 @@ def _training(stages: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
 def _training_row(stage: str, epochs: Sequence[Mapping[str, Any]]) -> list[str]:
     last = epochs[-1]
     train, test = last.get("train", {}), last.get("test", {})
-    terms = ", ".join(f"{name} {_short(value)}" for name, value in train.items() if name not in ("loss", "top1")) or NONE
-    losses = [_cell(train, "loss", _short), _cell(train, "top1", _percent), _cell(test, "loss", _short), _cell(test, "top1", _percent)]
+    terms = (
+        ", ".join(f"{name} {_short(value)}" for name, value in train.items() if name not in ("loss", "top1"))
+        or NONE
+    )
+    losses = [
+        _cell(train, "loss", _short),
+        _cell(train, "top1", _percent),
+        _cell(test, "loss", _short),
+        _cell(test, "top1", _percent),
+    ]
     speed = _cell(last, "images_per_second", "{:,.0f}".format)
     seconds = sum(line.get("seconds", 0) for line in epochs)
     return [label(stage), terms, f"{last['epoch']} of {last['of']}", *losses, speed, _duration(seconds)]
@@ -340,4 +413,8 @@ def _duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    return (
+        f"{minutes // 60} h {minutes % 60} min"
+        if minutes >= 60
+        else f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    )

@@ -31,7 +31,9 @@ class RunRecord:
         """The record of a run that is finished, under way or was interrupted."""
         settings = _document(folder / "settings.json", "peel-run")
         if settings is None:
-            raise RunError(f"{folder} is not the folder of a run: it has no settings.json. Give the folder that `peel run` wrote.")
+            raise RunError(
+                f"{folder} is not the folder of a run: it has no settings.json. Give the folder that `peel run` wrote."
+            )
         return cls(
             settings=settings,
             environment=_document(folder / "environment.json") or {},
@@ -49,17 +51,27 @@ def _document(path: Path, form: str | None = None) -> dict[str, Any] | None:
     try:
         document = parse_object(data)
     except ValueError as error:
-        raise CorruptFileError(f"{path} is damaged: {error}. Restore the file, or run into a new folder.") from error
+        raise CorruptFileError(
+            f"{path} is damaged: {error}. Restore the file, or run into a new folder."
+        ) from error
     if form is not None and document.get("format") != form:
-        raise RunError(f"{path} has the format {document.get('format')!r}, not {form!r}: it was not written by a run of peel.")
+        raise RunError(
+            f"{path} has the format {document.get('format')!r}, not {form!r}: it was not written by a run of peel."
+        )
     if form is not None and document.get("version") != VERSION:
-        raise RunError(f"{path} has format version {document.get('version')!r}; this peel reads version {VERSION}.")
+        raise RunError(
+            f"{path} has format version {document.get('version')!r}; this peel reads version {VERSION}."
+        )
     return document
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     """One object per line; a last line cut short by the end of the process that wrote it does not count."""
-    lines = [(number, line) for number, line in enumerate((_read(path) or b"").split(b"\n"), start=1) if line.strip()]
+    lines = [
+        (number, line)
+        for number, line in enumerate((_read(path) or b"").split(b"\n"), start=1)
+        if line.strip()
+    ]
     objects = []
     for number, line in lines:
         try:
@@ -67,7 +79,9 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             if number == lines[-1][0]:
                 break
-            raise CorruptFileError(f"{path} is damaged in line {number}: {error}. Take the line out, or run into a new folder.") from error
+            raise CorruptFileError(
+                f"{path} is damaged in line {number}: {error}. Take the line out, or run into a new folder."
+            ) from error
     return objects
 
 

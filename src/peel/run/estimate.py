@@ -27,11 +27,19 @@ GPU_STEPS = 20
 FIRST_IMAGES, TIMED_SECONDS = 32, 1.5
 
 
-def work_of(problem: Problem, method: Method, recipe: Recipe, steps: Sequence[str], *, searches: bool) -> list[tuple[str, float]]:
+def work_of(
+    problem: Problem, method: Method, recipe: Recipe, steps: Sequence[str], *, searches: bool
+) -> list[tuple[str, float]]:
     """Stages and how much there is to do in each, in multiply-adds. The original is among the steps where it is to be trained."""
     graph, images = problem.graph, problem.data.train.size
     full, slimmed = graph.macs(), graph.macs(problem.uniform())
-    taught = full if method.distill == "teacher" else TRAINING_PASSES * 2.25 * full if method.distill == "in-place" else 0
+    taught = (
+        full
+        if method.distill == "teacher"
+        else TRAINING_PASSES * 2.25 * full
+        if method.distill == "in-place"
+        else 0
+    )
     work: list[tuple[str, float]] = []
     if "original" in steps:
         work.append(("original", recipe.epochs * images * TRAINING_PASSES * full))
@@ -64,5 +72,9 @@ def _timed(problem: Problem, recipe: Recipe, images: int) -> float:
     network = slim(problem.model, problem.graph.widths, graph=problem.graph)
     # The first epoch warms up: memory, kernels, processes that decode.
     short = replace(recipe, epochs=2, batch_size=batch, warmup_epochs=0.0, retries=0)
-    engine = replace(problem.engine, accumulation_steps=min(problem.engine.accumulation_steps, batch // processes), compile="off")
+    engine = replace(
+        problem.engine,
+        accumulation_steps=min(problem.engine.accumulation_steps, batch // processes),
+        compile="off",
+    )
     return fit(network, CrossEntropy(), some, short, engine=engine, seed=0)[-1].images_per_second

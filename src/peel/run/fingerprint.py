@@ -38,7 +38,8 @@ def code_of(network: nn.Module, graph: ChannelGraph) -> dict[str, str]:
     """Tells whether the model's code still builds the same layers, with the same weights, and calls operators with the same numbers."""
     found = {
         "layers": [
-            (name, type(module).__qualname__, _settings_of(module), _numbers_of(module)) for name, module in network.named_modules()
+            (name, type(module).__qualname__, _settings_of(module), _numbers_of(module))
+            for name, module in network.named_modules()
         ],
         "tensors": [(name, tuple(tensor.shape)) for name, tensor in network.state_dict().items()],
         "constants": graph.constants,

@@ -57,7 +57,9 @@ class RunFolder:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
-            raise RunError(f"the output folder {self.folder} is a file. Name another folder with {self.option}.") from None
+            raise RunError(
+                f"the output folder {self.folder} is a file. Name another folder with {self.option}."
+            ) from None
         except OSError as error:
             raise RunError(
                 f"cannot make the output folder {self.folder}: {error.strerror}. Name another folder with {self.option}."
@@ -97,7 +99,9 @@ class RunFolder:
         except OSError:
             owner = self._owner_of(self._lock)
             self.close()
-            raise RunError(f"{self.folder} is in use by {owner}. Wait for it to end, or name another folder with {self.option}.") from None
+            raise RunError(
+                f"{self.folder} is in use by {owner}. Wait for it to end, or name another folder with {self.option}."
+            ) from None
         with contextlib.suppress(OSError):  # on a full disk; the probe that follows says so
             os.ftruncate(self._lock.fileno(), 0)
             os.write(self._lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -120,7 +124,9 @@ class RunFolder:
             raise RunError(f"cannot read the output folder {self.folder}: {error.strerror}.") from error
         foreign = [name for name in names if name not in own and not name.startswith(".writing-")]
         if foreign and "settings.json" not in names:
-            raise RunError(f"{self.folder} holds files that are not of a run ({', '.join(foreign[:3])}). Name another folder.")
+            raise RunError(
+                f"{self.folder} holds files that are not of a run ({', '.join(foreign[:3])}). Name another folder."
+            )
 
     def _sweep(self) -> None:
         """Take away what a process that was killed while writing left behind."""
@@ -129,7 +135,9 @@ class RunFolder:
 
     # Settings
 
-    def open_or_resume(self, settings: dict[str, Any], environment: dict[str, Any], *, force: bool = False) -> None:
+    def open_or_resume(
+        self, settings: dict[str, Any], environment: dict[str, Any], *, force: bool = False
+    ) -> None:
         """Write the settings, or compare them with those that are there already.
 
         With `force`, a run goes on with other settings where that is possible; they take the place of the old, which stay on record.
@@ -146,7 +154,15 @@ class RunFolder:
         begun = self.read_json("environment.json") if self.has("environment.json") else {}
         # What was kept before a change belongs to the run after it too.
         self._run = before.get("run") or _hash_of(before["resolved"])
-        changed = check_changes(self.folder, before["resolved"], settings["resolved"], begun, environment, force=force, option=self.option)
+        changed = check_changes(
+            self.folder,
+            before["resolved"],
+            settings["resolved"],
+            begun,
+            environment,
+            force=force,
+            option=self.option,
+        )
         after = {"forced": [], **before, **settings, "run": self._run}
         if changed:
             after["forced"] = [*after["forced"], self._change(changed)]
@@ -166,7 +182,10 @@ class RunFolder:
                 "With --force it goes on all the same, and its result says so."
             )
         if before != weights:
-            log.warning("%s goes on with another teacher than it was started with, and its result will say so.", self.folder)
+            log.warning(
+                "%s goes on with another teacher than it was started with, and its result will say so.",
+                self.folder,
+            )
             changed = {"teacher_hash": (before, weights)}
             settings["forced"] = [*settings.get("forced", []), self._change(changed)]
         if settings.get("teacher_hash") != weights:
@@ -178,13 +197,23 @@ class RunFolder:
 
     def _change(self, changed: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
         """What is kept of a change that was forced."""
-        return {"changes": {name: list(pair) for name, pair in changed.items()}, "done": self.stages(), "begun": self._begun()}
+        return {
+            "changes": {name: list(pair) for name, pair in changed.items()},
+            "done": self.stages(),
+            "begun": self._begun(),
+        }
 
     def stages(self) -> list[str]:
         """Those that have finished, in the order of a run."""
         order = ("original", "backbone", "uniform", "peel")
         names = [path.name.removesuffix(".record.json") for path in self.folder.glob("stages/*.record.json")]
-        return sorted(names, key=lambda name: (next((i for i, kind in enumerate(order) if name.startswith(kind)), len(order)), name))
+        return sorted(
+            names,
+            key=lambda name: (
+                next((i for i, kind in enumerate(order) if name.startswith(kind)), len(order)),
+                name,
+            ),
+        )
 
     def _begun(self) -> list[str]:
         """Stages that have a state, but have not finished."""

@@ -20,16 +20,32 @@ from ..graph import ChannelGraph
 from ..train.objective import get_logits
 from ..train.recipe import Recipe, backbone_recipe, named_recipe
 
-__all__ = ["check_classes", "check_weights", "frozen_notes", "held_ties", "model_and_data", "read_json", "read_plan", "recipes_for"]
+__all__ = [
+    "check_classes",
+    "check_weights",
+    "frozen_notes",
+    "held_ties",
+    "model_and_data",
+    "read_json",
+    "read_plan",
+    "recipes_for",
+]
 
 
 def model_and_data(
-    model: nn.Module | str, data: Data | str | Path, image_size: int | None, root: str | Path | None, skip_corrupt: bool, pretrained: bool
+    model: nn.Module | str,
+    data: Data | str | Path,
+    image_size: int | None,
+    root: str | Path | None,
+    skip_corrupt: bool,
+    pretrained: bool,
 ) -> tuple[Data, nn.Module]:
     def load(channels: int) -> Data:
         if isinstance(data, Data):
             return data
-        return load_data(str(data), image_size=image_size, channels=channels, root=root, skip_corrupt=skip_corrupt)
+        return load_data(
+            str(data), image_size=image_size, channels=channels, root=root, skip_corrupt=skip_corrupt
+        )
 
     loaded = load(zoo.find(model).input_size[0] if isinstance(model, str) else next(_convolved(model), 3))
     network = _create(model, len(loaded.classes), pretrained) if isinstance(model, str) else model
@@ -66,7 +82,9 @@ def _scores_of(network: nn.Module, shape: tuple[int, ...]) -> Tensor:
     modes = {name: module.training for name, module in network.named_modules()}
     try:
         with torch.inference_mode():
-            return get_logits(network.eval()(torch.zeros(1, *shape, device=next(network.parameters()).device)))
+            return get_logits(
+                network.eval()(torch.zeros(1, *shape, device=next(network.parameters()).device))
+            )
     finally:
         for name, module in network.named_modules():
             module.training = modes[name]
@@ -83,7 +101,9 @@ def check_weights(network: nn.Module) -> None:
         )
     other = next(iter(kinds - {torch.float32}), None)
     if other is not None:
-        raise ModelError(f"the model has weights of type {other}; peel trains in float32, or bfloat16 with float32 weights: call .float().")
+        raise ModelError(
+            f"the model has weights of type {other}; peel trains in float32, or bfloat16 with float32 weights: call .float()."
+        )
 
 
 def check_classes(network: nn.Module, data: Data) -> None:
@@ -112,7 +132,11 @@ def frozen_notes(network: nn.Module) -> list[str]:
 
 
 def recipes_for(
-    name: str, data: Data, network: nn.Module, train: Mapping[str, Any] | None, search: Mapping[str, Any] | None
+    name: str,
+    data: Data,
+    network: nn.Module,
+    train: Mapping[str, Any] | None,
+    search: Mapping[str, Any] | None,
 ) -> tuple[Recipe, Recipe]:
     """The recipe of the final training and that of the backbone."""
     if name == "auto":
@@ -147,7 +171,9 @@ def read_plan(plan: Mapping[str, Any] | str | Path, graph: ChannelGraph) -> Widt
     if isinstance(plan, str | Path):
         plan = read_json(plan, "the plan")
     if not isinstance(plan, Mapping):
-        raise ConfigError("a plan is an object with `widths`, or the widths themselves (tie name -> channels).")
+        raise ConfigError(
+            "a plan is an object with `widths`, or the widths themselves (tie name -> channels)."
+        )
     widths = plan["widths"] if isinstance(plan.get("widths"), Mapping) else plan
     return graph.check(widths)
 

@@ -83,7 +83,11 @@ class Pipeline:
         """Refuse what cannot work, before anything is written or trained."""
         problem, method = self.problem, self.method
         finals = [name for name in ("uniform", "peel") if name in self.steps]
-        if self.given is None and not {"backbone", "plan"} <= set(self.steps) and (finals or "plan" in self.steps):
+        if (
+            self.given is None
+            and not {"backbone", "plan"} <= set(self.steps)
+            and (finals or "plan" in self.steps)
+        ):
             raise ConfigError(
                 f"the steps {', '.join(self.steps)} need a plan: add backbone and plan to them, or give widths of your own with plan."
             )
@@ -93,7 +97,9 @@ class Pipeline:
             if self.taken is not None:
                 self.teacher_file, self.teacher_folder = self.taken.file, self.taken.folder
         if needs_teacher and "original" not in self.steps and self.taken is None:
-            raise ConfigError('distillation needs the teacher: add "original" to the steps, name a trained teacher, or set distill="none".')
+            raise ConfigError(
+                'distillation needs the teacher: add "original" to the steps, name a trained teacher, or set distill="none".'
+            )
         if self.given is not None and problem.cost(self.given) > problem.budget:
             raise BudgetError(
                 f"the given plan costs {problem.cost(self.given):,} {problem.resource}, more than the budget of {problem.budget:,}. "
@@ -103,7 +109,11 @@ class Pipeline:
         whole = problem.data.train.size
         for is_used, recipe, size in (
             (trains, self.recipe, whole),
-            (self.searches, problem.search, whole - held_out_size(whole, HELD_OUT) if method.criterion == "legr" else whole),
+            (
+                self.searches,
+                problem.search,
+                whole - held_out_size(whole, HELD_OUT) if method.criterion == "legr" else whole,
+            ),
         ):
             if is_used:
                 part_size(recipe, problem.engine)
@@ -119,7 +129,11 @@ class Pipeline:
     @property
     def searches(self) -> bool:
         """Whether a backbone is trained."""
-        return self.given is None and "backbone" in self.steps and self.method.policy in ("importance", "winner-take-all")
+        return (
+            self.given is None
+            and "backbone" in self.steps
+            and self.method.policy in ("importance", "winner-take-all")
+        )
 
     # The order of things
 
@@ -127,12 +141,22 @@ class Pipeline:
         self.trainer.reporter.plan_stages(self._work())
         if self.taken is not None:
             self._settle_teacher(self.taken.model)
-        original = self._original() if "original" in self.steps else self.taken.model if self.taken is not None else None
+        original = (
+            self._original()
+            if "original" in self.steps
+            else self.taken.model
+            if self.taken is not None
+            else None
+        )
         if original is not None and self.taken is None:
             self._settle_teacher(original)
         plan = self._plan()
         if plan is not None:
-            told = [item["note"] for item in plan.document.get("rounds", []) if "note" in item and not item.get("distinct", True)]
+            told = [
+                item["note"]
+                for item in plan.document.get("rounds", [])
+                if "note" in item and not item.get("distinct", True)
+            ]
             self.notes += dict.fromkeys(told)
             self._compare_with_uniform(plan.widths)
         slimmed = None
@@ -173,12 +197,18 @@ class Pipeline:
                 "notes": self.notes,
             }
             self.workspace.write_json("result.json", result)
-        return Result(slimmed, document, history, rows, self.notes, self.workspace.folder if self.workspace else None)
+        return Result(
+            slimmed, document, history, rows, self.notes, self.workspace.folder if self.workspace else None
+        )
 
     def _earlier_result(self) -> dict[str, Any]:
         """What an earlier start has left that did other steps: they are not done again, and not lost."""
         try:
-            found = self.workspace.read_json("result.json") if self.workspace is not None and self.workspace.has("result.json") else {}
+            found = (
+                self.workspace.read_json("result.json")
+                if self.workspace is not None and self.workspace.has("result.json")
+                else {}
+            )
         except PeelError as error:
             log.warning("%s What other steps have scored is not taken over.", error)
             found = {}
@@ -207,13 +237,17 @@ class Pipeline:
         try:
             return self.problem.graph.check(widths)
         except PeelError as error:
-            raise CorruptFileError(f"plan.json is damaged: {error} Restore it from a copy, or start anew with another --output.") from error
+            raise CorruptFileError(
+                f"plan.json is damaged: {error} Restore it from a copy, or start anew with another --output."
+            ) from error
 
     def _compare_with_uniform(self, widths: Widths) -> None:
         uniform, cost = self.problem.uniform(), self.problem.cost
         moved = max(abs(widths[tie] / uniform[tie] - 1) for tie in uniform)
         if moved < 0.02:
-            self.notes.append(f"The plan is the uniform network but for rounding: no width differs by more than {moved:.1%}.")
+            self.notes.append(
+                f"The plan is the uniform network but for rounding: no width differs by more than {moved:.1%}."
+            )
         elif self.given is not None and cost(widths) < 0.97 * cost(uniform):
             self.notes.append(
                 f"The plan that was given costs {cost(widths):,} {self.problem.resource}, the uniform network beside it {cost(uniform):,}: "
@@ -237,8 +271,15 @@ class Pipeline:
                 f"the hash {known}. Name the place where it lies now."
             )
         with RunFolder(self.named_teacher, "--teacher") as shared:
-            settings = {"format": "peel-run", "version": 1, "command": "the teacher of another run", "given": {}}
-            shared.open_or_resume({**settings, "resolved": self.teacher_settings}, self.environment, force=self.force)
+            settings = {
+                "format": "peel-run",
+                "version": 1,
+                "command": "the teacher of another run",
+                "given": {},
+            }
+            shared.open_or_resume(
+                {**settings, "resolved": self.teacher_settings}, self.environment, force=self.force
+            )
             self.teacher_file = str(Path(self.named_teacher) / "stages" / "original.json")
             self.teacher_folder = Path(self.named_teacher)
             with self.trainer.keeping_in(shared):
@@ -246,7 +287,9 @@ class Pipeline:
 
     def _trained_original(self) -> nn.Module:
         seed_everything(derive_seed("init", "original", self.problem.seed))
-        fresh = slim(self.problem.model, self.problem.graph.widths, graph=self.problem.graph).requires_grad_(True)
+        fresh = slim(self.problem.model, self.problem.graph.widths, graph=self.problem.graph).requires_grad_(
+            True
+        )
         objective = CrossEntropy(self.recipe.label_smoothing)
         trained = self.trainer.train("original", fresh, objective, self.recipe, self.problem.data.train)
         return self._row("original", trained, self.problem.graph.widths)
@@ -263,7 +306,9 @@ class Pipeline:
     def _plan(self) -> Plan | None:
         """The plan, which all processes have come to alike; what counts is that of the first."""
         plan = self._found_plan()
-        self.world.check_equal("the plan", json.dumps(dict(plan.widths) if plan is not None else None, sort_keys=True))
+        self.world.check_equal(
+            "the plan", json.dumps(dict(plan.widths) if plan is not None else None, sort_keys=True)
+        )
         shared: Plan | None = self.world.broadcast(plan)
         return shared
 
@@ -272,7 +317,9 @@ class Pipeline:
             return self._given_plan(self.given)
         is_there = self.workspace is not None and self.workspace.has("plan.json")
         if self.world.broadcast(is_there):
-            document = self.world.broadcast(self.workspace.read_json("plan.json") if self.workspace is not None else None)
+            document = self.world.broadcast(
+                self.workspace.read_json("plan.json") if self.workspace is not None else None
+            )
             self._recall_search()
             return Plan(self._checked(document["widths"]), document)
         if "backbone" not in self.steps:
@@ -314,8 +361,13 @@ class Pipeline:
 
     def _search(self) -> dict[str, float]:
         """What the search has cost."""
-        records = [self.trainer.records[stage] for stage in self._search_stages() if stage in self.trainer.records]
-        return {"seconds": sum(record.seconds for record in records), "image_passes": sum(record.image_passes for record in records)}
+        records = [
+            self.trainer.records[stage] for stage in self._search_stages() if stage in self.trainer.records
+        ]
+        return {
+            "seconds": sum(record.seconds for record in records),
+            "image_passes": sum(record.image_passes for record in records),
+        }
 
     def _final(self, name: str, widths: Widths, teacher: nn.Module | None) -> nn.Module:
         """Step 5: a network of these widths, trained from scratch with the recipe that all share."""
@@ -325,14 +377,20 @@ class Pipeline:
         weight = method.kd_weight
         if method.distill == "in-place":
             network: nn.Module = in_place_pair(problem.model, problem.graph, widths)
-            objective = InPlace(objective, 1.0 if weight is None else weight, method.hard_weight, method.temperature)
+            objective = InPlace(
+                objective, 1.0 if weight is None else weight, method.hard_weight, method.temperature
+            )
         else:
             network = slim(problem.model, widths, graph=problem.graph).requires_grad_(True)
             if method.distill == "teacher":
                 assert teacher is not None
                 problem.engine.prepare(teacher).eval().requires_grad_(False)
-                objective = Distillation(objective, teacher, 0.1 if weight is None else weight, method.temperature)
-        images = self._taught(objective.teacher) if isinstance(objective, Distillation) else problem.data.train
+                objective = Distillation(
+                    objective, teacher, 0.1 if weight is None else weight, method.temperature
+                )
+        images = (
+            self._taught(objective.teacher) if isinstance(objective, Distillation) else problem.data.train
+        )
         trained = self.trainer.train(name, network, objective, self.recipe, images)
         if isinstance(images, CachedTeacher) and self.world.is_main_process:
             images.answers.save()
@@ -344,7 +402,9 @@ class Pipeline:
         images, augment, classes = problem.data.train, self.recipe.augment, len(problem.data.classes)
         if self.answers is None and problem.engine.cache_teacher:
             code = " ".join([*problem.graph.operators, *problem.graph.constants])
-            self.answers = make_logit_cache(teacher, images, augment, classes, problem.engine, self.teacher_folder, code)
+            self.answers = make_logit_cache(
+                teacher, images, augment, classes, problem.engine, self.teacher_folder, code
+            )
         return images if self.answers is None else CachedTeacher(images, self.answers)
 
     def _row(self, name: str, network: nn.Module, widths: Widths) -> nn.Module:
@@ -362,7 +422,11 @@ class Pipeline:
             "params": graph.params(widths),
             "seconds": record.seconds,
             "image_passes": record.image_passes,
-            "file": "slim.json" if name == "peel" else self.teacher_file if name == "original" else f"stages/{name}.json",
+            "file": "slim.json"
+            if name == "peel"
+            else self.teacher_file
+            if name == "original"
+            else f"stages/{name}.json",
         }
 
     # Time
@@ -373,6 +437,12 @@ class Pipeline:
 
     def estimate(self) -> Result:
         """The plan with neutral importance, and how long it would take."""
-        plan = equal_share_plan(self.problem, self.method) if self.given is None else self._given_plan(self.given)
+        plan = (
+            equal_share_plan(self.problem, self.method)
+            if self.given is None
+            else self._given_plan(self.given)
+        )
         each = seconds_per_mac(self.problem, self.recipe)
-        return Result(None, plan.document, {}, [], [], None, {name: work * each for name, work in self._work()})
+        return Result(
+            None, plan.document, {}, [], [], None, {name: work * each for name, work in self._work()}
+        )

@@ -27,7 +27,16 @@ from ..utils.rng import derive_seed, seed_everything
 from .callbacks import Callback, NoCallback
 from .fingerprint import code_of, environment_of, fingerprint_of_images
 from .folder import RunFolder
-from .loading import check_classes, check_weights, frozen_notes, held_ties, model_and_data, read_json, read_plan, recipes_for
+from .loading import (
+    check_classes,
+    check_weights,
+    frozen_notes,
+    held_ties,
+    model_and_data,
+    read_json,
+    read_plan,
+    recipes_for,
+)
 from .pipeline import STEPS, Pipeline
 from .result import Result
 from .trainer import Trainer
@@ -97,28 +106,48 @@ def prune(
     >>> result = peel.prune("cifar_resnet20", "digits", budget="50%", output="run")
     >>> result.rows[-1]["top1"], result.model
     """
-    if output is not None and isinstance(teacher, str | Path) and Path(output).resolve() == Path(teacher).resolve():
+    if (
+        output is not None
+        and isinstance(teacher, str | Path)
+        and Path(output).resolve() == Path(teacher).resolve()
+    ):
         raise ConfigError(f"output and teacher are the same folder, {output}: give each one of its own.")
     if not checkpoint_seconds >= 0:
         raise ConfigError(f"checkpoint_seconds must be a number of 0 or more, not {checkpoint_seconds!r}.")
     chosen = _method(budget, method)
     wanted = _check_steps(steps)
     seed_everything(derive_seed("original", seed))
-    loaded, network = model_and_data(model, data, image_size, data_root, skip_corrupt, teacher == "pretrained")
+    loaded, network = model_and_data(
+        model, data, image_size, data_root, skip_corrupt, teacher == "pretrained"
+    )
     check_weights(network)
     graph = trace(network, torch.zeros(1, *loaded.shape), groups=groups)
     check_classes(network, loaded)
     recipes = recipes_for(recipe, loaded, network, train, search)
     chosen = replace(chosen, freeze=held_ties(network, graph, chosen.freeze))
     given_plan = read_plan(plan, graph) if plan is not None else None
-    engine = make_engine(device, workers=workers, deterministic=deterministic, accumulate=parts, compile=compile, sync_bn=sync_bn)
+    engine = make_engine(
+        device,
+        workers=workers,
+        deterministic=deterministic,
+        accumulate=parts,
+        compile=compile,
+        sync_bn=sync_bn,
+    )
     resolved: dict[str, Any] = {
         "model": model if isinstance(model, str) else f"{type(model).__module__}:{type(model).__qualname__}",
-        "original": {"macs": graph.macs(), "params": graph.params(), **code_of(network, graph), "operators": " ".join(graph.operators)},
+        "original": {
+            "macs": graph.macs(),
+            "params": graph.params(),
+            **code_of(network, graph),
+            "operators": " ".join(graph.operators),
+        },
         "data": loaded.name,
         "image_shape": list(loaded.shape),
         "images": [loaded.train.size, loaded.test.size],
-        "fingerprint": fingerprint_of_images(loaded) if output is not None or isinstance(teacher, str | Path) else "",
+        "fingerprint": fingerprint_of_images(loaded)
+        if output is not None or isinstance(teacher, str | Path)
+        else "",
         "input": loaded.described(),
         "seed": seed,
         "device": engine.device.type,
@@ -148,7 +177,18 @@ def prune(
         seed,
     )
     images = ("data", "image_shape", "images", "input", "fingerprint")
-    own = ("model", "original", *images, "seed", "device", "processes", "parts", "pad_channels", "sync_bn", "train")
+    own = (
+        "model",
+        "original",
+        *images,
+        "seed",
+        "device",
+        "processes",
+        "parts",
+        "pad_channels",
+        "sync_bn",
+        "train",
+    )
     run = Pipeline(
         problem,
         chosen,
@@ -156,21 +196,32 @@ def prune(
         wanted,
         teacher,
         given_plan,
-        Trainer(problem, (reporter if engine.world.is_main_process else None) or NoCallback(), checkpoint_seconds),
+        Trainer(
+            problem, (reporter if engine.world.is_main_process else None) or NoCallback(), checkpoint_seconds
+        ),
         teacher_settings={name: resolved[name] for name in own},
         environment=environment_of(engine),
         force=force,
     )
     run.notes += frozen_notes(network)
     run.check()
-    engine.world.check_equal("a setting", json.dumps({**resolved, "device": None, "taken": run.taken is not None}, sort_keys=True))
+    engine.world.check_equal(
+        "a setting", json.dumps({**resolved, "device": None, "taken": run.taken is not None}, sort_keys=True)
+    )
     if dry_run:
         return run.estimate()
     if output is None or not engine.world.is_main_process:
         # The first process writes; the others learn from it what it finds in the folder.
         return run.run()
-    settings = {"format": "peel-run", "version": 1, "command": command or "peel.prune(...)", "resolved": resolved}
-    return _go_in(output, run, {**settings, "given": _given(model, data, budget, recipe, train, search, method)})
+    settings = {
+        "format": "peel-run",
+        "version": 1,
+        "command": command or "peel.prune(...)",
+        "resolved": resolved,
+    }
+    return _go_in(
+        output, run, {**settings, "given": _given(model, data, budget, recipe, train, search, method)}
+    )
 
 
 def _method(budget: str | int | float, given: dict[str, Any]) -> Method:
@@ -218,7 +269,9 @@ def _check_steps(steps: Iterable[str] | None) -> list[str]:
     wanted = list(STEPS) if steps is None else [steps] if isinstance(steps, str) else list(steps)
     for name in wanted:
         if name not in STEPS:
-            raise ConfigError(f"no step is called {name!r}.{did_you_mean(name, STEPS)} The steps are {', '.join(STEPS)}.")
+            raise ConfigError(
+                f"no step is called {name!r}.{did_you_mean(name, STEPS)} The steps are {', '.join(STEPS)}."
+            )
     return [name for name in STEPS if name in wanted]
 
 

@@ -25,7 +25,9 @@ SAID = ("parts",)
 TEACHER, NO_PATHS = "teacher", ("train", "pretrained", "given module")
 
 #: What is said of a setting that nobody gave: where it comes from.
-FROM = {"pad_channels": " (zero channels, which a GPU is faster with: go on with the kind of --device that began the run)"}
+FROM = {
+    "pad_channels": " (zero channels, which a GPU is faster with: go on with the kind of --device that began the run)"
+}
 
 #: What the network computes, in the words of torch: it tells whether the code of the model changed, unless it is torch that did.
 OPERATORS, CONSTANTS = "original.operators", "original.constants"
@@ -46,7 +48,11 @@ FORCED = (
     "sync_bn",
     "deterministic",
 )
-FIXED = (*(f"{recipe}.{name}" for recipe in ("train", "search") for name in ("epochs", "batch_size")), "input.classes", "input.shape")
+FIXED = (
+    *(f"{recipe}.{name}" for recipe in ("train", "search") for name in ("epochs", "batch_size")),
+    "input.classes",
+    "input.shape",
+)
 
 #: Parts of the settings whose names are the program's own; others hold names of the user's, such as those of groups.
 SECTIONS = ("original", "input", "method", "train", "search")
@@ -72,27 +78,57 @@ def check_changes(
     for name in [name for name in SAID if name in changed]:
         old, new = changed.pop(name)
         log.warning(
-            "%s goes on with %s %s instead of %s: the bits will differ from those of a run without the change.", folder, name, new, old
+            "%s goes on with %s %s instead of %s: the bits will differ from those of a run without the change.",
+            folder,
+            name,
+            new,
+            old,
         )
     is_other_torch = begun.get("torch", environment.get("torch")) != environment.get("torch")
-    if OPERATORS in changed and is_other_torch and all(isinstance(operators, str) for operators in changed[OPERATORS]):
+    if (
+        OPERATORS in changed
+        and is_other_torch
+        and all(isinstance(operators, str) for operators in changed[OPERATORS])
+    ):
         other = _other_operators(*changed.pop(OPERATORS))
-        log.warning("%s goes on with a torch that runs other operators where the model's code is the same: %s.", folder, other)
+        log.warning(
+            "%s goes on with a torch that runs other operators where the model's code is the same: %s.",
+            folder,
+            other,
+        )
     if is_other_torch and OPERATORS not in changed:
         changed.pop(CONSTANTS, None)  # it may call them with other numbers too
-    if "model" in changed and _is_moved(*changed["model"]) and not any(name.startswith("original.") for name in changed):
-        log.info("%s goes on with the same model from another place: %s -> %s.", folder, *changed.pop("model"))
+    if (
+        "model" in changed
+        and _is_moved(*changed["model"])
+        and not any(name.startswith("original.") for name in changed)
+    ):
+        log.info(
+            "%s goes on with the same model from another place: %s -> %s.", folder, *changed.pop("model")
+        )
     if "data" in changed and before.get("fingerprint") and before["fingerprint"] == now.get("fingerprint"):
-        log.info("%s goes on with the same images from another place: %s -> %s.", folder, *changed.pop("data"))
+        log.info(
+            "%s goes on with the same images from another place: %s -> %s.", folder, *changed.pop("data")
+        )
     if changed and not (force and all(_may_be_forced(name) for name in changed)):
-        raise RunError(f"{folder} was started with other settings:\n{_refusal(folder, changed, now, force, option)}")
+        raise RunError(
+            f"{folder} was started with other settings:\n{_refusal(folder, changed, now, force, option)}"
+        )
     if changed:
-        log.warning("%s goes on with other settings than it was started with, and its result will say so:\n%s", folder, _in_lines(changed))
+        log.warning(
+            "%s goes on with other settings than it was started with, and its result will say so:\n%s",
+            folder,
+            _in_lines(changed),
+        )
     # Another torch may round otherwise, and so may threads that share a sum. That is no reason to lose a run, but one to say so.
     for name in ("peel", "torch", *(["threads"] if now.get("device") == "cpu" else [])):
         if name in begun and begun[name] != environment.get(name):
             log.warning(
-                "%s was begun with %s %s and goes on with %s: the bits may differ.", folder, name, begun[name], environment.get(name)
+                "%s was begun with %s %s and goes on with %s: the bits may differ.",
+                folder,
+                name,
+                begun[name],
+                environment.get(name),
             )
     return changed
 
@@ -103,11 +139,19 @@ def _is_moved(old: Any, new: Any) -> bool:
 
 
 def _may_be_forced(name: str) -> bool:
-    return name not in FIXED and any(name == item or (item.endswith(".") and name.startswith(item)) for item in FORCED)
+    return name not in FIXED and any(
+        name == item or (item.endswith(".") and name.startswith(item)) for item in FORCED
+    )
 
 
 def _refuse_other_names(
-    folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], old: str | None, new: str | None, force: bool, option: str
+    folder: Path,
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    old: str | None,
+    new: str | None,
+    force: bool,
+    option: str,
 ) -> None:
     """Settings that only one of two versions of peel knows cannot be given to the other."""
     if ("method" in before) != ("method" in now):
@@ -148,7 +192,9 @@ def with_what_is_free(before: Mapping[str, Any], now: Mapping[str, Any], prefix:
     }
 
 
-def _difference(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+def _difference(
+    before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
     """Setting -> its old and new value, for those that differ."""
     before, after = json.loads(json.dumps(before)), json.loads(json.dumps(after))
     changed: dict[str, tuple[Any, Any]] = {}
@@ -156,7 +202,11 @@ def _difference(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str
         old, new = before.get(name), after.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
             changed.update(_difference(old, new, f"{prefix}{name}."))
-        elif old != new and f"{prefix}{name}" not in FREE and not (prefix + name == TEACHER and not {old, new} & {*NO_PATHS}):
+        elif (
+            old != new
+            and f"{prefix}{name}" not in FREE
+            and not (prefix + name == TEACHER and not {old, new} & {*NO_PATHS})
+        ):
             changed[f"{prefix}{name}"] = (old, new)
     return changed
 
@@ -166,8 +216,16 @@ def _in_one_only(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterato
     pairs = [("", before, after), *((f"{name}.", before.get(name), after.get(name)) for name in SECTIONS)]
     for prefix, old, new in pairs:
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from (("there", prefix + name, value) for name, value in old.items() if name not in new and prefix + name not in FREE)
-            yield from (("here", prefix + name, value) for name, value in new.items() if name not in old and prefix + name not in FREE)
+            yield from (
+                ("there", prefix + name, value)
+                for name, value in old.items()
+                if name not in new and prefix + name not in FREE
+            )
+            yield from (
+                ("here", prefix + name, value)
+                for name, value in new.items()
+                if name not in old and prefix + name not in FREE
+            )
 
 
 def _in_lines(changed: Mapping[str, Sequence[Any]]) -> str:
@@ -190,7 +248,13 @@ def forced_notes(settings: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def _refusal(folder: Path, changed: Mapping[str, tuple[Any, Any]], settings: Mapping[str, Any], force: bool, option: str) -> str:
+def _refusal(
+    folder: Path,
+    changed: Mapping[str, tuple[Any, Any]],
+    settings: Mapping[str, Any],
+    force: bool,
+    option: str,
+) -> str:
     """The settings that differ, and the way out."""
     lines = [_in_lines(changed)]
     roots = {name.partition(".")[0] for name in changed}
@@ -203,8 +267,12 @@ def _refusal(folder: Path, changed: Mapping[str, tuple[Any, Any]], settings: Map
     else:
         lines.append(f"Give the same settings to go on with it, or another {option} to start anew.")
     if force:
-        lines.append(f"--force does not change {', '.join(stubborn)}: what is done would not fit what is still to come.")
-        lines.extend(_what_can_be_used(folder, roots | {name for name in changed if name.startswith("method.")}))
+        lines.append(
+            f"--force does not change {', '.join(stubborn)}: what is done would not fit what is still to come."
+        )
+        lines.extend(
+            _what_can_be_used(folder, roots | {name for name in changed if name.startswith("method.")})
+        )
     elif not stubborn:
         lines.append("With --force it goes on all the same, and its result says so.")
     return "\n".join(lines)
@@ -213,9 +281,19 @@ def _refusal(folder: Path, changed: Mapping[str, tuple[Any, Any]], settings: Map
 def _what_can_be_used(folder: Path, changed: set[str]) -> list[str]:
     """What a run with other settings can take from this one."""
     found = []
-    if (folder / "stages" / "original.record.json").exists() and not changed & {"model", "original", "image_shape", "input"}:
+    if (folder / "stages" / "original.record.json").exists() and not changed & {
+        "model",
+        "original",
+        "image_shape",
+        "input",
+    }:
         found.append(f"--teacher {folder} its original")
-    if (folder / "plan.json").exists() and not changed & {"model", "original", "method.budget", "method.resource"}:
+    if (folder / "plan.json").exists() and not changed & {
+        "model",
+        "original",
+        "method.budget",
+        "method.resource",
+    }:
         found.append(f"--plan {folder / 'plan.json'} its plan")
     return [f"Another run can use what this one has done: {', '.join(found)}."] if found else []
 
@@ -224,7 +302,11 @@ def _other_operators(old: str, new: str) -> str:
     """`relu 3 -> 2, silu 0 -> 1`: how often each operator ran before and runs now."""
     before, after = old.split(), new.split()
     often, now = Counter(before), Counter(after)
-    counts = [f"{name} {often[name]} -> {now[name]}" for name in dict.fromkeys([*before, *after]) if often[name] != now[name]]
+    counts = [
+        f"{name} {often[name]} -> {now[name]}"
+        for name in dict.fromkeys([*before, *after])
+        if often[name] != now[name]
+    ]
     if counts:
         return ", ".join(counts)
     place = next(i for i, name in enumerate(before) if name != after[i])

@@ -56,7 +56,9 @@ def read_object(path: Path, option: str = "--output") -> dict[str, Any]:
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}.") from error
     except ValueError as error:
-        raise CorruptFileError(f"{path} is damaged: {error}. Restore it from a copy, or start anew with another {option}.") from error
+        raise CorruptFileError(
+            f"{path} is damaged: {error}. Restore it from a copy, or start anew with another {option}."
+        ) from error
     return found
 
 
@@ -68,7 +70,9 @@ def _check_held(found: Mapping[str, Any], held: Mapping[str, type]) -> None:
             raise ValueError(f"its {key!r} is of the kind {type(found[key]).__name__}, not {kind.__name__}")
     if "resolved" in held and not _is_forced(found.get("forced", [])):
         raise ValueError("its 'forced' is not what peel writes there")
-    if held.keys() == {"rows", "notes"} and not (all(map(_is_row, found["rows"])) and _are_sentences(found["notes"])):
+    if held.keys() == {"rows", "notes"} and not (
+        all(map(_is_row, found["rows"])) and _are_sentences(found["notes"])
+    ):
         raise ValueError("its 'rows' or 'notes' are not those of a result")
     if "rounds" in held and not all(map(_is_round, found["rounds"])):
         raise ValueError("its 'rounds' are not those of a plan")
@@ -81,11 +85,19 @@ def _check_held(found: Mapping[str, Any], held: Mapping[str, type]) -> None:
 
 
 def _is_round(found: Any) -> bool:
-    return isinstance(found, dict) and isinstance(found.get("distinct", True), bool) and isinstance(found.get("note", ""), str)
+    return (
+        isinstance(found, dict)
+        and isinstance(found.get("distinct", True), bool)
+        and isinstance(found.get("note", ""), str)
+    )
 
 
 def _is_row(found: Any) -> bool:
-    return isinstance(found, dict) and isinstance(found.get("name"), str) and isinstance(found.get("seconds"), int | float)
+    return (
+        isinstance(found, dict)
+        and isinstance(found.get("name"), str)
+        and isinstance(found.get("seconds"), int | float)
+    )
 
 
 def _are_sentences(notes: Any) -> bool:
@@ -96,12 +108,19 @@ def _is_forced(changes: Any) -> bool:
     """Whether it is what `Workspace.settle` writes."""
 
     def is_change(change: Any) -> bool:
-        if not isinstance(change, dict) or not {"changes", "done", "begun"} <= change.keys() or not isinstance(change["changes"], dict):
+        if (
+            not isinstance(change, dict)
+            or not {"changes", "done", "begun"} <= change.keys()
+            or not isinstance(change["changes"], dict)
+        ):
             return False
         names = [change["done"], change["begun"]]
         if not all(isinstance(each, list) and all(isinstance(name, str) for name in each) for each in names):
             return False
-        return all(isinstance(pair, list) and len(pair) == 2 and pair[0] != pair[1] for pair in change["changes"].values())
+        return all(
+            isinstance(pair, list) and len(pair) == 2 and pair[0] != pair[1]
+            for pair in change["changes"].values()
+        )
 
     return isinstance(changes, list) and all(is_change(change) for change in changes)
 

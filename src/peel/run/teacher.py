@@ -45,12 +45,18 @@ def find_teacher(named: nn.Module | str | Path, problem: Problem) -> Teacher | N
     else:
         kept = saved_teacher(Path(named))
         if kept is None and Path(named).suffix in (".pt", ".pth", ".json", ".safetensors"):
-            raise RunError(f"there is no teacher at {named}. Name a file that exists, or a folder to train the original in.")
+            raise RunError(
+                f"there is no teacher at {named}. Name a file that exists, or a folder to train the original in."
+            )
         if kept is None:
             return None
         record = kept.with_name("original.record.json")
-        known = read_record(record, "--teacher") if kept.name == "original.json" and record.is_file() else None
-        found = Teacher(load_teacher(kept, problem.model), str(kept), known, Path(named) if Path(named).is_dir() else None)
+        known = (
+            read_record(record, "--teacher") if kept.name == "original.json" and record.is_file() else None
+        )
+        found = Teacher(
+            load_teacher(kept, problem.model), str(kept), known, Path(named) if Path(named).is_dir() else None
+        )
         _refuse_slim(found, problem)
     _check(found.model, problem)
     return found
@@ -86,7 +92,9 @@ def _check(teacher: nn.Module, problem: Problem) -> None:
             "the teacher answers with numbers that are not finite: its weights are damaged, or it diverged in its own training."
         )
     if scores.shape[1] != len(problem.data.classes):
-        raise DataError(f"the teacher knows {scores.shape[1]} classes, the data has {len(problem.data.classes)}.")
+        raise DataError(
+            f"the teacher knows {scores.shape[1]} classes, the data has {len(problem.data.classes)}."
+        )
 
 
 def saved_teacher(path: Path) -> Path | None:
@@ -129,13 +137,19 @@ def load_teacher(path: Path, original: nn.Module) -> nn.Module:
             "state_dict() with torch.save, or the model with peel.save."
         ) from error
     if packed:
-        raise StoreError(f"{path} is compressed: unpacked, it could fill the memory, so it is refused. torch.save never compresses.")
+        raise StoreError(
+            f"{path} is compressed: unpacked, it could fill the memory, so it is refused. torch.save never compresses."
+        )
     for key in ("state_dict", "model", "model_state_dict"):
         if isinstance(stored, dict) and isinstance(stored.get(key), dict):
             stored = stored[key]
     if not isinstance(stored, dict) or not all(isinstance(value, Tensor) for value in stored.values()):
-        raise StoreError(f"{path} holds no state_dict: names and tensors are needed, under `state_dict` or `model` or on their own.")
-    weights = {name.removeprefix("module.").removeprefix("_orig_mod."): value for name, value in stored.items()}
+        raise StoreError(
+            f"{path} holds no state_dict: names and tensors are needed, under `state_dict` or `model` or on their own."
+        )
+    weights = {
+        name.removeprefix("module.").removeprefix("_orig_mod."): value for name, value in stored.items()
+    }
     teacher = copy.deepcopy(original)
     wanted = teacher.state_dict()
     odd = [name for name in weights if name in wanted and wanted[name].shape != weights[name].shape]
@@ -146,6 +160,8 @@ def load_teacher(path: Path, original: nn.Module) -> nn.Module:
         )
     missing = sorted(set(wanted) ^ set(weights))
     if missing:
-        raise StoreError(f"{path} does not fit the model: {', '.join(missing[:3])} {'are' if len(missing) > 1 else 'is'} not in both.")
+        raise StoreError(
+            f"{path} does not fit the model: {', '.join(missing[:3])} {'are' if len(missing) > 1 else 'is'} not in both."
+        )
     teacher.load_state_dict(weights)
     return teacher

@@ -82,7 +82,9 @@ class Trainer:
         """The trained network; of a pair, the student."""
         engine, space = self.problem.engine, self.workspace
         what = WHAT[stage.split("-")[0]]
-        done: StageRecord | None = engine.world.broadcast(space.finished(stage) if space is not None else None)
+        done: StageRecord | None = engine.world.broadcast(
+            space.finished(stage) if space is not None else None
+        )
         if done is not None:
             self.reporter.stage(stage, f"{what}: finished before")
             if space is not None:
@@ -103,9 +105,17 @@ class Trainer:
             checkpoint_seconds=self.checkpoint_seconds,
             epoch_seconds=EPOCH_SECONDS if engine.device.type == "cuda" else 0.0,
             watcher=_Watcher(stage, self.reporter, space),
-            each_epoch=each_epoch if padded is None or each_epoch is None else lambda model: each_epoch(padded.unpadded(model)),
+            each_epoch=each_epoch
+            if padded is None or each_epoch is None
+            else lambda model: each_epoch(padded.unpadded(model)),
         )
-        network = network.student() if isinstance(network, Pair) else network if padded is None else padded.unpadded()
+        network = (
+            network.student()
+            if isinstance(network, Pair)
+            else network
+            if padded is None
+            else padded.unpadded()
+        )
         engine.prepare(network).eval()
         self.records[stage] = self._record(history, notes)
         if space is not None:
@@ -139,11 +149,17 @@ class Trainer:
                 )
         if world.size == 1 and network is not None:
             return network
-        known = (_widths_of(network), network.state_dict(), non_persistent_buffers(network)) if network is not None else None
+        known = (
+            (_widths_of(network), network.state_dict(), non_persistent_buffers(network))
+            if network is not None
+            else None
+        )
         shared = world.broadcast(known)
         if network is None:
             widths, weights, passing = shared
-            network = slim(problem.model, {tie: widths[tie] for tie in problem.graph.widths}, graph=problem.graph)
+            network = slim(
+                problem.model, {tie: widths[tie] for tie in problem.graph.widths}, graph=problem.graph
+            )
             network.load_state_dict(weights)
             for name, buffer in non_persistent_buffers(network).items():
                 buffer.copy_(passing[name])

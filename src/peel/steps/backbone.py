@@ -35,7 +35,9 @@ def backbone(
     Widths(conv1=40, layer1.0.conv1=40, ...)
     """
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
-        raise ConfigError(f"keep (lambda) is the part of the budget that the backbone may cost, above 0 and at most 1, not {keep!r}.")
+        raise ConfigError(
+            f"keep (lambda) is the part of the budget that the backbone may cost, above 0 and at most 1, not {keep!r}."
+        )
     cost = cost_of(graph, resource)
     target = resolve_budget(graph, budget, resource)
     if isinstance(start, Mapping):
@@ -53,7 +55,14 @@ def backbone(
         if start == "uniform":
             return uniform(graph, part, resource=resource, divisor=divisor, freeze=held, max_width=max_width)
         if start == "equal":
-            return round_to_budget(graph, _equal(graph, part, resource, held), part, resource=resource, divisor=divisor, freeze=held)
+            return round_to_budget(
+                graph,
+                _equal(graph, part, resource, held),
+                part,
+                resource=resource,
+                divisor=divisor,
+                freeze=held,
+            )
     except BudgetError as error:
         raise BudgetError(f"the backbone, which may cost {keep:g} of the budget: {error}") from error
     raise ConfigError(f"start is {' or '.join(map(repr, STARTS))}, or widths, not {start!r}.")
@@ -64,7 +73,10 @@ def _equal(graph: ChannelGraph, target: int, resource: str, held: set[str]) -> d
     cost = cost_of(graph, resource)
 
     def ideal(channels: float) -> dict[str, float]:
-        return {name: width if name in held else max(channels, graph.steps[name]) for name, width in graph.widths.items()}
+        return {
+            name: width if name in held else max(channels, graph.steps[name])
+            for name, width in graph.widths.items()
+        }
 
     def spent(channels: float) -> float:
         return cost([width / graph.steps[name] for name, width in ideal(channels).items()])

@@ -53,7 +53,9 @@ class Distillation:
             with torch.no_grad():
                 answers = get_logits(self.teacher(batch.images))
         term = soft_loss(losses.logits, answers, self.temperature)
-        return Losses(losses.total + self.weight * term, {**losses.terms, "distillation": term.detach()}, losses.logits)
+        return Losses(
+            losses.total + self.weight * term, {**losses.terms, "distillation": term.detach()}, losses.logits
+        )
 
 
 class Pair(nn.Module):
@@ -62,7 +64,13 @@ class Pair(nn.Module):
     Norm layers are the student's own, as their statistics differ. Called as a module, a pair is the student.
     """
 
-    def __init__(self, wide: nn.Module, student: nn.Module, index: Mapping[str, tuple[Tensor | slice, ...]], own: set[str]) -> None:
+    def __init__(
+        self,
+        wide: nn.Module,
+        student: nn.Module,
+        index: Mapping[str, tuple[Tensor | slice, ...]],
+        own: set[str],
+    ) -> None:
         super().__init__()
         self.wide = wide
         self.own = nn.ParameterDict({_key(name): p for name, p in student.named_parameters() if name in own})
@@ -91,7 +99,9 @@ class Pair(nn.Module):
     def _tensors(self) -> dict[str, Tensor]:
         wide = dict(self.wide.named_parameters())
         device = next(iter(wide.values())).device
-        self._index = {name: tuple(_on(places, device) for places in axes) for name, axes in self._index.items()}
+        self._index = {
+            name: tuple(_on(places, device) for places in axes) for name, axes in self._index.items()
+        }
         tensors = {name: _sliced(wide[name], axes) for name, axes in self._index.items()}
         tensors.update({name: self.own[_key(name)] for name in self._own_names})
         tensors.update({name: self.get_buffer(_key(name)) for name, _ in self._code.named_buffers()})
@@ -126,11 +136,17 @@ class InPlace:
         total = wide.total + self.weight * term
         if self.hard_weight:
             total = total + self.hard_weight * student.total
-        terms = {"cross_entropy": student.terms["cross_entropy"], "wide": wide.total.detach(), "distillation": term.detach()}
+        terms = {
+            "cross_entropy": student.terms["cross_entropy"],
+            "wide": wide.total.detach(),
+            "distillation": term.detach(),
+        }
         return Losses(total, terms, student.logits)
 
 
-def in_place_pair(model: nn.Module, graph: ChannelGraph, widths: Mapping[str, int], factor: float = IN_PLACE_WIDTH) -> Pair:
+def in_place_pair(
+    model: nn.Module, graph: ChannelGraph, widths: Mapping[str, int], factor: float = IN_PLACE_WIDTH
+) -> Pair:
     """A wide network, `factor` times the original or as wide as the student where that is wider, with the student in it."""
     student_widths = graph.check(widths)
     wide_widths = Widths(

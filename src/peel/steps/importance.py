@@ -106,7 +106,9 @@ def summarise(measured: Sequence[LayerScores], graph: ChannelGraph, reduce: str 
 def _tell_apart(groups: Mapping[str, float], errors: Mapping[str, float]) -> tuple[bool, str]:
     total = sum(groups.values())
     if len(groups) < 2 or not total > 0:
-        return False, "There is one group only." if len(groups) < 2 else "Every group has importance zero: nothing can be told from it."
+        return False, "There is one group only." if len(
+            groups
+        ) < 2 else "Every group has importance zero: nothing can be told from it."
     shares = {group: value / total for group, value in groups.items()}
     text = ", ".join(f"{group} {share:.1%}" for group, share in shares.items())
     equal = 1 / len(groups)
@@ -157,7 +159,10 @@ class WithL1:
         losses = self.objective(model, batch)
         if not self.scales or self.l1_coefficient == 0:
             return losses
-        term = self.l1_coefficient * torch.cat([model.get_parameter(name).flatten() for name in self.scales]).abs().sum()
+        term = (
+            self.l1_coefficient
+            * torch.cat([model.get_parameter(name).flatten() for name in self.scales]).abs().sum()
+        )
         return Losses(losses.total + term, {**losses.terms, "sparsity": term.detach()}, losses.logits)
 
 
@@ -166,4 +171,6 @@ def l1_coefficient_for(l1_strength: float, recipe: Recipe, steps_per_epoch: int,
 
     Where the search has several rounds, `later` are the recipes of those after the first.
     """
-    return l1_strength * (1 - recipe.momentum) / sum(part.rate_sum(steps_per_epoch) for part in (recipe, *later))
+    return (
+        l1_strength * (1 - recipe.momentum) / sum(part.rate_sum(steps_per_epoch) for part in (recipe, *later))
+    )

@@ -24,7 +24,15 @@ from ..errors import BudgetError, ConfigError, did_you_mean
 from ..graph import ChannelGraph
 from ..methods.settings import SOLVERS
 
-__all__ = ["Reallocation", "add_evenly", "group_factors", "grow_at_random", "reallocate", "reallocation", "shares_of"]
+__all__ = [
+    "Reallocation",
+    "add_evenly",
+    "group_factors",
+    "grow_at_random",
+    "reallocate",
+    "reallocation",
+    "shares_of",
+]
 
 Units = list[float]
 Cost = Callable[[Sequence[float]], float]
@@ -47,7 +55,9 @@ def shares_of(importance: Mapping[str, float], policy: str = "importance") -> di
     """Equation 5: the part of the pool that each group gets. With `winner-take-all`, the most important group gets everything."""
     total = sum(importance.values())
     if not importance or not 0 < total < float("inf") or any(value < 0 for value in importance.values()):
-        raise ConfigError(f"the importance of groups is a positive number each, or zero for some, not {dict(importance)}.")
+        raise ConfigError(
+            f"the importance of groups is a positive number each, or zero for some, not {dict(importance)}."
+        )
     if policy == "winner-take-all":
         winner = max(importance, key=lambda group: importance[group])
         return {group: float(group == winner) for group in importance}
@@ -74,7 +84,15 @@ def reallocate(
     >>> peel.reallocate(graph, backbone, {"56x56": 0.4, "28x28": 0.3, "14x14": 0.2, "7x7": 0.1}, "50%")
     """
     return reallocation(
-        graph, backbone, shares, budget, resource=resource, solver=solver, divisor=divisor, freeze=freeze, max_width=max_width
+        graph,
+        backbone,
+        shares,
+        budget,
+        resource=resource,
+        solver=solver,
+        divisor=divisor,
+        freeze=freeze,
+        max_width=max_width,
     ).widths
 
 
@@ -94,11 +112,26 @@ def reallocation(
     base = graph.check(backbone)
     target, cost = _target(graph, base, budget, resource)
     held = _names(freeze)
-    factors = group_factors(graph, base, shares, target, resource=resource, solver=solver, freeze=held, max_width=max_width)
+    factors = group_factors(
+        graph, base, shares, target, resource=resource, solver=solver, freeze=held, max_width=max_width
+    )
     ideal = _scaled(graph, base, factors, held, max_width)
     # Only the telescoped solve promises that no group shrinks.
-    at_least = base if solver == "telescoped" else base.replace({name: min(base[name], _floor(graph, name, ideal[name])) for name in base})
-    widths = round_to_budget(graph, ideal, target, resource=resource, divisor=divisor, at_least=at_least, freeze=held, max_width=max_width)
+    at_least = (
+        base
+        if solver == "telescoped"
+        else base.replace({name: min(base[name], _floor(graph, name, ideal[name])) for name in base})
+    )
+    widths = round_to_budget(
+        graph,
+        ideal,
+        target,
+        resource=resource,
+        divisor=divisor,
+        at_least=at_least,
+        freeze=held,
+        max_width=max_width,
+    )
     return Reallocation(factors, ideal, widths, cost(_to_units(graph, ideal)), int(cost(graph.units(widths))))
 
 
@@ -116,12 +149,16 @@ def group_factors(
     """The common factor of each group, in real numbers: the backbone `base` may have fractions of channels too."""
     checked = _check_shares(graph, shares)
     if solver not in SOLVERS:
-        raise ConfigError(f"solver is {' or '.join(map(repr, SOLVERS))}, not {solver!r}.{did_you_mean(solver, SOLVERS)}")
+        raise ConfigError(
+            f"solver is {' or '.join(map(repr, SOLVERS))}, not {solver!r}.{did_you_mean(solver, SOLVERS)}"
+        )
     held = _names(freeze)
     can_grow = {group for group, ties in graph.groups.items() if any(tie not in held for tie in ties)}
     if solver == "triangular":
         if max_width is not None:
-            raise ConfigError('cap needs solve="telescoped": the triangular solve cannot hand on what a group does not take.')
+            raise ConfigError(
+                'cap needs solve="telescoped": the triangular solve cannot hand on what a group does not take.'
+            )
         return _triangular(graph, base, checked, target, resource, held)
     return _telescoped(graph, base, checked, target, resource, held, can_grow, max_width)
 
@@ -152,7 +189,9 @@ def _telescoped(
         still_open = []
         for group in open_groups:
             wanted = spent + pool * shares[group] / weight
-            factors[group], is_full = _reach(lambda factor, group=group: total({group: factor}), wanted, factors[group])  # type: ignore[misc]
+            factors[group], is_full = _reach(
+                lambda factor, group=group: total({group: factor}), wanted, factors[group]
+            )  # type: ignore[misc]
             spent = wanted if not is_full else total({})
             if not is_full:
                 still_open.append(group)
@@ -163,11 +202,18 @@ def _telescoped(
 
 
 def _triangular(
-    graph: ChannelGraph, base: Mapping[str, float], shares: Mapping[str, float], target: float, resource: str, held: frozenset[str]
+    graph: ChannelGraph,
+    base: Mapping[str, float],
+    shares: Mapping[str, float],
+    target: float,
+    resource: str,
+    held: frozenset[str],
 ) -> dict[str, float]:
     models = {"macs": graph.mac_cost, "params": graph.param_cost}
     if resource not in models:
-        raise ConfigError(f'solve="triangular" needs a resource that adds up over layers (macs, params), not {resource!r}.')
+        raise ConfigError(
+            f'solve="triangular" needs a resource that adds up over layers (macs, params), not {resource!r}.'
+        )
     parts = _costs_by_group(graph, models[resource])
     cost = cost_of(graph, resource)
     start = _to_units(graph, base)
@@ -183,7 +229,9 @@ def _triangular(
         before = dict(factors)
         for group in graph.groups:
             if any(tie not in held for tie in graph.groups[group]):
-                factors[group], _ = _reach(lambda factor, group=group: own(group, factor), wanted[group], 1e-6)  # type: ignore[misc]
+                factors[group], _ = _reach(
+                    lambda factor, group=group: own(group, factor), wanted[group], 1e-6
+                )  # type: ignore[misc]
         if all(abs(factors[group] - before[group]) < 1e-9 for group in factors):
             break
     return factors
@@ -194,7 +242,10 @@ def _costs_by_group(graph: ChannelGraph, model: CostModel) -> dict[str, Cost]:
     index = {name: i for i, name in enumerate(graph.widths)}
     group_of = {index[tie]: group for group, ties in graph.groups.items() for tie in ties}
     return {
-        group: CostModel(model.num_ties, [term for term in model.terms if group_of.get(term.tie) == group]).total for group in graph.groups
+        group: CostModel(
+            model.num_ties, [term for term in model.terms if group_of.get(term.tie) == group]
+        ).total
+        for group in graph.groups
     }
 
 
@@ -227,7 +278,15 @@ def add_evenly(
     """The `uniform` policy: the same number of channels added to every tie."""
     base = graph.check(backbone)
     held = _names(freeze)
-    return _grow(graph, base, budget, resource, divisor, held, lambda amount: {n: w if n in held else w + amount for n, w in base.items()})
+    return _grow(
+        graph,
+        base,
+        budget,
+        resource,
+        divisor,
+        held,
+        lambda amount: {n: w if n in held else w + amount for n, w in base.items()},
+    )
 
 
 def grow_at_random(
@@ -246,7 +305,13 @@ def grow_at_random(
     free = [name for name in base if name not in held]
     drawn = set(random.Random(seed).sample(free, -(-len(free) // 2)))
     return _grow(
-        graph, base, budget, resource, divisor, held, lambda amount: {n: w * (1 + amount) if n in drawn else w for n, w in base.items()}
+        graph,
+        base,
+        budget,
+        resource,
+        divisor,
+        held,
+        lambda amount: {n: w * (1 + amount) if n in drawn else w for n, w in base.items()},
     )
 
 
@@ -263,8 +328,13 @@ def _grow(
     target, cost = _target(graph, base, budget, resource)
     amount, _ = _reach(lambda amount: cost(_to_units(graph, grown(amount))), target, 0.0)
     ideal = grown(amount)
-    widths = round_to_budget(graph, ideal, target, resource=resource, divisor=divisor, at_least=base, freeze=held)
-    factors = {group: sum(ideal[tie] for tie in ties) / sum(base[tie] for tie in ties) for group, ties in graph.groups.items()}
+    widths = round_to_budget(
+        graph, ideal, target, resource=resource, divisor=divisor, at_least=base, freeze=held
+    )
+    factors = {
+        group: sum(ideal[tie] for tie in ties) / sum(base[tie] for tie in ties)
+        for group, ties in graph.groups.items()
+    }
     return Reallocation(factors, ideal, widths, cost(_to_units(graph, ideal)), int(cost(graph.units(widths))))
 
 
@@ -294,7 +364,11 @@ def _check_shares(graph: ChannelGraph, shares: Mapping[str, float]) -> dict[str,
 
 
 def _scaled(
-    graph: ChannelGraph, base: Mapping[str, float], factors: Mapping[str, float], held: frozenset[str], max_width: float | None
+    graph: ChannelGraph,
+    base: Mapping[str, float],
+    factors: Mapping[str, float],
+    held: frozenset[str],
+    max_width: float | None,
 ) -> dict[str, float]:
     """Every tie times the factor of its group. A cap holds a tie back, but never below what it has."""
     scaled = dict(base)
@@ -302,7 +376,9 @@ def _scaled(
         for tie in ties:
             if tie not in held:
                 grown = base[tie] * factors[group]
-                scaled[tie] = grown if max_width is None else max(base[tie], min(grown, max_width * graph.widths[tie]))
+                scaled[tie] = (
+                    grown if max_width is None else max(base[tie], min(grown, max_width * graph.widths[tie]))
+                )
     return scaled
 
 

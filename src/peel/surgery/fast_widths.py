@@ -45,7 +45,11 @@ def _between_wide_convolutions(model: nn.Module, graph: ChannelGraph) -> set[str
     names = list(graph.widths)
     found: set[str] = set()
     for module_name, module in model.named_modules():
-        if isinstance(module, nn.Conv2d | nn.ConvTranspose2d) and module.groups == 1 and max(module.kernel_size) > 1:
+        if (
+            isinstance(module, nn.Conv2d | nn.ConvTranspose2d)
+            and module.groups == 1
+            and max(module.kernel_size) > 1
+        ):
             layout = graph.layouts.get(f"{module_name}.weight", ((), ()))
             sides = [{names[run.tie] for run in runs if run.tie >= 0} for runs in layout[:2]]
             if all(sides):

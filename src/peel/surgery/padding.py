@@ -38,7 +38,9 @@ class Padded:
     def unpadded(self, model: nn.Module | None = None) -> nn.Module:
         """The network without its zero channels."""
         first = {name: -torch.arange(float(width)) for name, width in self.graph.widths.items()}
-        small = slim(model or self.model, self.original.widths, graph=self.graph, weights="inherit", scores=first)
+        small = slim(
+            model or self.model, self.original.widths, graph=self.graph, weights="inherit", scores=first
+        )
         return small.train(self.model.training)
 
 
@@ -128,7 +130,10 @@ def _are_close(given: list[Tensor], wanted: list[Tensor]) -> bool:
 def _try(network: nn.Module, graph: ChannelGraph) -> _Pass | None:
     """One pass there and back, by which the network itself is changed; None where there are no scores to compare."""
     chance = torch.Generator().manual_seed(0)
-    examples = [torch.randn(4, *shape[1:], generator=chance).to(next(network.parameters())) for shape in graph.input_shapes]
+    examples = [
+        torch.randn(4, *shape[1:], generator=chance).to(next(network.parameters()))
+        for shape in graph.input_shapes
+    ]
     network.train()
     for module in network.modules():
         if isinstance(module, _DropoutNd):
@@ -140,13 +145,17 @@ def _try(network: nn.Module, graph: ChannelGraph) -> _Pass | None:
             scores = _scores(network(*examples))
         except RuntimeError as error:
             # It insists on a precision or a size of its own.
-            log.info("zero channels could not be tried on the network: %s", " ".join(str(error).split())[:200])
+            log.info(
+                "zero channels could not be tried on the network: %s", " ".join(str(error).split())[:200]
+            )
             return None
         if scores is None:
             return None
         # A mix that no network is made for: the squares of scores that are normalised, say, have no gradient.
         mixed = (scores * torch.randn(scores.shape, generator=chance).to(scores)).mean()
-        gradients = torch.autograd.grad(mixed, list(named.values()), allow_unused=True, materialize_grads=True)
+        gradients = torch.autograd.grad(
+            mixed, list(named.values()), allow_unused=True, materialize_grads=True
+        )
     return _Pass(scores.detach(), dict(zip(named, gradients, strict=True)))
 
 
@@ -166,9 +175,14 @@ def _scores(output: object) -> Tensor | None:
 def _beyond(padded: Padded, name: str, tensor: Tensor) -> Tensor:
     """Where a tensor of the padded network has no counterpart in the original: a mask."""
     inside = torch.ones((), dtype=torch.bool, device=tensor.device)
-    for axis, (old, new) in enumerate(zip(padded.original.layouts[name], padded.graph.layouts[name], strict=True)):
+    for axis, (old, new) in enumerate(
+        zip(padded.original.layouts[name], padded.graph.layouts[name], strict=True)
+    ):
         places = torch.cat(
-            [torch.arange(after.length, device=tensor.device) < before.length for before, after in zip(old, new, strict=True)]
+            [
+                torch.arange(after.length, device=tensor.device) < before.length
+                for before, after in zip(old, new, strict=True)
+            ]
         )
         inside = inside & places.view([-1 if other == axis else 1 for other in range(tensor.ndim)])
     return ~inside.expand(tensor.shape)

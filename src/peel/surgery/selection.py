@@ -37,7 +37,9 @@ class Kept:
 
 def _atoms(graph: ChannelGraph) -> dict[int, Run]:
     """Atom -> one run of it, for its tie and size."""
-    return {run.atom: run for layout in graph.layouts.values() for runs in layout for run in runs if run.tie >= 0}
+    return {
+        run.atom: run for layout in graph.layouts.values() for runs in layout for run in runs if run.tie >= 0
+    }
 
 
 def keep(graph: ChannelGraph, units: Sequence[int], scores: Sequence[Tensor]) -> Kept:
@@ -50,7 +52,9 @@ def keep(graph: ChannelGraph, units: Sequence[int], scores: Sequence[Tensor]) ->
     return Kept(tuple(channels))
 
 
-def keep_best(model: nn.Module, graph: ChannelGraph, units: Sequence[int], scores: Mapping[str, Tensor] | None) -> Kept:
+def keep_best(
+    model: nn.Module, graph: ChannelGraph, units: Sequence[int], scores: Mapping[str, Tensor] | None
+) -> Kept:
     per_atom = channel_scores(model, graph)
     for name, given in (scores or {}).items():
         _overwrite(graph, per_atom, name, given)
@@ -78,7 +82,11 @@ def channel_scores(model: nn.Module, graph: ChannelGraph) -> list[Tensor]:
             continue
         producing = 1 if graph.consumers.get(name) == (0,) else 0
         others = [axis for axis in range(tensor.ndim) if axis != producing]
-        _add(norms, graph.layouts[name][producing], torch.linalg.vector_norm(tensor.detach().float(), dim=others).cpu())
+        _add(
+            norms,
+            graph.layouts[name][producing],
+            torch.linalg.vector_norm(tensor.detach().float(), dim=others).cpu(),
+        )
     return [scale if has else norm for scale, norm, has in zip(scales, norms, has_scale, strict=True)]
 
 
@@ -88,7 +96,9 @@ def _add(scores: list[Tensor], runs: tuple[Run, ...], values: Tensor) -> list[in
     offset = 0
     for run in runs:
         if run.tie >= 0:
-            scores[run.atom] = scores[run.atom] + values[offset : offset + run.length].view(run.size, run.inner).mean(1)
+            scores[run.atom] = scores[run.atom] + values[offset : offset + run.length].view(
+                run.size, run.inner
+            ).mean(1)
             touched.append(run.atom)
         offset += run.length
     return touched
@@ -100,7 +110,9 @@ def _overwrite(graph: ChannelGraph, per_atom: list[Tensor], name: str, given: Te
         raise WidthsError(f"scores: no free tie is called {name!r}.{did_you_mean(name, graph.widths)}")
     given = torch.as_tensor(given).detach().float().cpu()
     if given.shape != (tie.width,):
-        raise WidthsError(f"scores of {name}: {tie.width} numbers are needed, one per channel, not shape {tuple(given.shape)}.")
+        raise WidthsError(
+            f"scores of {name}: {tie.width} numbers are needed, one per channel, not shape {tuple(given.shape)}."
+        )
     if not torch.isfinite(given).all():
         raise WidthsError(f"scores of {name}: not all of them are finite numbers.")
     index = list(graph.widths).index(name)

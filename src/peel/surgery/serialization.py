@@ -47,7 +47,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     document: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
-        "model": getattr(model, "peel_source", None) or {"class": f"{type(model).__module__}:{type(model).__qualname__}"},
+        "model": getattr(model, "peel_source", None)
+        or {"class": f"{type(model).__module__}:{type(model).__qualname__}"},
         "widths": record.get("widths", {}),
         "modules": record.get("modules", {}),
         "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
@@ -59,7 +60,9 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     try:
         document["checksum"] = _checksum(document)
     except TypeError as error:
-        raise StoreError(f"how the model was built cannot be written as JSON: {document['model']}: {error}.") from error
+        raise StoreError(
+            f"how the model was built cannot be written as JSON: {document['model']}: {error}."
+        ) from error
     try:
         json_path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(weights_path, data)
@@ -105,15 +108,25 @@ def _from_zoo(source: Mapping[str, Any], path: Path) -> nn.Module:
 
     spec = zoo.find(source["zoo"])
     if spec.source == "user":
-        raise StoreError(f"{path}: {source['zoo']!r} is not a model of the zoo; a saved file does not run other code.")
+        raise StoreError(
+            f"{path}: {source['zoo']!r} is not a model of the zoo; a saved file does not run other code."
+        )
     arguments = source.get("arguments", {})
     for name, value in arguments.items():
-        if not isinstance(value, bool | int | float | None) or "pretrained" in name or ("weights" in name and name != "init_weights"):
-            raise StoreError(f"{path}: the argument {name}={value!r} is not a plain setting; a saved file does not load other files.")
+        if (
+            not isinstance(value, bool | int | float | None)
+            or "pretrained" in name
+            or ("weights" in name and name != "init_weights")
+        ):
+            raise StoreError(
+                f"{path}: the argument {name}={value!r} is not a plain setting; a saved file does not load other files."
+            )
     return zoo.create(source["zoo"], **arguments)
 
 
-def _fill(model: nn.Module, document: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> nn.Module:
+def _fill(
+    model: nn.Module, document: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path
+) -> nn.Module:
     """A copy of the model with the saved tensors in place of its own, and attributes to match."""
     expected = _tensors(model)
     for name in expected:
@@ -123,11 +136,15 @@ def _fill(model: nn.Module, document: Mapping[str, Any], tensors: Mapping[str, T
         if name not in expected:
             raise StoreError(f"{path} does not fit this model: the model has no {name}.")
         if list(tensor.shape) != document["shapes"].get(name) or tensor.ndim != expected[name].ndim:
-            raise StoreError(f"{path}: {name} has shape {tuple(tensor.shape)}, which is not what the file says or the model expects.")
+            raise StoreError(
+                f"{path}: {name} has shape {tuple(tensor.shape)}, which is not what the file says or the model expects."
+            )
     replaced: dict[int, Any] = dict(computed_tensors(model))
     for name, old in expected.items():
         new = tensors[name].to(old.device)
-        replaced[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+        replaced[id(old)] = (
+            nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+        )
     built = copy.deepcopy(model, replaced)
     for name, attributes in document["modules"].items():
         try:
@@ -148,10 +165,17 @@ def _check_attribute(module: nn.Module, name: str, attribute: str, value: Any, p
 
     old = vars(module).get(attribute)
     scalar = whole(old) and whole(value) and value > 0
-    listed = isinstance(old, list | tuple) and isinstance(value, list) and all(map(whole, (*old, *value))) and len(old) == len(value)
+    listed = (
+        isinstance(old, list | tuple)
+        and isinstance(value, list)
+        and all(map(whole, (*old, *value)))
+        and len(old) == len(value)
+    )
     is_stride = attribute in ("stride", "padding", "dilation", "kernel_size", "output_padding")
     if not (scalar or listed) or is_stride:
-        raise StoreError(f"{path}: {name}.{attribute} = {value!r} does not fit this model, whose value is {old!r}.")
+        raise StoreError(
+            f"{path}: {name}.{attribute} = {value!r} does not fit this model, whose value is {old!r}."
+        )
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -205,9 +229,13 @@ def _read_document(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise StoreError(f"{path} is not a model saved by peel.")
     if document.get("version") != VERSION:
-        raise StoreError(f"{path} has format version {document.get('version')!r}; this peel reads version {VERSION}.")
+        raise StoreError(
+            f"{path} has format version {document.get('version')!r}; this peel reads version {VERSION}."
+        )
     if document.get("checksum") != _checksum(document):
-        raise StoreError(f"{path} is damaged: its checksum does not agree with its content. Use another copy of the file.")
+        raise StoreError(
+            f"{path} is damaged: its checksum does not agree with its content. Use another copy of the file."
+        )
     return document
 
 
@@ -219,7 +247,9 @@ def _read_weights(path: Path, sha256: str) -> dict[str, Tensor]:
             "Load it yourself with torch.load(..., weights_only=True) and save the model with peel.save."
         )
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise StoreError(f"{path} is damaged or belongs to another JSON file: its checksum does not agree. Use another copy of the file.")
+        raise StoreError(
+            f"{path} is damaged or belongs to another JSON file: its checksum does not agree. Use another copy of the file."
+        )
     try:
         return load_tensors(data)
     except safetensors.SafetensorError as error:

@@ -45,7 +45,9 @@ def slim(
     if weights not in ("fresh", "inherit"):
         raise WidthsError(f'weights is "fresh" or "inherit", not {weights!r}.')
     if scores is not None and weights == "fresh":
-        raise WidthsError('scores choose which channels to keep; fresh weights keep none. Use weights="inherit".')
+        raise WidthsError(
+            'scores choose which channels to keep; fresh weights keep none. Use weights="inherit".'
+        )
     if not isinstance(graph, ChannelGraph):
         raise WidthsError(f"graph is a ChannelGraph from peel.trace, not a {type(graph).__name__}.")
     check_fits(model, graph)
@@ -54,10 +56,16 @@ def slim(
         return _slim(model, graph, units, weights == "fresh", scores)
 
 
-def _slim(model: nn.Module, graph: ChannelGraph, units: list[int], fresh: bool, scores: Mapping[str, Tensor] | None) -> nn.Module:
+def _slim(
+    model: nn.Module, graph: ChannelGraph, units: list[int], fresh: bool, scores: Mapping[str, Tensor] | None
+) -> nn.Module:
     kept = keep_best(model, graph, units, scores) if not fresh else None
     small = rebuild(model, graph, units, empty_as)
-    drawn = initialise(small) if fresh or any(new > old for new, old in zip(units, graph.units(), strict=True)) else set()
+    drawn = (
+        initialise(small)
+        if fresh or any(new > old for new, old in zip(units, graph.units(), strict=True))
+        else set()
+    )
     copy_weights(model, small, graph, kept, drawn)
     _remember(small, graph, units)
     return small
@@ -87,8 +95,12 @@ def check_fits(model: nn.Module, graph: ChannelGraph) -> None:
         layout = graph.layouts.get(name)
         shape = tuple(sum(run.length for run in runs) for runs in layout) if layout is not None else None
         if shape != tuple(tensor.shape):
-            found = "is not in it" if shape is None else f"has shape {shape} there and {tuple(tensor.shape)} here"
-            raise WidthsError(f"the graph was not traced from this model: {name} {found}. Trace this model and use its own graph.")
+            found = (
+                "is not in it" if shape is None else f"has shape {shape} there and {tuple(tensor.shape)} here"
+            )
+            raise WidthsError(
+                f"the graph was not traced from this model: {name} {found}. Trace this model and use its own graph."
+            )
 
 
 def initialise(model: nn.Module) -> set[int]:
@@ -112,12 +124,20 @@ def initialise(model: nn.Module) -> set[int]:
             for name in ("weight", "bias"):
                 fill(module, name, partial(nn.init.uniform_, a=-bound, b=bound))
         elif isinstance(module, _NormBase | nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
-            for name, value in {"weight": 1, "bias": 0, "running_mean": 0, "running_var": 1, "num_batches_tracked": 0}.items():
+            for name, value in {
+                "weight": 1,
+                "bias": 0,
+                "running_mean": 0,
+                "running_var": 1,
+                "num_batches_tracked": 0,
+            }.items():
                 fill(module, name, partial(nn.init.constant_, val=value))
     return drawn
 
 
-def copy_weights(model: nn.Module, small: nn.Module, graph: ChannelGraph, kept: Kept | None, drawn: set[int]) -> None:
+def copy_weights(
+    model: nn.Module, small: nn.Module, graph: ChannelGraph, kept: Kept | None, drawn: set[int]
+) -> None:
     """Fill the tensors of the small model from the original: the channels that are kept; or, where none are (fresh weights), whatever
     was not drawn."""
     targets = tensors_of(small)
@@ -127,7 +147,14 @@ def copy_weights(model: nn.Module, small: nn.Module, graph: ChannelGraph, kept: 
         with torch.no_grad():
             if not is_drawn:
                 # Nothing is known of how this tensor is drawn (a layer scale, a position embedding): its first channels, over again.
-                _fill_from(source, target, [torch.arange(new) % max(1, old) for new, old in zip(target.shape, source.shape, strict=True)])
+                _fill_from(
+                    source,
+                    target,
+                    [
+                        torch.arange(new) % max(1, old)
+                        for new, old in zip(target.shape, source.shape, strict=True)
+                    ],
+                )
             if kept is not None:
                 _fill_from(source, target, [kept.positions(runs) for runs in graph.layouts[name]])
 
@@ -137,10 +164,14 @@ def _fill_from(source: Tensor, target: Tensor, index: list[Tensor]) -> None:
     index = [places.to(source.device) for places in index]
     if all(bool((places >= 0).all()) for places in index):
         for axis, places in enumerate(index):
-            if len(places) != source.shape[axis] or not torch.equal(places, torch.arange(len(places), device=places.device)):
+            if len(places) != source.shape[axis] or not torch.equal(
+                places, torch.arange(len(places), device=places.device)
+            ):
                 source = source.index_select(axis, places)
         target.copy_(source)
         return
     for axis, places in enumerate(index):
         source = source.index_select(axis, places[places >= 0])
-    target[torch.meshgrid(*(torch.nonzero(places >= 0).flatten() for places in index), indexing="ij")] = source
+    target[torch.meshgrid(*(torch.nonzero(places >= 0).flatten() for places in index), indexing="ij")] = (
+        source
+    )

@@ -123,7 +123,9 @@ class _Workbench:
 
     def run(self, model: nn.Module) -> list[Tensor]:
         with torch.no_grad():
-            return [value for value in tree_leaves(model(*self.args, **self.kwargs)) if isinstance(value, Tensor)]
+            return [
+                value for value in tree_leaves(model(*self.args, **self.kwargs)) if isinstance(value, Tensor)
+            ]
 
     def sliced(self, kept: Kept, units: list[int]) -> nn.Module:
         small = rebuild(self.model, self.graph, units, empty_as)
@@ -134,7 +136,9 @@ class _Workbench:
         units = self.graph.units()
         kept = keep(self.graph, units, _random_scores(self.graph))
         difference = _difference(self.run(self.model), self.run(self.sliced(kept, units)))
-        return Check("full width", difference < self.tolerance, f"outputs are the same (difference {difference:.1e})")
+        return Check(
+            "full width", difference < self.tolerance, f"outputs are the same (difference {difference:.1e})"
+        )
 
     def cut_equals_zeroed(self, deadline: float) -> Check:
         name = "cut equals zeroed"
@@ -142,7 +146,11 @@ class _Workbench:
         if not self.graph.widths:
             return Check(name, None, "nothing can be cut")
         if not exact:
-            return Check(name, None, "no tie can be checked this way: all pass layers that take statistics over channels")
+            return Check(
+                name,
+                None,
+                "no tie can be checked this way: all pass layers that take statistics over channels",
+            )
         difference = max(self._cut(exact) for _ in range(2))
         about = f"{len(exact)} of {len(self.graph.widths)} ties, relative difference {difference:.1e}"
         if difference < self.tolerance:
@@ -185,7 +193,9 @@ class _Workbench:
             found = f"{macs:,} MACs and {params:,} parameters counted, {predicted[0]:,} and {predicted[1]:,} predicted"
             return Check(name, False, found)
         note = f" ({uncounted:,} MACs of operators without a rule are in no prediction)" if uncounted else ""
-        return Check(name, True, f"runs, output shape kept, {macs:,} MACs and {params:,} parameters as predicted{note}")
+        return Check(
+            name, True, f"runs, output shape kept, {macs:,} MACs and {params:,} parameters as predicted{note}"
+        )
 
 
 def _double(value: Any) -> Any:

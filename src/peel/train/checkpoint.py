@@ -46,7 +46,11 @@ class Checkpoints:
                 "The checkpoints before it are kept; make room and run the same command again."
             ) from error
         here = self._place(path)
-        for later in [found for found in self._found() if goes_back and self._place(found)[:2] >= here[:2] and found != path]:
+        for later in [
+            found
+            for found in self._found()
+            if goes_back and self._place(found)[:2] >= here[:2] and found != path
+        ]:
             later.unlink(missing_ok=True)
         # Files that call themselves newer are damaged or someone else's: they do not push out what is good.
         for old in [found for found in self._found() if self._place(found) <= here][self.keep :]:
@@ -66,10 +70,14 @@ class Checkpoints:
                 try:
                     if is_compressed(io.BytesIO(data)):
                         raise ValueError("compressed")
-                    state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+                    state: dict[str, Any] = torch.load(
+                        io.BytesIO(data), map_location="cpu", weights_only=True
+                    )
                     owner = state.pop("run", self.run)
                 except Exception as error:  # whatever is in it, it was not written here
-                    log.warning("%s is no checkpoint of peel (%s); an older one is used.", path, type(error).__name__)
+                    log.warning(
+                        "%s is no checkpoint of peel (%s); an older one is used.", path, type(error).__name__
+                    )
                     continue
                 if owner == self.run:
                     return state
@@ -93,7 +101,9 @@ class Checkpoints:
 
     def _found(self) -> list[Path]:
         """Newest first."""
-        return sorted((path for path in self.folder.glob("*.pt") if self._place(path)), key=self._place, reverse=True)
+        return sorted(
+            (path for path in self.folder.glob("*.pt") if self._place(path)), key=self._place, reverse=True
+        )
 
     def _place(self, path: Path) -> tuple[Any, ...]:
         """Epoch, step and checksum; nothing where it is no checkpoint of this stage."""

@@ -100,9 +100,13 @@ def init_distributed(device: torch.device) -> World:
     """The world that `torchrun` describes in the environment; alone without it."""
     if env_number("WORLD_SIZE", 1) == 1:
         return SINGLE_PROCESS
-    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    missing = [
+        name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+    ]
     if missing:
-        raise ConfigError(f"WORLD_SIZE is set, but {', '.join(missing)} is not: start several processes with torchrun or with --gpus.")
+        raise ConfigError(
+            f"WORLD_SIZE is set, but {', '.join(missing)} is not: start several processes with torchrun or with --gpus."
+        )
     if not dist.is_initialized():
         timeout = timedelta(seconds=env_number("PEEL_PATIENCE", TIMEOUT))
         # Questions and answers go from processor to processor: over NCCL each would wait until the GPU has done all its steps.
@@ -120,7 +124,11 @@ def _life() -> str:
     Its store outlives them: without a place of their own they may find the addresses of those who died, and wait for them. Agents on
     several machines do not count alike; there, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each life a store of its own.
     """
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get("GROUP_WORLD_SIZE") == "1" else "0"
+    return (
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if os.environ.get("GROUP_WORLD_SIZE") == "1"
+        else "0"
+    )
 
 
 def shutdown_distributed() -> None:

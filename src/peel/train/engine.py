@@ -58,13 +58,19 @@ class Engine:
 
     @property
     def description(self) -> str:
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        name = (
+            torch.cuda.get_device_name(self.device)
+            if self.device.type == "cuda"
+            else f"CPU, {torch.get_num_threads()} threads"
+        )
         return f"{name}, {'bfloat16' if self.bf16 else 'float32'}"
 
 
 def _workers(device: torch.device) -> int:
     """One process per core that this one may use; on a CPU fewer, as they share the cores with training."""
-    return max(1, min(24 if device.type == "cuda" else 4, count_cores() // int(env_number("LOCAL_WORLD_SIZE", 1))))
+    return max(
+        1, min(24 if device.type == "cuda" else 4, count_cores() // int(env_number("LOCAL_WORLD_SIZE", 1)))
+    )
 
 
 def make_engine(
@@ -78,9 +84,13 @@ def make_engine(
 ) -> Engine:
     """The engine for a device: `auto` takes a GPU where there is one. `deterministic` gives up speed for equal bits on a GPU."""
     if compile not in COMPILE:
-        raise ConfigError(f"compile is one of {', '.join(COMPILE)}, not {compile!r}.{did_you_mean(compile, COMPILE)}")
+        raise ConfigError(
+            f"compile is one of {', '.join(COMPILE)}, not {compile!r}.{did_you_mean(compile, COMPILE)}"
+        )
     if compile == "on" and (deterministic or sync_bn):
-        raise ConfigError("a network that is compiled is neither deterministic nor has it batch norms over all processes: choose one.")
+        raise ConfigError(
+            "a network that is compiled is neither deterministic nor has it batch norms over all processes: choose one."
+        )
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(f"accumulate must be a whole number of at least 1, not {accumulate!r}.")
     if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 0):
@@ -109,7 +119,9 @@ def make_engine(
     torch.use_deterministic_algorithms(deterministic, warn_only=deterministic)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        return replace(common, bf16=torch.cuda.is_bf16_supported(including_emulation=False), pad_channels=True)
+        return replace(
+            common, bf16=torch.cuda.is_bf16_supported(including_emulation=False), pad_channels=True
+        )
     return replace(
         common,
         bf16=torch.cuda.is_bf16_supported(including_emulation=False),

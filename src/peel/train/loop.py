@@ -72,7 +72,10 @@ def fit(
             f"Choose a batch size of at most {train.size}."
         )
     if recipe.retries and checkpoints is None:
-        log.warning("retries %d: there is no folder to go back to, so a training that diverges ends; name one with output.", recipe.retries)
+        log.warning(
+            "retries %d: there is no folder to go back to, so a training that diverges ends; name one with output.",
+            recipe.retries,
+        )
     engine.prepare(model)
     slower = 1.0
     with defer_signals():
@@ -83,7 +86,17 @@ def fit(
             if watcher is not None:
                 watcher.begin(start.history)
             try:
-                return _epochs(training, start, train, steps, seed, test, Pauses(checkpoint_seconds, epoch_seconds), watcher, each_epoch)
+                return _epochs(
+                    training,
+                    start,
+                    train,
+                    steps,
+                    seed,
+                    test,
+                    Pauses(checkpoint_seconds, epoch_seconds),
+                    watcher,
+                    each_epoch,
+                )
             except DivergedError as error:
                 slower = start.slower / 2
                 if slower < 0.5**recipe.retries or checkpoints is None:
@@ -112,10 +125,14 @@ def _epochs(
         view = View.of_epoch(recipe.augment, seed, epoch)
         began = time.perf_counter()
         stop = None
-        for step, batch in enumerate(train.batches(order, training.part_size, view, engine.device, engine.workers), start_step):
+        for step, batch in enumerate(
+            train.batches(order, training.part_size, view, engine.device, engine.workers), start_step
+        ):
             done = epoch * steps + step
             rate = recipe.rate(done, steps) * start.slower
-            training.running(batch._replace(images=fault(done, batch.images)), rate, recipe.epochs * steps - done)
+            training.running(
+                batch._replace(images=fault(done, batch.images)), rate, recipe.epochs * steps - done
+            )
             if watcher is not None:
                 watcher.step(done + 1, recipe.epochs * steps, recipe.batch_size)
             is_last = step + 1 == steps
@@ -145,7 +162,10 @@ def _epochs(
             asdict(scores) if scores is not None else None,
             seconds,
             steps * recipe.batch_size / max(seconds, 1e-9),
-            {**(each_epoch(model) if each_epoch is not None else {}), **({"slower": start.slower} if start.slower < 1 else {})},
+            {
+                **(each_epoch(model) if each_epoch is not None else {}),
+                **({"slower": start.slower} if start.slower < 1 else {}),
+            },
         )
         history.append(record)
         training.clear_sums()
@@ -162,7 +182,9 @@ def _epochs(
     return history
 
 
-def evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int | None = None, *, stop_early: bool = False) -> Metrics:
+def evaluate(
+    model: nn.Module, split: Split, engine: Engine, batch_size: int | None = None, *, stop_early: bool = False
+) -> Metrics:
     """Cross entropy, top-1 and top-5 over every image of the split, each counted once, by one process or shared among several.
 
     With `stop_early`, a signal that asks to stop is an exception (`Stopped`) after the batch at hand, in all processes when one has got
@@ -172,7 +194,9 @@ def evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int | N
     was_training = model.training
     model.eval()
     try:
-        return retry_on_oom(lambda size: _evaluated(model, split, engine, size, stop_early), size, engine.device)
+        return retry_on_oom(
+            lambda size: _evaluated(model, split, engine, size, stop_early), size, engine.device
+        )
     finally:
         model.train(was_training)
 

@@ -27,7 +27,9 @@ def eval_batch_size(shape: tuple[int, int, int]) -> int:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether it says that there is no memory left: what a GPU lacks has an error of its own, what a CPU lacks only its words."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and "CPUAllocator" in str(error))
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "CPUAllocator" in str(error)
+    )
 
 
 def retry_on_oom(work: Callable[[int], T], size: int, device: torch.device) -> T:

@@ -93,9 +93,13 @@ class Recipe:
                 f"augment is one of {', '.join(AUGMENTATIONS)}, not {self.augment!r}.{did_you_mean(self.augment, AUGMENTATIONS)}"
             )
         if self.schedule not in SCHEDULES:
-            raise ConfigError(f"schedule is one of {', '.join(SCHEDULES)}, not {self.schedule!r}.{did_you_mean(self.schedule, SCHEDULES)}")
+            raise ConfigError(
+                f"schedule is one of {', '.join(SCHEDULES)}, not {self.schedule!r}.{did_you_mean(self.schedule, SCHEDULES)}"
+            )
         if any(not 0 < part < 1 for part in self.milestones):
-            raise ConfigError(f"milestones are parts of the schedule between 0 and 1, not {self.milestones!r}.")
+            raise ConfigError(
+                f"milestones are parts of the schedule between 0 and 1, not {self.milestones!r}."
+            )
 
     def rate(self, step: int, steps_per_epoch: int) -> float:
         """The learning rate of a step, counted from 0 over the whole training."""
@@ -134,8 +138,12 @@ RECIPES: Mapping[str, Recipe] = {
     "cifar-backbone": replace(_CIFAR, epochs=50),
     "cifar-steps": replace(_CIFAR, schedule="steps"),
     # A short one for large batches: what a GPU does in seconds.
-    "cifar-fast": Recipe(epochs=30, batch_size=512, lr=0.4, weight_decay=5e-4, warmup_epochs=3, label_smoothing=0.1),
-    "cifar-fast-backbone": Recipe(epochs=10, batch_size=512, lr=0.4, weight_decay=5e-4, warmup_epochs=1, label_smoothing=0.1),
+    "cifar-fast": Recipe(
+        epochs=30, batch_size=512, lr=0.4, weight_decay=5e-4, warmup_epochs=3, label_smoothing=0.1
+    ),
+    "cifar-fast-backbone": Recipe(
+        epochs=10, batch_size=512, lr=0.4, weight_decay=5e-4, warmup_epochs=1, label_smoothing=0.1
+    ),
     # The embedded default: seconds on two cores. Digits must not be mirrored.
     "digits": Recipe(epochs=20, batch_size=64, lr=0.1, weight_decay=5e-4),
     "digits-backbone": Recipe(epochs=12, batch_size=64, lr=0.1, weight_decay=5e-4),
@@ -143,7 +151,11 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 #: Recipe -> the one that its backbone is trained with.
-_BACKBONES = {"imagenet-resnet": "imagenet-backbone", "imagenet-mobilenet": "imagenet-mobilenet-backbone", "cifar-steps": "cifar-backbone"}
+_BACKBONES = {
+    "imagenet-resnet": "imagenet-backbone",
+    "imagenet-mobilenet": "imagenet-mobilenet-backbone",
+    "cifar-steps": "cifar-backbone",
+}
 
 
 def backbone_recipe(name: str) -> Recipe:
@@ -157,5 +169,7 @@ def backbone_recipe(name: str) -> Recipe:
 
 def named_recipe(name: str) -> Recipe:
     if name not in RECIPES:
-        raise ConfigError(f"no recipe is called {name!r}.{did_you_mean(name, RECIPES)} Known are {', '.join(RECIPES)}.")
+        raise ConfigError(
+            f"no recipe is called {name!r}.{did_you_mean(name, RECIPES)} Known are {', '.join(RECIPES)}."
+        )
     return RECIPES[name]

@@ -105,7 +105,9 @@ def _signals_told() -> Iterator[Callable[[float], int | None]]:
 
 def _end_here(number: int) -> None:
     if is_main_process():
-        sys.stderr.write(f"stopped by {signal.Signals(number).name} before the processes had met; the same command begins again.\n")
+        sys.stderr.write(
+            f"stopped by {signal.Signals(number).name} before the processes had met; the same command begins again.\n"
+        )
         sys.stderr.flush()
     os._exit(128 + number)
 
@@ -125,7 +127,9 @@ def handle_signals() -> Iterator[None]:
             complain(dropped)
             return
         number = dropped.exc_value.signal_number
-        threading.Timer(0.05, lambda: None if _listeners or not _received else os.kill(os.getpid(), number)).start()
+        threading.Timer(
+            0.05, lambda: None if _listeners or not _received else os.kill(os.getpid(), number)
+        ).start()
 
     _received.clear()
     sys.unraisablehook = tell_again

@@ -54,7 +54,9 @@ def part_size(recipe: Recipe, engine: Engine) -> int:
         )
     size = recipe.batch_size // processes
     if engine.accumulation_steps > size:
-        raise ConfigError(f"{size} images cannot go through in {engine.accumulation_steps} micro-batches. Choose at most {size}.")
+        raise ConfigError(
+            f"{size} images cannot go through in {engine.accumulation_steps} micro-batches. Choose at most {size}."
+        )
     return size
 
 
@@ -62,9 +64,21 @@ class Training:
     """The state of a training, and keeping it."""
 
     def __init__(
-        self, model: nn.Module, objective: Objective, recipe: Recipe, engine: Engine, checkpoints: Checkpoints | None, steps: int
+        self,
+        model: nn.Module,
+        objective: Objective,
+        recipe: Recipe,
+        engine: Engine,
+        checkpoints: Checkpoints | None,
+        steps: int,
     ) -> None:
-        self.model, self.recipe, self.engine, self.checkpoints, self.steps = model, recipe, engine, checkpoints, steps
+        self.model, self.recipe, self.engine, self.checkpoints, self.steps = (
+            model,
+            recipe,
+            engine,
+            checkpoints,
+            steps,
+        )
         self.world = engine.world
         self.part_size = part_size(recipe, engine)
         self.running = Step(model, objective, recipe, engine)
@@ -91,7 +105,9 @@ class Training:
         seconds_per_step = max((moment - last_moment) / (step - last_step), 1e-9)
         self.last_ask = step, moment
         self.next_ask = step + max(1, min(ASK_STEPS, int(ASK_SECONDS / seconds_per_step)))
-        return next((stop for stop, _, _ in answers if stop is not None), None), is_due and self.checkpoints is not None
+        return next(
+            (stop for stop, _, _ in answers if stop is not None), None
+        ), is_due and self.checkpoints is not None
 
     def means(self, steps: int) -> dict[str, float]:
         sums = self.running.sums
@@ -112,13 +128,26 @@ class Training:
             is_good = bool(torch.stack([torch.isfinite(tensor).all() for tensor in self.finite]).all())
         if self.world.any(not is_good):
             is_kept = self.checkpoints is not None and self.checkpoints.exist()
-            kept = f" The last good checkpoint is kept in {self.checkpoints.folder}." if is_kept and self.checkpoints is not None else ""
+            kept = (
+                f" The last good checkpoint is kept in {self.checkpoints.folder}."
+                if is_kept and self.checkpoints is not None
+                else ""
+            )
             raise DivergedError(
                 f"the loss is no finite number any more (epoch {epoch + 1}, step {step + 1}).{kept} A lower lr, more warm-up epochs, or "
                 "a look at the images usually helps."
             )
 
-    def keep(self, epoch: int, step: int, history: list[Epoch], seconds: float, slower: float, *, goes_back: bool = False) -> None:
+    def keep(
+        self,
+        epoch: int,
+        step: int,
+        history: list[Epoch],
+        seconds: float,
+        slower: float,
+        *,
+        goes_back: bool = False,
+    ) -> None:
         """Write a checkpoint."""
         if self.checkpoints is None:
             return
@@ -144,8 +173,13 @@ class Training:
         """What each process has for itself: random numbers, statistics of norm layers between the ends of epochs, and buffers that are no
         part of the network's own state.
         """
-        buffers = dict(self.model.named_buffers()) if self.world.size > 1 else non_persistent_buffers(self.model)
-        return {**get_rng_state(self.engine.device), "buffers": {name: value.cpu() for name, value in buffers.items()}}
+        buffers = (
+            dict(self.model.named_buffers()) if self.world.size > 1 else non_persistent_buffers(self.model)
+        )
+        return {
+            **get_rng_state(self.engine.device),
+            "buffers": {name: value.cpu() for name, value in buffers.items()},
+        }
 
     def start(self, slower: float) -> Start:
         """Begin, or go on from the newest checkpoint, with the rate as much slower as it says, or more."""
@@ -157,14 +191,20 @@ class Training:
         return where
 
     def _resume(self, slower: float) -> Start:
-        state = self.world.broadcast(self.checkpoints.newest() if self.checkpoints is not None and self.world.is_main_process else None)
+        state = self.world.broadcast(
+            self.checkpoints.newest() if self.checkpoints is not None and self.world.is_main_process else None
+        )
         if state is None:
             if self.recipe.retries:
                 # Somewhere to go back to.
                 self.keep(0, 0, [], 0.0, slower)
             return Start(slower=slower)
         assert self.checkpoints is not None
-        if "steps" not in state or not isinstance(state["optimiser"], dict) or "random of python" not in state["own"][0]:
+        if (
+            "steps" not in state
+            or not isinstance(state["optimiser"], dict)
+            or "random of python" not in state["own"][0]
+        ):
             raise CorruptFileError(
                 f"the newest checkpoint in {self.checkpoints.folder} is not as this version of peel writes it. "
                 "Go on with the version that wrote it, or start anew with another --output."
@@ -179,11 +219,17 @@ class Training:
         self.running.set_momenta(state["optimiser"])
         begins_anew = state["steps"] != self.steps and state["step"] > 0
         if begins_anew:
-            log.warning("an epoch has %d steps now, not %d: the one that was running begins anew.", self.steps, state["steps"])
+            log.warning(
+                "an epoch has %d steps now, not %d: the one that was running begins anew.",
+                self.steps,
+                state["steps"],
+            )
             state.update(step=0, seconds=0.0, sums={})
         for name, value in state["sums"].items():
             # They were added up over all processes.
-            self.running.sums[name] = (value if self.world.is_main_process else torch.zeros_like(value)).to(self.engine.device)
+            self.running.sums[name] = (value if self.world.is_main_process else torch.zeros_like(value)).to(
+                self.engine.device
+            )
         own = state["own"][self.world.rank]
         set_rng_state(own, self.engine.device)
         for name, value in self.model.named_buffers():

@@ -40,7 +40,9 @@ class _Loss(nn.Module):
         self.model = model
         self.objective = objective
 
-    def forward(self, images: Tensor, labels: Tensor, answers: Tensor | None) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    def forward(
+        self, images: Tensor, labels: Tensor, answers: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         losses = self.objective(self.model, Batch(images, labels, answers))
         return losses.total, losses.terms, losses.logits
 
@@ -60,7 +62,9 @@ class _Before:
             alike: dict[torch.dtype, list[Tensor]] = {}
             for buffer in self.network.buffers():
                 alike.setdefault(buffer.dtype, []).append(buffer)
-            self.pairs = [(buffers, [torch.empty_like(buffer) for buffer in buffers]) for buffers in alike.values()]
+            self.pairs = [
+                (buffers, [torch.empty_like(buffer) for buffer in buffers]) for buffers in alike.values()
+            ]
         for buffers, copies in self.pairs:
             torch._foreach_copy_(copies, buffers)
 
@@ -152,7 +156,11 @@ class Step:
             share = len(part.images) / len(batch.images)
             # Gradients travel once, with the last part.
             is_last = number + 1 == self.parts
-            quiet = self.loss.no_sync() if isinstance(self.loss, DistributedDataParallel) and not is_last else contextlib.nullcontext()
+            quiet = (
+                self.loss.no_sync()
+                if isinstance(self.loss, DistributedDataParallel) and not is_last
+                else contextlib.nullcontext()
+            )
             with quiet, self.engine.sync_batch_norm():
                 with self.engine.autocast():
                     total, terms, scores = self.loss(*part)
@@ -170,7 +178,10 @@ class Step:
         """The loss, with gradients shared among all processes."""
         # Statistics of norm layers are brought together at the end of an epoch, not at every step. The argument was renamed.
         sync = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_ARGUMENTS else "broadcast_buffers"
-        options: dict[str, Any] = {sync: False, "device_ids": [self.engine.device] if self.engine.device.type == "cuda" else None}
+        options: dict[str, Any] = {
+            sync: False,
+            "device_ids": [self.engine.device] if self.engine.device.type == "cuda" else None,
+        }
         buffers = {name: buffer.clone() for name, buffer in self.loss.named_buffers()}
         # A head that only runs to be ignored, as of networks with auxiliary ones, would be waited for otherwise.
         # Random paths may differ between processes, but whether the gradients are asked for must not.
@@ -248,7 +259,11 @@ class Step:
         torch._dynamo.reset()
         self.is_compiled = False
         self._forget_recording()
-        log.warning("the network cannot be compiled and runs as it is (%s: %s).", type(error).__name__, " ".join(str(error).split())[:200])
+        log.warning(
+            "the network cannot be compiled and runs as it is (%s: %s).",
+            type(error).__name__,
+            " ".join(str(error).split())[:200],
+        )
 
     def _halve(self, size: int) -> None:
         """Memory is short: twice as many parts of half the size, the same batch."""
@@ -294,14 +309,21 @@ class Step:
 
     @torch.no_grad()
     def _add(self, losses: Losses, labels: Tensor, share: float) -> None:
-        parts = {"loss": losses.total, **losses.terms, "top1": (losses.logits.argmax(1) == labels).float().mean()}
+        parts = {
+            "loss": losses.total,
+            **losses.terms,
+            "top1": (losses.logits.argmax(1) == labels).float().mean(),
+        }
         for name, value in parts.items():
             if name not in self.sums:
                 self.sums[name] = torch.zeros((), dtype=torch.float64, device=value.device)
             self.sums[name].add_(value.detach() * share)
 
     def momenta(self) -> dict[str, Tensor | None]:
-        return {name: self.optimiser.state[parameter].get("momentum_buffer") for name, parameter in self._trained()}
+        return {
+            name: self.optimiser.state[parameter].get("momentum_buffer")
+            for name, parameter in self._trained()
+        }
 
     def set_momenta(self, momenta: dict[str, Tensor | None]) -> None:
         if all(momentum is None for momentum in momenta.values()):
@@ -309,11 +331,17 @@ class Step:
         for name, parameter in self._trained():
             momentum = momenta.get(name)
             # In the memory order of the parameter, as the optimiser itself makes it; a fused one wants it of all parameters or of none.
-            kept = torch.zeros_like(parameter) if momentum is None else torch.empty_like(parameter).copy_(momentum)
+            kept = (
+                torch.zeros_like(parameter)
+                if momentum is None
+                else torch.empty_like(parameter).copy_(momentum)
+            )
             self.optimiser.state[parameter]["momentum_buffer"] = kept
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        return [
+            (name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad
+        ]
 
 
 def _optimiser(model: nn.Module, recipe: Recipe, engine: Engine, replays: bool) -> torch.optim.SGD:
@@ -321,12 +349,19 @@ def _optimiser(model: nn.Module, recipe: Recipe, engine: Engine, replays: bool) 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decayed = [parameter for parameter in trained if parameter.ndim > 1 or recipe.decay_norms]
     others = [parameter for parameter in trained if parameter.ndim <= 1 and not recipe.decay_norms]
-    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": recipe.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     # A recorded step reads the rate from the device.
     rate: Any = torch.tensor(recipe.lr, device=engine.device) if replays else recipe.lr
     fused = True if engine.device.type == "cuda" else None
     return torch.optim.SGD(
-        [group for group in groups if group["params"]], lr=rate, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=fused
+        [group for group in groups if group["params"]],
+        lr=rate,
+        momentum=recipe.momentum,
+        nesterov=recipe.nesterov,
+        fused=fused,
     )
 
 

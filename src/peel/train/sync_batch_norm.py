@@ -21,7 +21,11 @@ class SyncBatchNormMode(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is F.batch_norm:
             return _joint_batch_norm(*args, **(kwargs or {}))

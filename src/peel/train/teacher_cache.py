@@ -50,7 +50,11 @@ class LogitCache:
 
     def ask(self, split: Split, order: Tensor, rows: Tensor, view: View) -> None:
         """Let the teacher answer what is not known yet about these images, seen in this view."""
-        retry_on_oom(lambda size: self._ask(split, order, rows, view, size), eval_batch_size(split.shape), self.engine.device)
+        retry_on_oom(
+            lambda size: self._ask(split, order, rows, view, size),
+            eval_batch_size(split.shape),
+            self.engine.device,
+        )
 
     @torch.inference_mode()
     def _ask(self, split: Split, order: Tensor, rows: Tensor, view: View, size: int) -> None:
@@ -73,8 +77,17 @@ class LogitCache:
             known = kept["known"] & ~self.known
             self.scores[known] = kept["scores"][known].to(self.scores.dtype)
             self.known |= known
-        except (OSError, KeyError, RuntimeError, ValueError, IndexError, safetensors.SafetensorError) as error:
-            log.warning("the answers of the teacher in %s cannot be read (%s); it is asked again.", path, error)
+        except (
+            OSError,
+            KeyError,
+            RuntimeError,
+            ValueError,
+            IndexError,
+            safetensors.SafetensorError,
+        ) as error:
+            log.warning(
+                "the answers of the teacher in %s cannot be read (%s); it is asked again.", path, error
+            )
 
     def save(self) -> None:
         """Write them down, together with what others kept meanwhile, where they are to be kept."""
@@ -84,10 +97,14 @@ class LogitCache:
         try:
             write_bytes(self.path, safetensors.torch.save({"scores": self.scores, "known": self.known}))
         except OSError as error:
-            log.warning("the answers of the teacher could not be kept in %s: %s", self.path.parent, error.strerror)
+            log.warning(
+                "the answers of the teacher could not be kept in %s: %s", self.path.parent, error.strerror
+            )
 
     @staticmethod
-    def name_of(teacher: nn.Module, split: InMemoryImages, augment: str, engine: Engine, code: str = "") -> str:
+    def name_of(
+        teacher: nn.Module, split: InMemoryImages, augment: str, engine: Engine, code: str = ""
+    ) -> str:
         """A file name that tells teachers, images and views apart. `code` is what the teacher computes with its weights."""
         tensors = (*teacher.state_dict().values(), *non_persistent_buffers(teacher).values())
         settings = f"{augment} {split.shape} {split.mean} {split.std} {engine.bf16} {code}"
@@ -127,20 +144,36 @@ class CachedTeacher:
     def subset(self, index: Tensor) -> Split:
         return self.split.subset(index)
 
-    def batches(self, order: Tensor, batch_size: int, view: View, device: torch.device, workers: int = 0) -> Iterator[Batch]:
+    def batches(
+        self, order: Tensor, batch_size: int, view: View, device: torch.device, workers: int = 0
+    ) -> Iterator[Batch]:
         if len(order) == 0:
             return
         places = order.to(self.answers.scores.device)
         height = self.shape[1]
-        numbers = draw_windows(places, view, height).numbers(padding_of(height)) if self.answers.views > 1 else torch.zeros_like(places)
+        numbers = (
+            draw_windows(places, view, height).numbers(padding_of(height))
+            if self.answers.views > 1
+            else torch.zeros_like(places)
+        )
         rows = places * self.answers.views + numbers
         self.answers.ask(self.split, order, rows, view)
-        for batch, row in zip(self.split.batches(order, batch_size, view, device, workers), torch.split(rows, batch_size), strict=True):
+        for batch, row in zip(
+            self.split.batches(order, batch_size, view, device, workers),
+            torch.split(rows, batch_size),
+            strict=True,
+        ):
             yield batch._replace(teacher_logits=self.answers.scores[row].float())
 
 
 def make_logit_cache(
-    teacher: nn.Module, split: Split, augment: str, classes: int, engine: Engine, folder: Path | None = None, code: str = ""
+    teacher: nn.Module,
+    split: Split,
+    augment: str,
+    classes: int,
+    engine: Engine,
+    folder: Path | None = None,
+    code: str = "",
 ) -> LogitCache | None:
     """A table for this teacher and these images; None where views cannot be counted, or it is too large.
 

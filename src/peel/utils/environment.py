@@ -30,7 +30,9 @@ def env_number(variable: str, default: float) -> float:
     except ValueError:
         value = -1.0
     if not 0 < value < float("inf"):
-        raise ConfigError(f"the variable {variable} is {text!r}: it must be a number above zero. Set another one, or unset it.")
+        raise ConfigError(
+            f"the variable {variable} is {text!r}: it must be a number above zero. Set another one, or unset it."
+        )
     return value
 
 

@@ -53,7 +53,9 @@ def name_missing_space(path: Path, needed: int) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         free = shutil.disk_usage(path.parent).free
-        raise OSError(error.errno, f"{error.strerror} ({needed:,} bytes are needed, {free:,} are free)", str(path)) from error
+        raise OSError(
+            error.errno, f"{error.strerror} ({needed:,} bytes are needed, {free:,} are free)", str(path)
+        ) from error
 
 
 def is_compressed(file: IO[bytes]) -> bool:

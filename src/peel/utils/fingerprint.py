@@ -15,7 +15,9 @@ def fingerprint(parts: Iterable[str | bytes | Tensor]) -> str:
     """Sixteen digits of the SHA-256 of all parts, one after the other; a tensor counts by its numbers, wherever it lies."""
     digest = hashlib.sha256()
     for part in parts:
-        digest.update(part if isinstance(part, bytes) else part.encode() if isinstance(part, str) else _bytes_of(part))
+        digest.update(
+            part if isinstance(part, bytes) else part.encode() if isinstance(part, str) else _bytes_of(part)
+        )
     return digest.hexdigest()[:16]
 
 

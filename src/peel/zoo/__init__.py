@@ -73,7 +73,9 @@ def find(reference: str) -> ModelSpec:
         source, name = "", reference
     elif source not in (CIFAR, TORCHVISION, TIMM):
         if not source or not name:
-            raise ModelError(f"{reference!r} is not a reference; write package.module:callable or path/to/file.py:callable.")
+            raise ModelError(
+                f"{reference!r} is not a reference; write package.module:callable or path/to/file.py:callable."
+            )
         return ModelSpec("user", reference, (3, 224, 224))
     from .cifar import CIFAR_MODELS
 
@@ -99,7 +101,9 @@ def find(reference: str) -> ModelSpec:
     )
 
 
-def create(reference: str, *, num_classes: int | None = None, pretrained: bool = False, **arguments: Any) -> nn.Module:
+def create(
+    reference: str, *, num_classes: int | None = None, pretrained: bool = False, **arguments: Any
+) -> nn.Module:
     """The model that a name or reference leads to. It remembers where it came from, so that `peel.load` can build it again.
 
     >>> create("cifar_resnet20", num_classes=10)
@@ -135,7 +139,9 @@ def _build(spec: ModelSpec, pretrained: bool, arguments: dict[str, Any]) -> nn.M
 
         if spec.name in ("inception_v3", "googlenet") and not pretrained:
             arguments.setdefault("init_weights", False)
-        model = torchvision.models.get_model(spec.name, weights="DEFAULT" if pretrained else None, **arguments)
+        model = torchvision.models.get_model(
+            spec.name, weights="DEFAULT" if pretrained else None, **arguments
+        )
     else:
         import timm
 
@@ -154,10 +160,14 @@ def _call(reference: str, arguments: dict[str, Any]) -> nn.Module:
             raise ModelError(f"{place} has no {name!r}.{hint}")
         target = getattr(target, part)
     try:
-        model = target if isinstance(target, nn.Module) else target(**arguments) if callable(target) else target
+        model = (
+            target if isinstance(target, nn.Module) else target(**arguments) if callable(target) else target
+        )
     except Exception as error:
         given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-        raise ModelError(f"{reference}: calling it with ({given}) raised {type(error).__name__}: {error}") from error
+        raise ModelError(
+            f"{reference}: calling it with ({given}) raised {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"{reference} gave a {type(model).__name__}, not a torch.nn.Module.")
     return model

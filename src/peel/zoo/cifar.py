@@ -20,7 +20,9 @@ class _BasicBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(outputs)
         self.shortcut = nn.Sequential()
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         out = F.relu(self.bn1(self.conv1(x)))
@@ -67,7 +69,11 @@ class CifarVGG(nn.Module):
             if outputs == 0:
                 layers.append(nn.MaxPool2d(2))
                 continue
-            layers += [nn.Conv2d(inputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+            layers += [
+                nn.Conv2d(inputs, outputs, 3, 1, 1, bias=False),
+                nn.BatchNorm2d(outputs),
+                nn.ReLU(inplace=True),
+            ]
             inputs = outputs
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Linear(512, num_classes)
@@ -109,7 +115,15 @@ def _mobilenet_v2_32(num_classes: int = 10) -> nn.Module:
     """MobileNetV2 with the stride of its stem and of its first strided block taken out."""
     from torchvision.models import MobileNetV2
 
-    settings = [[1, 16, 1, 1], [6, 24, 2, 1], [6, 32, 3, 2], [6, 64, 4, 2], [6, 96, 3, 1], [6, 160, 3, 2], [6, 320, 1, 1]]
+    settings = [
+        [1, 16, 1, 1],
+        [6, 24, 2, 1],
+        [6, 32, 3, 2],
+        [6, 64, 4, 2],
+        [6, 96, 3, 1],
+        [6, 160, 3, 2],
+        [6, 320, 1, 1],
+    ]
     model: nn.Module = MobileNetV2(num_classes=num_classes, inverted_residual_setting=settings)
     stem: nn.Conv2d = model.get_submodule("features.0.0")  # type: ignore[assignment]
     stem.stride = (1, 1)

@@ -10,7 +10,9 @@ from ..axes import constant
 from ..interpreter import Interpreter, Rule, Value
 
 
-def _attention(interpreter: Interpreter, node: Node, query: Value, key: Value, value: Value, *rest: Any, **options: Any) -> Value:
+def _attention(
+    interpreter: Interpreter, node: Node, query: Value, key: Value, value: Value, *rest: Any, **options: Any
+) -> Value:
     reason = f"{interpreter.describe(node)}: channels of attention heads"
     for tensor in (query, key, value):
         for axis in tensor:
@@ -22,7 +24,9 @@ def _attention(interpreter: Interpreter, node: Node, query: Value, key: Value, v
     return tuple(constant(size, reason) for size in shape)
 
 
-def _index(interpreter: Interpreter, node: Node, value: Value, indices: list[Value | None], *rest: Any) -> Value:
+def _index(
+    interpreter: Interpreter, node: Node, value: Value, indices: list[Value | None], *rest: Any
+) -> Value:
     """Leading axes that are not indexed pass; once a tensor indexes an axis, that one and those it moves are fixed."""
     shape = interpreter.shape(node)
     indexed = [place for place, index in enumerate(indices) if index is not None]

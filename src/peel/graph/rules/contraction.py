@@ -56,7 +56,11 @@ def _conv(
     elif groups == axis_size(channels):
         times = axis_size(outputs) // groups
         solver.fix(weight[1], "one input channel per filter")
-        solver.unify(outputs, tuple(Segment(atom, inner * times) for atom, inner in expand(channels)), f"depthwise {cause}")
+        solver.unify(
+            outputs,
+            tuple(Segment(atom, inner * times) for atom, inner in expand(channels)),
+            f"depthwise {cause}",
+        )
     else:
         for row in _rows(interpreter, channels, groups, cause):
             solver.unify(row, weight[1], f"grouped {cause}")
@@ -112,7 +116,9 @@ def _conv_transpose(
     return (*value[: -rank - 1], outputs, *_spatial(interpreter, node, value, rank))
 
 
-def _linear(interpreter: Interpreter, node: Node, value: Value, weight: Value, bias: Value | None = None) -> Value:
+def _linear(
+    interpreter: Interpreter, node: Node, value: Value, weight: Value, bias: Value | None = None
+) -> Value:
     cause = interpreter.describe(node)
     interpreter.solver.unify(value[-1], weight[1], cause)
     interpreter.contract(node, weight, 1)
@@ -144,7 +150,9 @@ def _matmul(interpreter: Interpreter, node: Node, first: Value, second: Value) -
     return (*batch, *rows, *columns)
 
 
-def _addmm(interpreter: Interpreter, node: Node, bias: Value, first: Value, second: Value, **options: Any) -> Value:
+def _addmm(
+    interpreter: Interpreter, node: Node, bias: Value, first: Value, second: Value, **options: Any
+) -> Value:
     result = _matmul(interpreter, node, first, second)
     for place in range(-len(bias), 0):
         if axis_size(bias[place]) > 1:
@@ -152,12 +160,18 @@ def _addmm(interpreter: Interpreter, node: Node, bias: Value, first: Value, seco
     return result
 
 
-def _einsum(interpreter: Interpreter, node: Node, equation: str, values: list[Value], **options: Any) -> Value:
+def _einsum(
+    interpreter: Interpreter, node: Node, equation: str, values: list[Value], **options: Any
+) -> Value:
     """Axes of one letter are one axis; a letter that is summed over is fixed."""
     left, right = equation.replace(" ", "").split("->")
     terms = left.split(",")
     cause = interpreter.describe(node)
-    if "." in equation or len(terms) > 2 or any(len(term) != len(value) for term, value in zip(terms, values, strict=True)):
+    if (
+        "." in equation
+        or len(terms) > 2
+        or any(len(term) != len(value) for term, value in zip(terms, values, strict=True))
+    ):
         raise NotImplementedError(equation)
     axis_of: dict[str, Axis] = {}
     for term, value in zip(terms, values, strict=True):

@@ -100,7 +100,9 @@ def _group_norm(
     return value
 
 
-def _weight_norm(interpreter: Interpreter, node: Node, direction: Value, magnitude: Value, dim: int = 0) -> Value:
+def _weight_norm(
+    interpreter: Interpreter, node: Node, direction: Value, magnitude: Value, dim: int = 0
+) -> Value:
     """A weight as direction times magnitude: the norm runs over every axis but one."""
     for place, (axis, own) in enumerate(zip(direction, magnitude, strict=True)):
         if axis_size(own) > 1:

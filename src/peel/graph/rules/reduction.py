@@ -17,19 +17,33 @@ def _places(dims: Any, rank: int) -> list[int]:
     return [dim % rank for dim in (dims if isinstance(dims, list | tuple) else [dims])]
 
 
-def _reduce(interpreter: Interpreter, node: Node, value: Value, dims: Any = None, keepdim: bool = False, **options: Any) -> Value:
+def _reduce(
+    interpreter: Interpreter,
+    node: Node,
+    value: Value,
+    dims: Any = None,
+    keepdim: bool = False,
+    **options: Any,
+) -> Value:
     if isinstance(dims, bool):
         dims, keepdim = None, dims
     places = _places(dims, len(value))
     for place in places:
-        interpreter.solver.mark_inexact(value[place], f"{interpreter.describe(node)} reduces over the channels")
+        interpreter.solver.mark_inexact(
+            value[place], f"{interpreter.describe(node)} reduces over the channels"
+        )
     if keepdim:
         return tuple(constant(1) if i in places else axis for i, axis in enumerate(value))
     return tuple(axis for i, axis in enumerate(value) if i not in places)
 
 
 def _reduce_pair(
-    interpreter: Interpreter, node: Node, value: Value, dims: Any = None, keepdim: bool = False, **options: Any
+    interpreter: Interpreter,
+    node: Node,
+    value: Value,
+    dims: Any = None,
+    keepdim: bool = False,
+    **options: Any,
 ) -> tuple[Value, Value]:
     result = _reduce(interpreter, node, value, dims, options.get("keepdim", keepdim))
     return result, result
@@ -45,12 +59,20 @@ def _max(interpreter: Interpreter, node: Node, value: Value, *rest: Any) -> Any:
 
 
 def _vector_norm(
-    interpreter: Interpreter, node: Node, value: Value, order: Any = 2, dims: Any = None, keepdim: bool = False, **options: Any
+    interpreter: Interpreter,
+    node: Node,
+    value: Value,
+    order: Any = 2,
+    dims: Any = None,
+    keepdim: bool = False,
+    **options: Any,
 ) -> Value:
     return _reduce(interpreter, node, value, dims, keepdim)
 
 
-def _softmax(interpreter: Interpreter, node: Node, value: Value, dim: int, *rest: Any, **options: Any) -> Value:
+def _softmax(
+    interpreter: Interpreter, node: Node, value: Value, dim: int, *rest: Any, **options: Any
+) -> Value:
     interpreter.solver.mark_inexact(value[dim], f"{interpreter.describe(node)} runs over the channels")
     return value
 
@@ -76,7 +98,10 @@ def _resample(rank: int) -> Any:
 _POOLS = ("avg_pool", "max_pool", "adaptive_avg_pool", "adaptive_max_pool")
 
 RULES: dict[str, Rule] = {
-    **{f"aten::{name}": _reduce for name in ("mean", "sum", "amax", "amin", "prod", "logsumexp", "all", "any", "std", "var", "argmax")},
+    **{
+        f"aten::{name}": _reduce
+        for name in ("mean", "sum", "amax", "amin", "prod", "logsumexp", "all", "any", "std", "var", "argmax")
+    },
     **{f"aten::{name}": _reduce_pair for name in ("var_mean", "std_mean")},
     "aten::max": _max,
     "aten::linalg_vector_norm": _vector_norm,

@@ -81,14 +81,19 @@ def _expand(interpreter: Interpreter, node: Node, value: Value, *rest: Any, **op
     """Axes of length 1 are stretched to a length that is not known to be tied to anything yet."""
     shape = interpreter.shape(node)
     aligned: list[Axis] = [constant(1)] * (len(shape) - len(value)) + list(value)
-    result = tuple(axis if axis_size(axis) == size else unknown(size) for axis, size in zip(aligned, shape, strict=True))
+    result = tuple(
+        axis if axis_size(axis) == size else unknown(size) for axis, size in zip(aligned, shape, strict=True)
+    )
     interpreter.literals(node, shape, result)
     return result
 
 
 def _expand_as(interpreter: Interpreter, node: Node, value: Value, other: Value) -> Value:
     aligned: list[Axis] = [constant(1)] * (len(other) - len(value)) + list(value)
-    return tuple(own if axis_size(own) == axis_size(target) else target for own, target in zip(aligned, other, strict=True))
+    return tuple(
+        own if axis_size(own) == axis_size(target) else target
+        for own, target in zip(aligned, other, strict=True)
+    )
 
 
 def _reshape_as(interpreter: Interpreter, node: Node, value: Value, other: Value) -> Value:
@@ -103,7 +108,9 @@ def _repeat(interpreter: Interpreter, node: Node, value: Value, times: list[int]
     return tuple(expand(axis) * n for axis, n in zip(aligned, times, strict=True))
 
 
-def _repeat_interleave(interpreter: Interpreter, node: Node, value: Value, times: Any, dim: Any = None, **options: Any) -> Value:
+def _repeat_interleave(
+    interpreter: Interpreter, node: Node, value: Value, times: Any, dim: Any = None, **options: Any
+) -> Value:
     if not isinstance(times, int) or dim is None:
         raise NotImplementedError("repeats that are not one number")
     axes = list(value)
@@ -120,7 +127,9 @@ def _replace(value: Value, dim: int, axis: Axis) -> Value:
     return tuple(axes)
 
 
-def _pieces(interpreter: Interpreter, node: Node, value: Value, dim: int, lengths: list[int]) -> tuple[Value, ...]:
+def _pieces(
+    interpreter: Interpreter, node: Node, value: Value, dim: int, lengths: list[int]
+) -> tuple[Value, ...]:
     """Pieces of the same length stay equal: code that splits into `(c, c)` has one number for both."""
     cause = interpreter.describe(node)
     pieces = interpreter.solver.cut(value[dim], lengths, cause)
@@ -138,15 +147,27 @@ def _split(interpreter: Interpreter, node: Node, value: Value, size: Any, dim: i
     total = axis_size(value[dim])
     lengths = [min(size, total - start) for start in range(0, total, size)]
     if lengths[-1] != lengths[0]:
-        interpreter.solver.fix(value[dim], f"{interpreter.describe(node)} leaves a last piece of another size")
+        interpreter.solver.fix(
+            value[dim], f"{interpreter.describe(node)} leaves a last piece of another size"
+        )
     return _pieces(interpreter, node, value, dim, lengths)
 
 
-def _chunk(interpreter: Interpreter, node: Node, value: Value, chunks: int, dim: int = 0) -> tuple[Value, ...]:
+def _chunk(
+    interpreter: Interpreter, node: Node, value: Value, chunks: int, dim: int = 0
+) -> tuple[Value, ...]:
     return _split(interpreter, node, value, -(-axis_size(value[dim]) // chunks), dim)
 
 
-def _slice(interpreter: Interpreter, node: Node, value: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Value:
+def _slice(
+    interpreter: Interpreter,
+    node: Node,
+    value: Value,
+    dim: int = 0,
+    start: Any = None,
+    end: Any = None,
+    step: int = 1,
+) -> Value:
     total = axis_size(value[dim])
     start = 0 if start is None else max(0, start + total if start < 0 else start)
     end = total if end is None else min(total, end + total if end < 0 else end)
@@ -213,10 +234,18 @@ def _stack(interpreter: Interpreter, node: Node, values: list[Value], dim: int =
 
 
 def _pad(
-    interpreter: Interpreter, node: Node, value: Value, padding: list[int], mode: Any = "constant", *rest: Any, **options: Any
+    interpreter: Interpreter,
+    node: Node,
+    value: Value,
+    padding: list[int],
+    mode: Any = "constant",
+    *rest: Any,
+    **options: Any,
 ) -> Value:
     axes = list(value)
-    fills = mode == "constant" and "reflection" not in str(node.target) and "replication" not in str(node.target)
+    fills = (
+        mode == "constant" and "reflection" not in str(node.target) and "replication" not in str(node.target)
+    )
     for i in range(0, len(padding), 2):
         before, after = padding[i], padding[i + 1]
         place = len(axes) - 1 - i // 2
@@ -234,7 +263,11 @@ def _pad(
 
 
 def _shift(interpreter: Interpreter, node: Node, value: Value, amount: Any, dims: Any = None) -> Value:
-    places = [dim % len(value) for dim in (dims if isinstance(dims, list) else [dims])] if dims else range(len(value))
+    places = (
+        [dim % len(value) for dim in (dims if isinstance(dims, list) else [dims])]
+        if dims
+        else range(len(value))
+    )
     for place in places:
         interpreter.solver.fix(value[place], f"{interpreter.describe(node)} moves channels along their axis")
     return value
@@ -268,7 +301,9 @@ def _create(interpreter: Interpreter, node: Node, *args: Any, **options: Any) ->
     result = tuple(unknown(size) if size > 1 else constant(1) for size in interpreter.shape(node))
     if not any(word in str(node.target) for word in ("zeros", "ones", "full")):
         for axis in result:
-            interpreter.solver.mark_inexact(axis, f"{interpreter.describe(node)} makes channels that differ by their place")
+            interpreter.solver.mark_inexact(
+                axis, f"{interpreter.describe(node)} makes channels that differ by their place"
+            )
     interpreter.literals(node, interpreter.shape(node), result)
     return result
 
@@ -280,7 +315,10 @@ def _embedding(interpreter: Interpreter, node: Node, weight: Value, indices: Val
 
 
 RULES: dict[str, Rule] = {
-    **{f"aten::{name}": _reshape for name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_copy")},
+    **{
+        f"aten::{name}": _reshape
+        for name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_copy")
+    },
     "aten::reshape_as": _reshape_as,
     "aten::view_as": _reshape_as,
     "aten::permute": _permute,

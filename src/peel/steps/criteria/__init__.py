@@ -26,6 +26,8 @@ def find_criterion(name: str, **settings: Any) -> Criterion:
         "gradient": Gradient,
     }
     if name not in kinds:
-        raise ConfigError(f"no criterion is called {name!r}.{did_you_mean(name, kinds)} Known are {', '.join(kinds)}.")
+        raise ConfigError(
+            f"no criterion is called {name!r}.{did_you_mean(name, kinds)} Known are {', '.join(kinds)}."
+        )
     criterion: Criterion = kinds[name](**settings)
     return criterion

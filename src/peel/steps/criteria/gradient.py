@@ -29,20 +29,33 @@ class Gradient:
 
     def __post_init__(self) -> None:
         if self.batches < 1 or self.batch_size < 1:
-            raise ConfigError(f"the gradient criterion needs at least one batch of one image, not {self.batches} of {self.batch_size}.")
+            raise ConfigError(
+                f"the gradient criterion needs at least one batch of one image, not {self.batches} of {self.batch_size}."
+            )
 
     def measure(self, subject: CriterionInput) -> list[LayerScores]:
         scales = norm_scales(subject.model, subject.graph)
-        places = [(name.rpartition(".")[0], name, axis, scale) for name, scale in scales.items() for axis in range(scale.ndim)]
         places = [
-            place for place in places if values_by_tie(subject.graph, place[1], place[2], place[3].new_zeros(place[3].shape[place[2]]))
+            (name.rpartition(".")[0], name, axis, scale)
+            for name, scale in scales.items()
+            for axis in range(scale.ndim)
+        ]
+        places = [
+            place
+            for place in places
+            if values_by_tie(subject.graph, place[1], place[2], place[3].new_zeros(place[3].shape[place[2]]))
         ]
         scaled = {
-            tie for _, name, axis, scale in places for tie in values_by_tie(subject.graph, name, axis, scale.new_zeros(scale.shape[axis]))
+            tie
+            for _, name, axis, scale in places
+            for tie in values_by_tie(subject.graph, name, axis, scale.new_zeros(scale.shape[axis]))
         }
         for layer, name, axis, weight in filters(subject.model, subject.graph):
             # A filter before a norm layer has no effect by its size: the norm takes that away.
-            if not set(values_by_tie(subject.graph, name, axis, weight.new_zeros(weight.shape[axis]))) & scaled:
+            if (
+                not set(values_by_tie(subject.graph, name, axis, weight.new_zeros(weight.shape[axis])))
+                & scaled
+            ):
                 places.append((layer, name, axis, weight))  # type: ignore[arg-type]
         sums = self._effects(subject, [(axis, tensor) for _, _, axis, tensor in places])
         return [
@@ -58,7 +71,9 @@ class Gradient:
         tensors = [tensor for _, tensor in places]
         sums = [torch.zeros(tensor.shape[axis], device=tensor.device) for axis, tensor in places]
         count = 0
-        for batch in subject.train.batches(order, self.batch_size, EVAL, subject.engine.device, subject.engine.workers):
+        for batch in subject.train.batches(
+            order, self.batch_size, EVAL, subject.engine.device, subject.engine.workers
+        ):
             loss = subject.objective(subject.model, batch).total
             gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
             for total, gradient, (axis, tensor) in zip(sums, gradients, places, strict=True):

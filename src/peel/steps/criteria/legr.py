@@ -52,14 +52,23 @@ class Legr:
             (layer, tie, part)
             for layer, name, axis, weight in filters(subject.model, subject.graph)
             for tie, part in values_by_tie(
-                subject.graph, name, axis, weight.detach().square().sum([other for other in range(weight.ndim) if other != axis]).cpu()
+                subject.graph,
+                name,
+                axis,
+                weight.detach().square().sum([other for other in range(weight.ndim) if other != axis]).cpu(),
             ).items()
         ]
         factors, offsets = self._evolve(subject, layers)
-        scores = [factor * part + offset for factor, offset, (_, _, part) in zip(factors, offsets, layers, strict=True)]
+        scores = [
+            factor * part + offset
+            for factor, offset, (_, _, part) in zip(factors, offsets, layers, strict=True)
+        ]
         # Offsets can make scores negative, shares cannot be.
         lowest = min(float(score.min()) for score in scores)
-        return [LayerScores(tie, layer, score - lowest) for (layer, tie, _), score in zip(layers, scores, strict=True)]
+        return [
+            LayerScores(tie, layer, score - lowest)
+            for (layer, tie, _), score in zip(layers, scores, strict=True)
+        ]
 
     def _evolve(self, subject: CriterionInput, layers: list[tuple[str, str, Tensor]]) -> Genes:
         chance = random.Random(subject.seed)
@@ -110,14 +119,21 @@ def _ranked(
         values = factor * part + offset
         scores[tie] = scores[tie] + (values if len(values) == len(scores[tie]) else values.mean())
     least = {tie: max(graph.steps[tie], math.ceil(KEEP * width)) for tie, width in graph.widths.items()}
-    ranking = sorted((float(score), tie) for tie, values in scores.items() for score in values.sort(descending=True).values[least[tie] :])
+    ranking = sorted(
+        (float(score), tie)
+        for tie, values in scores.items()
+        for score in values.sort(descending=True).values[least[tie] :]
+    )
     wanted = target * graph.macs()
 
     def widths(count: int) -> dict[str, int]:
         left = dict(graph.widths)
         for _, tie in ranking[:count]:
             left[tie] -= 1
-        return {tie: max(graph.steps[tie], width // graph.steps[tie] * graph.steps[tie]) for tie, width in left.items()}
+        return {
+            tie: max(graph.steps[tie], width // graph.steps[tie] * graph.steps[tie])
+            for tie, width in left.items()
+        }
 
     low, high = 0, len(ranking)
     while low < high:

@@ -30,7 +30,9 @@ class Reconstruction:
 
     def __post_init__(self) -> None:
         if self.images < 1 or self.places < 1:
-            raise ConfigError(f"the reconstruction criterion needs at least one image and one place, not {self.images} and {self.places}.")
+            raise ConfigError(
+                f"the reconstruction criterion needs at least one image and one place, not {self.images} and {self.places}."
+            )
 
     @torch.no_grad()
     def measure(self, subject: CriterionInput) -> list[LayerScores]:
@@ -48,24 +50,36 @@ class Reconstruction:
             for run in subject.graph.layouts[f"{name}.weight"][1]:
                 if run.tie >= 0:
                     stretch = parts[:, offset : offset + run.length]
-                    columns.setdefault(run.tie, []).append(stretch.reshape(len(stretch), run.size, run.inner).sum(2))
+                    columns.setdefault(run.tie, []).append(
+                        stretch.reshape(len(stretch), run.size, run.inner).sum(2)
+                    )
                 offset += run.length
             for tie, pieces in columns.items():
-                found.append(LayerScores(names[tie], name, _error_without_half(torch.cat(pieces, 1), parts.sum(1))[None]))
+                found.append(
+                    LayerScores(
+                        names[tie], name, _error_without_half(torch.cat(pieces, 1), parts.sum(1))[None]
+                    )
+                )
         return found
 
-    def _inputs(self, subject: CriterionInput, readers: dict[str, nn.Conv2d | nn.Linear]) -> dict[str, Tensor]:
+    def _inputs(
+        self, subject: CriterionInput, readers: dict[str, nn.Conv2d | nn.Linear]
+    ) -> dict[str, Tensor]:
         """What comes into each layer, for a few training images."""
         caught: dict[str, Tensor] = {}
         hooks = [
-            layer.register_forward_pre_hook(lambda _, arguments, name=name: caught.update({name: arguments[0].detach().float()}))
+            layer.register_forward_pre_hook(
+                lambda _, arguments, name=name: caught.update({name: arguments[0].detach().float()})
+            )
             for name, layer in readers.items()
         ]
         was_training = subject.model.training
         subject.model.eval()
         try:
             order = epoch_order(subject.train.size, subject.seed, -1)[: self.images]
-            for batch in subject.train.batches(order, self.images, EVAL, subject.engine.device, subject.engine.workers):
+            for batch in subject.train.batches(
+                order, self.images, EVAL, subject.engine.device, subject.engine.workers
+            ):
                 subject.model(batch.images)
         finally:
             for hook in hooks:
@@ -79,8 +93,12 @@ def _readers(subject: CriterionInput) -> dict[str, nn.Conv2d | nn.Linear]:
     layers: dict[str, nn.Conv2d | nn.Linear] = {}
     for name, module in subject.model.named_modules():
         weight = f"{name}.weight"
-        reads = 1 in subject.graph.consumers.get(weight, ()) and any(run.tie >= 0 for run in subject.graph.layouts[weight][1])
-        if reads and (isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1)):
+        reads = 1 in subject.graph.consumers.get(weight, ()) and any(
+            run.tie >= 0 for run in subject.graph.layouts[weight][1]
+        )
+        if reads and (
+            isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1)
+        ):
             layers[name] = module
     return layers
 
@@ -99,9 +117,14 @@ def _parts(layer: nn.Conv2d | nn.Linear, inputs: Tensor, places: int, chance: to
     kernel, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
     padding = layer.padding
     if isinstance(padding, str):
-        padding = tuple(0 if padding == "valid" else d * (k - 1) // 2 for d, k in zip(dilation, kernel, strict=True))
+        padding = tuple(
+            0 if padding == "valid" else d * (k - 1) // 2 for d, k in zip(dilation, kernel, strict=True)
+        )
     padded = F.pad(inputs, [padding[1], padding[1], padding[0], padding[0]])
-    height, width = ((size - d * (k - 1) - 1) // s + 1 for size, k, s, d in zip(padded.shape[2:], kernel, stride, dilation, strict=True))
+    height, width = (
+        (size - d * (k - 1) - 1) // s + 1
+        for size, k, s, d in zip(padded.shape[2:], kernel, stride, dilation, strict=True)
+    )
     image = torch.arange(len(inputs), device=inputs.device).repeat(places)
     top, left = draw(height, len(image)) * stride[0], draw(width, len(image)) * stride[1]
     rows = top[:, None] + torch.arange(kernel[0], device=inputs.device) * dilation[0]

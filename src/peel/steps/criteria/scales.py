@@ -22,7 +22,12 @@ class NormScale:
                 values = scale.detach().abs()
                 values = values.mean(dim=others) if others else values
                 layer = name.rpartition(".")[0]
-                found += [LayerScores(tie, layer, part) for tie, part in values_by_tie(subject.graph, name, axis, values).items()]
+                found += [
+                    LayerScores(tie, layer, part)
+                    for tie, part in values_by_tie(subject.graph, name, axis, values).items()
+                ]
         if not found:
-            raise ConfigError('this network has no norm layers with scales: choose criterion="weight", "gradient" or another.')
+            raise ConfigError(
+                'this network has no norm layers with scales: choose criterion="weight", "gradient" or another.'
+            )
         return found

@@ -31,5 +31,8 @@ class WeightMagnitude:
         found = []
         for layer, name, axis, weight in filters(subject.model, subject.graph):
             values = weight.detach().abs().mean(dim=[other for other in range(weight.ndim) if other != axis])
-            found += [LayerScores(tie, layer, part) for tie, part in values_by_tie(subject.graph, name, axis, values).items()]
+            found += [
+                LayerScores(tie, layer, part)
+                for tie, part in values_by_tie(subject.graph, name, axis, values).items()
+            ]
         return found
