@@ -2,11 +2,11 @@
 
     graph = peel.trace(model, example_input)         which channels are tied, what they cost, what is fixed and why
     widths = peel.uniform(graph, budget="50%")       one integer per tie
-    result = peel.prune(model, data, budget="50%")   the five steps of the paper: result.model, result.plan, result.history
+    result = peel.prune(model, data, budget="50%")   the five steps: result.model, result.plan, result.history
     small = peel.slim(model, widths, graph=graph)    a new model of the same class
     peel.save(small, "slim"); peel.load("slim")      safetensors and JSON
 
-Names are imported when they are first used: `import peel` is cheap, and neither torchvision nor timm is loaded before a model of theirs is.
+Names are imported when they are first used, so `import peel` is cheap.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .cost.budget import parse_budget
     from .cost.rounding import round_to_budget, uniform
     from .cost.widths import Widths
-    from .data.datasets import load_data
+    from .data.datasets import Data, load_data
     from .errors import (
         BudgetError,
         ConfigError,
@@ -36,25 +36,35 @@ if TYPE_CHECKING:
         WidthsError,
     )
     from .graph import ChannelGraph, Tie, trace
+    from .methods.plan import Plan
+    from .report.record import RunRecord
+    from .run.config import Config
     from .run.prune import prune
     from .run.result import Result
     from .steps.backbone import backbone
     from .steps.reallocation import reallocate
     from .surgery import Verification, slim, verify
     from .surgery.serialization import load, save
+    from .train.callbacks import Callback
 
+#: Public name -> the module that defines it.
 _HOME = {
     "BudgetError": "errors",
+    "Callback": "train.callbacks",
     "ChannelGraph": "graph",
+    "Config": "run.config",
     "ConfigError": "errors",
     "CorruptFileError": "errors",
+    "Data": "data.datasets",
     "DataError": "errors",
     "DivergedError": "errors",
-    "OutOfMemoryError": "errors",
     "ModelError": "errors",
+    "OutOfMemoryError": "errors",
     "PeelError": "errors",
+    "Plan": "methods.plan",
     "Result": "run.result",
     "RunError": "errors",
+    "RunRecord": "report.record",
     "StoreError": "errors",
     "Tie": "graph",
     "TraceError": "errors",
@@ -77,16 +87,21 @@ _HOME = {
 
 __all__ = [
     "BudgetError",
+    "Callback",
     "ChannelGraph",
+    "Config",
     "ConfigError",
     "CorruptFileError",
+    "Data",
     "DataError",
     "DivergedError",
     "ModelError",
     "OutOfMemoryError",
     "PeelError",
+    "Plan",
     "Result",
     "RunError",
+    "RunRecord",
     "StoreError",
     "Tie",
     "TraceError",
@@ -110,8 +125,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "zoo":
-        return importlib.import_module(".zoo", __name__)
+    if name in ("graph", "zoo"):
+        return importlib.import_module(f".{name}", __name__)
     if name not in _HOME:
         raise AttributeError(f"module 'peel' has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
@@ -120,4 +135,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, "zoo"})
+    return sorted({*__all__, "graph", "zoo"})

@@ -1,4 +1,4 @@
-"""How a run shows itself: live bars on a terminal, one plain line per epoch elsewhere, or nothing."""
+"""Progress of a run: a live bar on a terminal, one line per epoch elsewhere."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from ..train.history import Epoch
+from ..train.callbacks import Callback
+from ..train.history import EpochRecord
 
 __all__ = ["RunProgress", "clock"]
 
 
 def clock(seconds: float) -> str:
-    """Seconds as people say them: 8 s, 3 min 20 s, 2 h 05 min."""
+    """8 s, 3 min 20 s, 2 h 05 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -24,14 +25,14 @@ def clock(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-class RunProgress:
-    """Tells a person how a run goes, with the time that the whole of it will still take."""
+class RunProgress(Callback):
+    """Shows stages, epochs, speed and the remaining time of the whole run."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.work: dict[str, float] = {}
         self.done_work = 0.0
-        self.name, self.what = "", ""
+        self.name = ""
         self.fraction = self.first_fraction = 0.0
         self.rate: float | None = None
         self.began = self.last_line = time.perf_counter()
@@ -51,16 +52,16 @@ class RunProgress:
         if self.live is not None:
             self.live.stop()
 
-    def plan_stages(self, stages: Sequence[tuple[str, float]]) -> None:
+    def on_run_begin(self, stages: Sequence[tuple[str, float]]) -> None:
         self.work = dict(stages)
 
-    def stage(self, name: str, what: str) -> None:
+    def on_stage_begin(self, name: str, description: str) -> None:
         if self.name in self.work:
             self.done_work += self.work[self.name]
-        self.name, self.what = name, what
+        self.name = name
         self.fraction = self.first_fraction = 0.0
         self.began = time.perf_counter()
-        text = f"{self._place()}{what}"
+        text = f"{self._place()}{description}"
         self.console.print(text, markup=False)
         if self.live is not None:
             if self.task is not None:
@@ -72,16 +73,16 @@ class RunProgress:
             return ""
         return f"stage {list(self.work).index(self.name) + 1} of {len(self.work)}: "
 
-    def begin(self, history: list[Epoch]) -> None:
-        self.first_fraction = history[-1].epoch / history[-1].of if history else 0.0
+    def on_train_begin(self, history: list[EpochRecord]) -> None:
+        self.first_fraction = history[-1].epoch / history[-1].epochs if history else 0.0
         if history:
             self.console.print(
-                f"  going on after epoch {history[-1].epoch} of {history[-1].of}", markup=False
+                f"  resuming after epoch {history[-1].epoch} of {history[-1].epochs}", markup=False
             )
         self.began = time.perf_counter()
 
-    def step(self, done: int, total: int, images: int) -> None:
-        self.fraction = done / total
+    def on_step_end(self, step: int, total_steps: int, batch_size: int) -> None:
+        self.fraction = step / total_steps
         spent = time.perf_counter() - self.began
         gained = self.fraction - self.first_fraction
         if self.name in self.work and spent > 0.2 and gained > 0:
@@ -90,7 +91,7 @@ class RunProgress:
             self.live.update(
                 self.task,
                 completed=self.fraction,
-                detail=f"{gained * total * images / max(spent, 1e-9):,.0f} images/s{self._eta()}",
+                detail=f"{gained * total_steps * batch_size / max(spent, 1e-9):,.0f} images/s{self._eta()}",
             )
 
     def _eta(self) -> str:
@@ -99,15 +100,15 @@ class RunProgress:
         left = sum(self.work.values()) - self.done_work - self.work.get(self.name, 0.0) * self.fraction
         return f", about {clock(max(0.0, left / self.rate))} left in all"
 
-    def epoch(self, epoch: Epoch) -> None:
-        if self.live is not None and epoch.epoch < epoch.of:
+    def on_epoch_end(self, record: EpochRecord) -> None:
+        if self.live is not None and record.epoch < record.epochs:
             return
-        scores = f"test {epoch.test['top1']:.2%}, " if epoch.test is not None else ""
-        loss = f"loss {epoch.train['loss']:.4f}"
+        scores = f"test {record.test['top1']:.2%}, " if record.test is not None else ""
+        loss = f"loss {record.train['loss']:.4f}"
         self.console.print(
-            f"  epoch {epoch.epoch}/{epoch.of}: {loss}, {scores}{epoch.images_per_second:,.0f} images/s{self._eta()}",
+            f"  epoch {record.epoch}/{record.epochs}: {loss}, {scores}{record.images_per_second:,.0f} images/s{self._eta()}",
             markup=False,
         )
 
-    def note(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self.console.print(f"note: {text}", markup=False)

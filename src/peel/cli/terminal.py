@@ -1,30 +1,31 @@
-"""Where the command line speaks: a terminal, a file, or a pipe that nobody reads any more."""
+"""Consoles: a terminal, a file, or a pipe that its reader may close."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["make_console", "show_status", "silence"]
+__all__ = ["make_console", "print_json", "show_status", "silence"]
 
 
 def make_console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
-    file: Any = _Heard("stderr" if stderr else "stdout")
+    file: Any = _SafeStream("stderr" if stderr else "stdout")
     console = Console(file=file, highlight=False, soft_wrap=False)
-    # A file has no width: do not cut tables as if it were a narrow terminal.
+    # A file has no width: do not cut tables to that of a narrow terminal.
     return console if console.is_terminal else Console(file=file, highlight=False, width=160, no_color=True)
 
 
-class _Heard:
-    """Standard output or standard error as it is now. When nobody reads it any more, that is no reason to stop."""
+class _SafeStream:
+    """Standard output or error. When the reader closes the pipe (`| head`), output is dropped and the run goes on."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -48,26 +49,30 @@ class _Heard:
 
 
 def silence(stream: TextIO) -> None:
-    """Nobody reads it any more: that is not to be found out at every word, and again when Python ends."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    """Send further output to the null device; Python flushes once more at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+def print_json(data: dict[str, Any]) -> None:
+    print(json.dumps(data, indent=2))
 
 
 def show_status(console: Console, text: str) -> Any:
-    """A spinner on a terminal; one plain line elsewhere."""
+    """A spinner on a terminal, one plain line elsewhere."""
     if console.is_terminal:
         from rich.text import Text
 
         return console.status(Text(text))
+    return _plain_status(console, text)
 
-    class Plain:
+
+@contextlib.contextmanager
+def _plain_status(console: Console, text: str) -> Iterator[Any]:
+    class Status:
         def update(self, text: str) -> None:
             console.print(text, markup=False)
 
-    @contextlib.contextmanager
-    def plain() -> Any:
-        console.print(text, markup=False)
-        yield Plain()
-
-    return plain()
+    console.print(text, markup=False)
+    yield Status()

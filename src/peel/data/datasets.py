@@ -67,7 +67,7 @@ class Data:
     def shape(self) -> tuple[int, int, int]:
         return self.train.shape
 
-    def described(self) -> dict[str, Any]:
+    def input_spec(self) -> dict[str, Any]:
         """How to feed a network that was trained on these images."""
         return {
             "classes": list(self.classes),

@@ -1,8 +1,8 @@
-"""PEEL: steps 1 to 4 in their order. What each of them decided is kept in the plan, as plain numbers."""
+"""PEEL: steps 1 to 4 in order. Step 5 is the final training, which all methods share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from ..cost.widths import Widths
-from ..data.datasets import hold_out
+from ..data.datasets import Split, hold_out
 from ..errors import ConfigError, did_you_mean
 from ..graph import ChannelGraph
 from ..steps.backbone import backbone
 from ..steps.criteria import find_criterion
 from ..steps.importance import (
+    Criterion,
     CriterionInput,
     Importance,
     LayerScores,
@@ -27,290 +28,228 @@ from ..steps.importance import (
 )
 from ..steps.reallocation import Reallocation, add_evenly, grow_at_random, reallocation, shares_of
 from ..surgery import slim
+from ..train.callbacks import Callback
 from ..train.objective import CrossEntropy, Objective
 from ..train.recipe import Recipe
 from ..utils.rng import derive_seed, seed_everything
+from .config import MethodConfig
+from .plan import Plan, Round, assemble_plan
 from .problem import Problem
-from .settings import Method
 
-__all__ = [
-    "HELD_OUT",
-    "Plan",
-    "TrainBackbone",
-    "check_feasible",
-    "equal_share_plan",
-    "make_plan",
-    "recipe_of_round",
-    "stage_of_round",
-]
+__all__ = ["HELD_OUT", "check_feasible", "equal_share_plan", "make_plan", "recipe_of_round", "stage_of_round"]
 
-#: The part of the training images that criteria which select (legr) look at, and nothing else.
+#: The part of the training images that criteria which select (legr) see, and nothing else does.
 HELD_OUT = 0.1
 
-#: Images of a rehearsal.
-REHEARSED = 8
-
 #: The paper's coefficient of the L1 term.
-PENALTY = 1e-4
-
-TrainBackbone = Callable[
-    [str, nn.Module, Objective, Recipe, Any, Callable[[nn.Module], dict[str, Any]] | None], nn.Module
-]
-"""Trains a model: stage name, model, objective, recipe, training images, what to note at the end of each epoch."""
+L1_COEFFICIENT = 1e-4
 
 
-@dataclass(frozen=True)
-class Plan:
-    widths: Widths
-    document: dict[str, Any]
-    """plan.json: what every step decided."""
+TrainBackbone = Callable[[str, nn.Module, Objective, Recipe, Split, Sequence[Callback]], nn.Module]
+"""(stage, network, objective, recipe, images, callbacks) -> the trained network, which a resumed run reads back."""
 
 
 def make_plan(
-    problem: Problem, method: Method, train_backbone: TrainBackbone, *, is_dry: bool = False
+    problem: Problem, config: MethodConfig, train_backbone: TrainBackbone, criterion: Criterion | None = None
 ) -> Plan:
-    """Steps 1 to 4: the backbone, its importance, the groups, the reallocation; in one round or several."""
-    planner = _Planner(problem, method, is_dry)
-    current = planner.backbone
-    pool = problem.budget - problem.cost(current)
-    if method.policy in ("uniform", "random"):
-        # These policies ask nothing about importance, so nothing is trained for them.
-        return planner.finish([planner.round(current, None, problem.budget)])
-    network: nn.Module | None = None
-    rounds: list[_Round] = []
-    for number in range(method.rounds):
-        graph = problem.graph.at(current)
-        network = planner.grown(network, rounds[-1].graph if rounds else None, current)
-        network, importance = planner.learn(number, network, graph, train_backbone)
-        part = (
-            problem.budget
-            if number + 1 == method.rounds
-            else problem.budget - pool + pool * (number + 1) // method.rounds
-        )
-        rounds.append(planner.round(current, importance, part))
-        current = rounds[-1].reallocation.widths
-    return planner.finish(rounds)
+    """Steps 1 to 4: backbone, importance, groups, reallocation; in one round or several."""
+    return _all_rounds(_Planner(problem, config, train_backbone, criterion))
 
 
-def equal_share_plan(problem: Problem, method: Method) -> Plan:
-    """The plan with the same importance for every group: what can be said before anything is trained."""
-    planner = _Planner(problem, method)
+def equal_share_plan(problem: Problem, config: MethodConfig) -> Plan:
+    """The plan with the same importance for every group: what is known before training."""
+    planner = _Planner(problem, config, _untrained)
     equal = dict.fromkeys(problem.graph.groups, 1.0)
-    note = "Nothing was trained: every group counts the same."
-    importance = None if method.policy in ("uniform", "random") else Importance(equal, {}, False, note)
-    return planner.finish([planner.round(planner.backbone, importance, problem.budget)])
+    importance = None
+    if config.policy not in ("uniform", "random"):
+        importance = Importance(equal, {}, False, "Nothing was trained: every group counts the same.")
+    return planner.finish([planner.reallocate(planner.backbone, importance, problem.budget)])
 
 
-def check_feasible(problem: Problem, method: Method) -> None:
-    """Steps 1 to 4 with a backbone that is not trained: what would be refused after hours of training is refused at once."""
-    few = problem.data.train.subset(torch.arange(min(REHEARSED, problem.data.train.size)))
+def check_feasible(problem: Problem, config: MethodConfig, criterion: Criterion | None = None) -> None:
+    """Run steps 1 to 4 on an untrained backbone and 8 images, so that errors show before hours of training."""
+    few = problem.data.train.subset(torch.arange(min(8, problem.data.train.size)))
     small = replace(problem, data=replace(problem.data, train=few), engine=replace(problem.engine, workers=0))
-    make_plan(
-        small,
-        replace(method, evaluations=1),
-        lambda stage, network, *_: problem.engine.prepare(network),
-        is_dry=True,
-    )
+    _all_rounds(_Planner(small, replace(config, evaluations=1), _untrained, criterion, is_dry=True))
 
 
 def stage_of_round(number: int) -> str:
     return "backbone" if number == 0 else f"backbone-{number + 1}"
 
 
-def recipe_of_round(problem: Problem, method: Method, number: int) -> Recipe:
-    """The whole search recipe for the first round; for later ones, as many epochs as its share of the rounds."""
-    epochs = problem.search.epochs
-    return (
-        problem.search
-        if number == 0
-        else problem.search.changed(epochs=max(1, round(epochs / method.rounds)))
-    )
+def recipe_of_round(problem: Problem, config: MethodConfig, number: int) -> Recipe:
+    """The first round uses the whole backbone recipe, later rounds a part of its epochs."""
+    recipe = problem.backbone_recipe
+    return recipe if number == 0 else recipe.changed(epochs=max(1, round(recipe.epochs / config.rounds)))
 
 
-@dataclass(frozen=True)
-class _Round:
-    graph: ChannelGraph
-    """At the widths before this round."""
-    importance: Importance | None
-    shares: dict[str, float] | None
-    reallocation: Reallocation
-    budget: int
-    """What the network may cost after this round."""
+def _all_rounds(planner: _Planner) -> Plan:
+    problem, config = planner.problem, planner.config
+    if config.policy in ("uniform", "random"):
+        # These policies ignore importance, so no backbone is trained.
+        return planner.finish([planner.reallocate(planner.backbone, None, problem.budget)])
+    pool = problem.budget - problem.cost(planner.backbone)
+    before = widths = planner.backbone
+    network: nn.Module | None = None
+    rounds: list[Round] = []
+    for number in range(config.rounds):
+        network = planner.widen(network, before, widths)
+        network, importance = planner.measure(number, network, problem.graph.at(widths))
+        spent = pool * (number + 1) // config.rounds
+        rounds.append(planner.reallocate(widths, importance, problem.budget - pool + spent))
+        before, widths = widths, Widths(rounds[-1].widths)
+    return planner.finish(rounds)
+
+
+def _untrained(stage: str, network: nn.Module, *_: Any) -> nn.Module:
+    return network
+
+
+@dataclass
+class _ImportanceLog(Callback):
+    """Adds the importance of the groups to the metrics of each epoch."""
+
+    importance_of: Callable[[nn.Module], Importance]
+
+    def extra_metrics(self, model: nn.Module) -> dict[str, Any]:
+        return {"importance": dict(self.importance_of(model).groups)}
 
 
 class _Planner:
-    def __init__(self, problem: Problem, method: Method, is_dry: bool = False) -> None:
-        self.problem, self.method, self.is_dry = problem, method, is_dry
+    def __init__(
+        self,
+        problem: Problem,
+        config: MethodConfig,
+        train_backbone: TrainBackbone,
+        criterion: Criterion | None = None,
+        *,
+        is_dry: bool = False,
+    ) -> None:
+        self.problem, self.config, self.train_backbone, self.is_dry = problem, config, train_backbone, is_dry
+        settings = {"evaluations": config.evaluations} if config.criterion == "legr" else {}
+        self.criterion = find_criterion(config.criterion if criterion is None else criterion, **settings)
+        self.l1_coefficient: float | None = None
+        may_grow = problem.budget * config.backbone_ratio > problem.cost(problem.graph.widths)
         self.backbone = backbone(
             problem.graph,
             problem.budget,
-            method.keep,
+            config.backbone_ratio,
             resource=problem.resource,
-            start=method.start,  # type: ignore[arg-type]
+            init=config.backbone_init,
             divisor=problem.divisor,
             freeze=problem.freeze,
-            max_width=1.0 if problem.budget * method.keep <= problem.cost(problem.graph.widths) else None,
+            max_width=None if may_grow else 1.0,
         )
-        self.l1_coefficient: float | None = None
 
-    def grown(self, before: nn.Module | None, graph: ChannelGraph | None, widths: Widths) -> nn.Module:
-        """The backbone of this round: fresh in the first, widened with its weights kept in later ones."""
-        seed_everything(derive_seed("backbone", self.problem.seed))
-        if before is not None and graph is not None:
-            return slim(before, widths, graph=graph, weights="inherit")
-        network = slim(self.problem.model, widths, graph=self.problem.graph).requires_grad_(True)
+    def widen(self, network: nn.Module | None, before: Widths, widths: Widths) -> nn.Module:
+        """The backbone of a round: fresh in the first, widened with its weights kept in later ones."""
+        problem = self.problem
+        seed_everything(derive_seed("backbone", problem.seed))
+        if network is not None:
+            return slim(network, widths, graph=problem.graph.at(before), weights="inherit")
+        fresh = slim(problem.model, widths, graph=problem.graph).requires_grad_(True)
         with torch.no_grad():
-            for scale in norm_scales(network, self.problem.graph).values():
-                scale.fill_(self.method.gamma_init)
-        return network
+            for scale in norm_scales(fresh, problem.graph).values():
+                scale.fill_(self.config.gamma_init)
+        return fresh
 
-    def learn(
-        self, number: int, network: nn.Module, graph: ChannelGraph, train_backbone: TrainBackbone
-    ) -> tuple[nn.Module, Importance]:
-        """Step 2: train the backbone, then measure. The trained one need not be the one that was given: a resumed run reads it back."""
-        problem, method = self.problem, self.method
-        recipe = recipe_of_round(problem, method, number)
+    def measure(self, number: int, network: nn.Module, graph: ChannelGraph) -> tuple[nn.Module, Importance]:
+        """Step 2: train the backbone, then measure its importance."""
+        problem, config = self.problem, self.config
+        recipe = recipe_of_round(problem, config, number)
         train, held_out = problem.data.train, problem.data.train
-        if method.criterion == "legr":
+        if getattr(self.criterion, "needs_held_out", False):
             train, held_out = hold_out(problem.data.train, HELD_OUT, problem.seed)
         objective = CrossEntropy(recipe.label_smoothing)
-        self.l1_coefficient = self._penalty(max(1, train.size // recipe.batch_size))
-        scales = list(norm_scales(network, graph))
-        criterion = find_criterion(
-            method.criterion, **({"evaluations": method.evaluations} if method.criterion == "legr" else {})
-        )
+        self.l1_coefficient = self._l1_coefficient(max(1, train.size // recipe.batch_size))
 
-        def measure(model: nn.Module) -> Importance:
-            subject = CriterionInput(model, graph, train, held_out, objective, problem.engine, problem.seed)
-            measured = self._counted(criterion.measure(subject))
-            if self.is_dry:
-                # What a network says that was never trained counts for nothing, be it infinite; only whether it can be asked.
-                measured = [replace(item, values=torch.ones_like(item.values)) for item in measured]
-            return summarise(measured, graph, method.reduce)
+        def importance_of(model: nn.Module) -> Importance:
+            inputs = CriterionInput(model, graph, train, held_out, objective, problem.engine, problem.seed)
+            return summarise(self._counted(self.criterion.measure(inputs)), graph, config.reduce)
 
-        def note(model: nn.Module) -> dict[str, Any]:
-            return {"importance": dict(measure(model).groups)}
+        callbacks = [_ImportanceLog(importance_of)] if getattr(self.criterion, "each_epoch", True) else []
+        with_l1 = WithL1(objective, list(norm_scales(network, graph)), self.l1_coefficient)
+        trained = self.train_backbone(stage_of_round(number), network, with_l1, recipe, train, callbacks)
+        problem.engine.prepare(trained)
+        # Every process measures, and the last digits may differ: the main process decides.
+        importance: Importance = problem.engine.world.broadcast(importance_of(trained))
+        return trained, importance
 
-        # The slow criteria are measured once, at the end.
-        each_epoch = note if method.criterion in ("bn", "weight", "gradient") else None
-        trained = train_backbone(
-            stage_of_round(number),
-            network,
-            WithL1(objective, scales, self.l1_coefficient),
-            recipe,
-            train,
-            each_epoch,
-        )
-        # Each process measures, and the last digits may differ: all go by what the first one found.
-        return trained, problem.engine.world.broadcast(measure(trained))
+    def _l1_coefficient(self, steps_per_epoch: int) -> float:
+        config = self.config
+        if config.l1_strength is not None:
+            rounds = [recipe_of_round(self.problem, config, number) for number in range(config.rounds)]
+            return l1_coefficient_for(config.l1_strength, rounds[0], steps_per_epoch, *rounds[1:])
+        if config.l1_coefficient is not None:
+            return config.l1_coefficient
+        return L1_COEFFICIENT if config.criterion == "bn" else 0.0
 
-    def _penalty(self, steps: int) -> float:
-        if self.method.l1_strength is not None:
-            first, *later = (
-                recipe_of_round(self.problem, self.method, number) for number in range(self.method.rounds)
-            )
-            return l1_coefficient_for(self.method.l1_strength, first, steps, *later)
-        if self.method.l1_coefficient is not None:
-            return self.method.l1_coefficient
-        return PENALTY if self.method.criterion == "bn" else 0.0
-
-    def _counted(self, measured: list[LayerScores]) -> list[LayerScores]:
-        layers = [item.layer for item in measured]
-        for pattern in self.method.ignore:
-            if not any(fnmatch(layer, pattern) for layer in layers):
+    def _counted(self, scores: list[LayerScores]) -> list[LayerScores]:
+        """Without the layers that `ignore` names. In a dry run all values are one: the network is untrained."""
+        layers = [item.layer for item in scores]
+        for pattern in self.config.ignore:
+            matches = [layer for layer in layers if fnmatch(layer, pattern)]
+            if not matches:
                 raise ConfigError(
-                    f"ignore: no layer that is measured matches {pattern!r}.{did_you_mean(pattern, layers)}"
+                    f"ignore: no measured layer matches {pattern!r}.{did_you_mean(pattern, layers)}"
                 )
-            if all(fnmatch(layer, pattern) for layer in layers):
+            if len(matches) == len(layers):
                 raise ConfigError(f"ignore: {pattern!r} matches every layer, so nothing is left to measure.")
-        return [
-            item
-            for item in measured
-            if not any(fnmatch(item.layer, pattern) for pattern in self.method.ignore)
-        ]
+        kept = [item for item in scores if not any(fnmatch(item.layer, name) for name in self.config.ignore)]
+        if self.is_dry:
+            return [replace(item, values=torch.ones_like(item.values)) for item in kept]
+        return kept
 
-    def round(self, current: Widths, importance: Importance | None, budget: int) -> _Round:
+    def reallocate(self, widths: Widths, importance: Importance | None, budget: int) -> Round:
         """Step 4."""
-        problem, method = self.problem, self.method
+        problem, config = self.problem, self.config
         common: dict[str, Any] = {
             "resource": problem.resource,
             "divisor": problem.divisor,
-            "hold": problem.freeze,
+            "freeze": problem.freeze,
         }
-        graph = problem.graph.at(current)
-        if method.policy == "uniform":
-            return _Round(graph, None, None, add_evenly(problem.graph, current, budget, **common), budget)
-        if method.policy == "random":
-            return _Round(
-                graph,
-                None,
-                None,
-                grow_at_random(problem.graph, current, budget, seed=problem.seed, **common),
-                budget,
-            )
+        if config.policy == "uniform":
+            return _round(add_evenly(problem.graph, widths, budget, **common), budget)
+        if config.policy == "random":
+            grown = grow_at_random(problem.graph, widths, budget, seed=problem.seed, **common)
+            return _round(grown, budget)
         assert importance is not None
-        shares = shares_of(importance.groups, method.policy)
+        shares = shares_of(importance.groups, config.policy)
         found = reallocation(
-            problem.graph, current, shares, budget, solver=method.solver, max_width=method.max_width, **common
+            problem.graph,
+            widths,
+            shares,
+            budget,
+            solver=config.solver,
+            max_width=config.max_width,
+            **common,
         )
-        return _Round(graph, importance, shares, found, budget)
+        return replace(
+            _round(found, budget),
+            shares=shares,
+            importance=dict(importance.groups),
+            tie_importance=dict(importance.ties),
+            distinct=importance.distinct,
+            note=importance.note,
+        )
 
-    def finish(self, rounds: list[_Round]) -> Plan:
-        graph, method = self.problem.graph, self.method
-        widths = rounds[-1].reallocation.widths
-        networks = {
-            "original": graph.widths,
-            "backbone": self.backbone,
-            "uniform": self.problem.uniform(),
-            "peel": widths,
-        }
+    def finish(self, rounds: Sequence[Round]) -> Plan:
+        return assemble_plan(
+            self.problem,
+            rounds[-1].widths,
+            backbone=self.backbone,
+            rounds=tuple(rounds),
+            l1_coefficient=self.l1_coefficient,
+            config=self.config,
+        )
 
-        def described(name: str) -> dict[str, Any]:
-            chosen = networks[name]
-            return self.problem.described(chosen)
 
-        document = {
-            "format": "peel-plan",
-            "version": 1,
-            "resource": self.problem.resource,
-            "budget": self.problem.budget,
-            "original": described("original"),
-            "backbone": {
-                "keep": method.keep,
-                "start": method.start if isinstance(method.start, str) else "given",
-                **described("backbone"),
-            },
-            "pool": self.problem.budget - self.problem.cost(self.backbone),
-            "groups": {group: list(ties) for group, ties in graph.groups.items()},
-            "hold": list(self.problem.freeze),
-            "criterion": method.criterion,
-            "reduce": method.reduce,
-            "penalty": self.l1_coefficient,
-            "policy": method.policy,
-            "solve": method.solver,
-            "rounds": [self._described_round(item) for item in rounds],
-            **described("peel"),
-            "uniform": described("uniform"),
-            "macs_by_group": {name: graph.macs_by_group(chosen) for name, chosen in networks.items()},
-        }
-        return Plan(widths, document)
-
-    def _described_round(self, item: _Round) -> dict[str, Any]:
-        graph, found = self.problem.graph, item.reallocation
-        described: dict[str, Any] = {
-            "factors": dict(found.factors),
-            "widths": dict(found.widths),
-            "macs": graph.macs(found.widths),
-            "params": graph.params(found.widths),
-            "rounding": {"ideal": found.ideal_cost, "spent": found.spent, "ideal_widths": dict(found.ideal)},
-        }
-        described["rounding"]["unused"] = item.budget - found.spent
-        if item.importance is not None:
-            described["importance"] = {
-                "groups": dict(item.importance.groups),
-                "ties": dict(item.importance.ties),
-            }
-            described["shares"] = item.shares
-            described["distinct"] = item.importance.distinct
-            described["note"] = item.importance.note
-        return described
+def _round(found: Reallocation, budget: int) -> Round:
+    return Round(
+        dict(found.widths),
+        dict(found.factors),
+        dict(found.ideal),
+        found.ideal_cost,
+        found.spent,
+        budget - found.spent,
+    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -27,25 +27,16 @@ class Problem:
     divisor: int
     freeze: tuple[str, ...]
     data: Data
-    search: Recipe
+    backbone_recipe: Recipe
     """How a method may train while it searches."""
     engine: Engine
     seed: int
 
-    def cost(self, widths: Widths) -> int:
+    def cost(self, widths: Mapping[str, int]) -> int:
         return int(cost_of(self.graph, self.resource)(self.graph.units(widths)))
 
-    def described(self, widths: Widths) -> dict[str, Any]:
-        """Widths and what they cost, for plan.json."""
-        costs = {
-            "macs": self.graph.macs(widths),
-            "params": self.graph.params(widths),
-            self.resource: self.cost(widths),
-        }
-        return {"widths": dict(widths), **costs}
-
     def uniform(self) -> Widths:
-        """The network that every result is compared with: one factor for all layers, the same budget."""
+        """The baseline of every result: one factor for all layers, the same budget."""
         max_width = 1.0 if self.budget <= self.cost(self.graph.widths) else None
         return uniform(
             self.graph,

@@ -1,5 +1,6 @@
-"""The page of a run: one HTML file with everything in it."""
+"""The page of a run: one HTML file that needs no other."""
 
 from .page import render
+from .record import RunRecord
 
-__all__ = ["render"]
+__all__ = ["RunRecord", "render"]

@@ -11,13 +11,12 @@ from typing import Any
 
 from ..cost.budget import format_count
 from ..errors import PeelError
-from ..run.resume import forced_notes
+from ..methods.plan import Plan, Round
 from .charts import curves_chart, groups_chart, importance_chart, label, widths_chart
 from .record import RunRecord
 
 __all__ = ["render"]
 
-NETWORKS = ("original", "backbone", "uniform", "peel")
 RESOURCES = {"macs": "MACs", "params": "parameters"}
 NONE = "–"
 
@@ -32,13 +31,13 @@ class Table:
 
 
 def render(record: RunRecord) -> str:
-    """The page as one HTML text that needs no other file. A run that is not finished gives a page that says what is missing."""
+    """The page as one HTML text. For an unfinished run it says what is missing."""
     try:
         import matplotlib  # noqa: F401
         from jinja2 import Environment, StrictUndefined
         from markupsafe import Markup
     except ImportError as error:
-        raise PeelError(f"the page needs {error.name}: pip install {error.name}") from error
+        raise PeelError(f"the page needs {error.name}: pip install 'peel-pruning[report]'") from error
 
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -47,23 +46,22 @@ def render(record: RunRecord) -> str:
     template = environment.from_string(
         files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
     )
-    plan, stages, rows = record.plan or {}, _stages(record), _rows(record)
+    stages, rows = _stages(record), _rows(record)
     return template.render(
         title=_title(record),
         facts=_facts(record),
         missing=_missing(record, stages),
-        # A result may be older than the last change.
-        notes=list(dict.fromkeys([*(record.result or {}).get("notes", []), *forced_notes(record.settings)])),
+        notes=list(dict.fromkeys([*(record.result or {}).get("notes", []), *record.state.get("forced", [])])),
         tiles=_tiles(rows),
         outcome=_outcome_table(rows),
         comparison=_comparison(record, rows),
-        **_widths(plan),
-        **_groups(plan),
+        **_widths(record.plan),
+        **_groups(record.plan),
         **_importance(stages),
         **_training(stages),
-        command=record.settings.get("command", ""),
-        given=_settings_table(record.settings.get("given", {})),
-        resolved=_settings_table(record.settings.get("resolved", {})),
+        command=record.state.get("command", ""),
+        given=_settings_table(record.config),
+        resolved=_settings_table(record.state.get("identity", {})),
         environment=_settings_table(record.environment),
     )
 
@@ -77,11 +75,12 @@ def _stages(record: RunRecord) -> dict[str, list[dict[str, Any]]]:
 
 
 def _rows(record: RunRecord) -> dict[str, dict[str, Any]]:
-    """What is known of each network: its costs from the plan on, its accuracy from the result on."""
-    plan = record.plan or {}
-    known = {"original": plan.get("original"), "uniform": plan.get("uniform"), "peel": plan or None}
+    """What is known of each network: its costs once there is a plan, its accuracy once there is a result."""
+    networks = record.plan.networks if record.plan is not None else {}
     rows = {
-        name: {"macs": costs["macs"], "params": costs["params"]} for name, costs in known.items() if costs
+        name: {"macs": network.macs, "params": network.params}
+        for name, network in networks.items()
+        if name != "backbone"
     }
     for row in (record.result or {}).get("rows", []):
         rows[row["name"]] = {**rows.get(row["name"], {}), **row}
@@ -89,25 +88,26 @@ def _rows(record: RunRecord) -> dict[str, dict[str, Any]]:
 
 
 def _budget(record: RunRecord) -> str:
-    """The budget as a count of its resource, or as it was given where nothing was counted yet."""
-    method = record.settings.get("resolved", {}).get("method", {})
-    source = record.plan or record.result or method
-    resource = source.get("resource", "macs")
-    budget = source.get("budget", "?")
-    unit = RESOURCES.get(resource, resource)
-    return f"{format_count(budget)} {unit}" if isinstance(budget, int) else f"{budget} ({unit})"
+    """The budget as a count of its resource, or as given where there is no plan yet."""
+    if record.plan is None:
+        return (
+            f"{record.config.get('budget', '?')} ({RESOURCES.get(record.config.get('resource', 'macs'), '')})"
+        )
+    return f"{format_count(record.plan.budget)} {RESOURCES.get(record.plan.resource, record.plan.resource)}"
 
 
 def _title(record: RunRecord) -> str:
-    resolved = record.settings.get("resolved", {})
-    return f"{resolved.get('model', 'A model')} on {resolved.get('data', 'data')}, budget {_budget(record)}"
+    config = record.config
+    return f"{config.get('model', 'A model')} on {config.get('data', 'data')}, budget {_budget(record)}"
 
 
 def _facts(record: RunRecord) -> list[str]:
-    resolved = record.settings.get("resolved", {})
-    facts = [f"{name} {resolved[name]}" for name in ("seed", "device") if resolved.get(name) is not None]
-    if resolved.get("image_shape"):
-        facts.append(f"images of {' x '.join(map(str, resolved['image_shape']))}")
+    facts = [f"seed {record.config['seed']}"] if "seed" in record.config else []
+    if "device" in record.environment:
+        facts.append(record.environment["device"])
+    shape = record.state.get("identity", {}).get("data", {}).get("shape")
+    if shape:
+        facts.append(f"images of {' x '.join(map(str, shape))}")
     if record.result and "wall_seconds" in record.result:
         facts.append(f"finished in {_duration(record.result['wall_seconds'])}")
     if "peel" in record.environment:
@@ -116,28 +116,17 @@ def _facts(record: RunRecord) -> list[str]:
 
 
 def _missing(record: RunRecord, stages: Mapping[str, list[dict[str, Any]]]) -> list[str]:
-    missing = (
-        [f"The run was stopped by an error: {record.stopped['error']}"] if record.stopped is not None else []
-    )
+    missing = [f"An error ended the run: {record.error}"] if record.error is not None else []
     if record.plan is None:
-        missing.append(
-            "The plan is not made yet (plan.json): costs, channels and resources per group come with it."
-        )
+        missing.append("There is no plan yet (plan.json), so costs, widths and groups are missing.")
     if not stages:
-        missing.append("No epoch is finished yet (metrics.jsonl): the curves come with the first one.")
+        missing.append("No epoch is finished yet (metrics.jsonl), so the curves are missing.")
     for stage, epochs in stages.items():
-        if epochs[-1]["epoch"] < epochs[-1]["of"]:
-            missing.append(
-                f"The stage {label(stage)} stands at epoch {epochs[-1]['epoch']} of {epochs[-1]['of']}."
-            )
+        done, total = epochs[-1]["epoch"], epochs[-1]["epochs"]
+        if done < total:
+            missing.append(f"The stage {label(stage)} is at epoch {done} of {total}.")
     if record.result is None:
-        missing.append("The result is not written yet (result.json): the accuracies come with it.")
-    else:
-        missing.extend(
-            f"No accuracy of {label(row['name'])}: its stage was not run."
-            for row in record.result["rows"]
-            if row.get("top1") is None
-        )
+        missing.append("There is no result yet (result.json), so the accuracies are missing.")
     return missing
 
 
@@ -201,26 +190,21 @@ def _comparison(record: RunRecord, rows: Mapping[str, Mapping[str, Any]]) -> str
     if not gains:
         return "PEEL and the uniform network can be compared once both are trained."
     seed = (record.result or {}).get("seed")
-    is_changed = bool(record.settings.get("forced"))
-    changed = (
-        " The settings changed on the way (see the notes), so they may not have been trained alike."
-        if is_changed
-        else ""
-    )
+    forced = ""
+    if record.state.get("forced"):
+        forced = " Settings were changed with --force (see the notes): they may not have been trained alike."
     return (
-        f"PEEL minus uniform: {', '.join(gains)}. Both are single trainings with seed {seed}: a difference from one seed is no evidence by "
-        "itself, in either direction. Repeat the run with other seeds before you conclude anything from it."
-        + changed
+        f"PEEL minus uniform: {', '.join(gains)}. Each is one training with seed {seed}. The difference of one seed "
+        f"is no evidence in either direction: repeat the run with other seeds.{forced}"
     )
 
 
-def _widths(plan: Mapping[str, Any]) -> dict[str, Any]:
-    if not plan:
+def _widths(plan: Plan | None) -> dict[str, Any]:
+    if plan is None:
         return {"widths_svg": None, "widths_table": None}
-    before, after, groups = plan["original"]["widths"], plan["widths"], plan["groups"]
-    between = {name: plan[name]["widths"] for name in ("backbone", "uniform") if plan.get(name)}
-    widths = {"original": before, **between, "peel": after}
-    importance = plan["rounds"][-1].get("importance", {}).get("ties", {}) if plan["rounds"] else {}
+    widths = {name: network.widths for name, network in plan.networks.items()}
+    before, after = plan.original.widths, plan.slim.widths
+    importance = plan.rounds[-1].tie_importance if plan.rounds else {}
     rows = [
         [
             tie,
@@ -229,18 +213,20 @@ def _widths(plan: Mapping[str, Any]) -> dict[str, Any]:
             _share(after[tie], before[tie]),
             _cell(importance, tie, _short),
         ]
-        for group, ties in groups.items()
+        for group, ties in plan.groups.items()
         for tie in ties
     ]
     table = Table(["tie", "group", *map(label, widths), "PEEL of original", "importance"], rows, words=2)
-    return {"widths_svg": widths_chart(widths, groups), "widths_table": table}
+    return {"widths_svg": widths_chart(widths, plan.groups), "widths_table": table}
 
 
-def _groups(plan: Mapping[str, Any]) -> dict[str, Any]:
-    rounds = plan.get("rounds", [])
-    macs = {name: plan["macs_by_group"][name] for name in NETWORKS if plan.get("macs_by_group", {}).get(name)}
-    last = rounds[-1] if rounds else {}
-    importance, shares = last.get("importance", {}).get("groups", {}), last.get("shares", {})
+def _groups(plan: Plan | None) -> dict[str, Any]:
+    if plan is None:
+        empty = {"has_plan": False, "budget_words": "", "rounds": [], "groups_svg": None, "macs_table": None}
+        return dict(empty)
+    macs = {name: network.macs_by_group for name, network in plan.networks.items()}
+    last = plan.rounds[-1] if plan.rounds else None
+    importance, shares = (last.importance or {}, last.shares or {}) if last is not None else ({}, {})
     totals = {name: max(1, sum(of_group.values())) for name, of_group in macs.items()}
     cells = [
         [
@@ -253,55 +239,43 @@ def _groups(plan: Mapping[str, Any]) -> dict[str, Any]:
         for group in dict.fromkeys(group for of_group in macs.values() for group in of_group)
     ]
     return {
-        "has_plan": bool(plan),
-        "budget_words": _budget_words(plan) if plan else "",
-        "rounds": [
-            _round(number, len(rounds), details, plan) for number, details in enumerate(rounds, start=1)
-        ],
-        "groups_svg": groups_chart(importance, shares, macs) if importance or shares or macs else None,
-        "macs_table": Table(["group", *map(label, macs)], cells) if macs else None,
+        "has_plan": True,
+        "budget_words": _budget_words(plan),
+        "rounds": [_round(number, item, plan) for number, item in enumerate(plan.rounds, start=1)],
+        "groups_svg": groups_chart(importance, shares, macs),
+        "macs_table": Table(["group", *map(label, macs)], cells),
     }
 
 
-def _budget_words(plan: Mapping[str, Any]) -> str:
-    """Where the resources went, in a sentence or two."""
-    resource = plan["resource"]
-    unit, budget = RESOURCES.get(resource, resource), plan["budget"]
-    words = f"The budget is {budget:,} {unit}"
-    if resource in plan:
-        words += f", of which PEEL uses {_percent(plan[resource] / budget, 2)}"
-    backbone = plan.get("backbone")
-    if not backbone:
-        return f"{words}. The widths were given or come from elsewhere, so there is no backbone and no importance."
-    taken = f"The backbone ({backbone['start']} start) takes {backbone[resource]:,}"
-    return f"{words}. {taken}; the pool of {plan['pool']:,} is handed out by the policy “{plan['policy']}”."
-
-
-def _round(number: int, of: int, details: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, Any]:
-    importance, shares, factors = (
-        details.get("importance", {}).get("groups", {}),
-        details.get("shares", {}),
-        details.get("factors", {}),
+def _budget_words(plan: Plan) -> str:
+    unit = RESOURCES.get(plan.resource, plan.resource)
+    used = (
+        f"The budget is {plan.budget:,} {unit}; PEEL uses {_percent(plan.slim.cost / plan.budget, 2)} of it."
     )
+    if plan.backbone is None:
+        return f"{used} The widths were given, so there is no backbone and no importance."
+    policy = plan.settings.get("policy")
+    return f"{used} The backbone costs {plan.backbone.cost:,}; the policy “{policy}” reallocates the pool of {plan.pool:,}."
+
+
+def _round(number: int, item: Round, plan: Plan) -> dict[str, Any]:
     rows = [
         [
             group,
             str(len(ties)),
-            _cell(importance, group, _short),
-            _cell(shares, group, _percent),
-            _cell(factors, group, "{:.3f}".format),
+            _cell(item.importance or {}, group, _short),
+            _cell(item.shares or {}, group, _percent),
+            _cell(item.factors, group, "{:.3f}".format),
         ]
-        for group, ties in plan.get("groups", {}).items()
+        for group, ties in plan.groups.items()
     ]
-    words = ""
-    if rounding := details.get("rounding"):
-        words = f"Rounding to whole channels: {rounding['spent']:,} of {rounding['ideal']:,.0f} spent, {rounding['unused']:,} left over."
+    columns = ["group", "ties", "importance", "share of the pool", "factor on the backbone"]
     return {
-        "title": f"Round {number} of {of}" if of > 1 else "Reallocation",
-        "note": details.get("note", ""),
-        "warning": details.get("distinct") is False,
-        "rounding": words,
-        "table": Table(["group", "ties", "importance", "share of the pool", "factor on the backbone"], rows),
+        "title": f"Round {number} of {len(plan.rounds)}" if len(plan.rounds) > 1 else "Reallocation",
+        "note": item.note,
+        "warning": not item.distinct,
+        "rounding": f"Rounding to whole channels: {item.cost:,} of {item.ideal_cost:,.0f} spent, {item.unspent:,} unspent.",
+        "table": Table(columns, rows),
     }
 
 
@@ -367,7 +341,7 @@ def _training_row(stage: str, epochs: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     speed = _cell(last, "images_per_second", "{:,.0f}".format)
     seconds = sum(line.get("seconds", 0) for line in epochs)
-    return [label(stage), terms, f"{last['epoch']} of {last['of']}", *losses, speed, _duration(seconds)]
+    return [label(stage), terms, f"{last['epoch']} of {last['epochs']}", *losses, speed, _duration(seconds)]
 
 
 def _settings_table(settings: Mapping[str, Any]) -> Table:

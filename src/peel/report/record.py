@@ -1,76 +1,86 @@
-"""What a run leaves in its folder, read back as plain data."""
+"""`RunRecord`: the files of a run folder, read back."""
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from ..errors import CorruptFileError, RunError
+from ..methods.plan import Plan
 from ..utils.files import parse_object
 
 __all__ = ["RunRecord"]
 
-VERSION = 1
-
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The JSON files of a run folder; what a run has not written yet is None or empty."""
+    """What a finished, running or interrupted run has written; None or empty where a file is missing."""
 
-    settings: dict[str, Any]
+    config: dict[str, Any]
+    state: dict[str, Any]
     environment: dict[str, Any]
-    plan: dict[str, Any] | None
+    plan: Plan | None
     metrics: list[dict[str, Any]]
     result: dict[str, Any] | None
-    stopped: dict[str, Any] | None = None
-    """Why the last start of the run came to no end, where an error stopped it."""
+    error: str | None = None
+    """The error that ended the last start."""
 
     @classmethod
-    def read(cls, folder: Path) -> RunRecord:
-        """The record of a run that is finished, under way or was interrupted."""
-        settings = _document(folder / "settings.json", "peel-run")
-        if settings is None:
+    def read(cls, folder: str | PathLike[str]) -> RunRecord:
+        folder = Path(folder)
+        state = _json(folder / "state.json", "peel-run")
+        if state is None:
             raise RunError(
-                f"{folder} is not the folder of a run: it has no settings.json. Give the folder that `peel run` wrote."
+                f"{folder} is not a run folder: it has no state.json. Give a folder that `peel run` wrote."
             )
-        return cls(
-            settings=settings,
-            environment=_document(folder / "environment.json") or {},
-            plan=_document(folder / "plan.json", "peel-plan"),
-            metrics=_lines(folder / "metrics.jsonl"),
-            result=_document(folder / "result.json", "peel-result"),
-            stopped=_document(folder / "stopped.json", "peel-stopped"),
-        )
+        config, plan = _bytes(folder / "config.toml"), _bytes(folder / "plan.json")
+        error = _json(folder / "error.json", "peel-error")
+        try:
+            return cls(
+                config=tomllib.loads(config.decode()) if config is not None else {},
+                state=state,
+                environment=_json(folder / "environment.json") or {},
+                plan=Plan.from_json(plan) if plan is not None else None,
+                metrics=_metrics(folder / "metrics.jsonl"),
+                result=_json(folder / "result.json", "peel-result"),
+                error=error["error"] if error is not None else None,
+            )
+        except (CorruptFileError, ValueError) as problem:
+            raise CorruptFileError(
+                f"a file in {folder} is damaged: {problem} Restore it from a copy."
+            ) from problem
 
 
-def _document(path: Path, form: str | None = None) -> dict[str, Any] | None:
-    data = _read(path)
+def _bytes(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror}.") from error
+
+
+def _json(path: Path, form: str | None = None) -> dict[str, Any] | None:
+    data = _bytes(path)
     if data is None:
         return None
     try:
         document = parse_object(data)
     except ValueError as error:
-        raise CorruptFileError(
-            f"{path} is damaged: {error}. Restore the file, or run into a new folder."
-        ) from error
-    if form is not None and document.get("format") != form:
-        raise RunError(
-            f"{path} has the format {document.get('format')!r}, not {form!r}: it was not written by a run of peel."
-        )
-    if form is not None and document.get("version") != VERSION:
-        raise RunError(
-            f"{path} has format version {document.get('version')!r}; this peel reads version {VERSION}."
-        )
+        raise CorruptFileError(f"{path} is damaged: {error}. Restore it from a copy.") from error
+    if form is not None and (document.get("format"), document.get("version")) != (form, 2):
+        found = f"format {document.get('format')!r}, version {document.get('version')!r}"
+        raise RunError(f"{path} has {found}; this version of peel reads {form!r}, version 2.")
     return document
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """One object per line; a last line cut short by the end of the process that wrote it does not count."""
+def _metrics(path: Path) -> list[dict[str, Any]]:
+    """One object per line. A last line that a killed process left incomplete is ignored."""
     lines = [
-        (number, line)
-        for number, line in enumerate((_read(path) or b"").split(b"\n"), start=1)
-        if line.strip()
+        (number, line) for number, line in enumerate((_bytes(path) or b"").split(b"\n"), 1) if line.strip()
     ]
     objects = []
     for number, line in lines:
@@ -79,16 +89,5 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             if number == lines[-1][0]:
                 break
-            raise CorruptFileError(
-                f"{path} is damaged in line {number}: {error}. Take the line out, or run into a new folder."
-            ) from error
+            raise CorruptFileError(f"{path} is damaged in line {number}: {error}.") from error
     return objects
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror}.") from error

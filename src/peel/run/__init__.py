@@ -1,5 +1,1 @@
 """One run: config, stages, run folder, resume, result."""
-
-from .prune import prune
-
-__all__ = ["prune"]

@@ -1,4 +1,4 @@
-"""How much there is to do in a run, and how long it takes."""
+"""How much work the stages of a run are, and how long it takes."""
 
 from __future__ import annotations
 
@@ -7,74 +7,64 @@ from dataclasses import replace
 
 import torch
 
+from ..methods.config import MethodConfig
 from ..methods.peel import recipe_of_round, stage_of_round
 from ..methods.problem import Problem
-from ..methods.settings import Method
 from ..surgery import slim
 from ..train.loop import fit
 from ..train.objective import CrossEntropy
 from ..train.recipe import Recipe
 
-__all__ = ["seconds_per_mac", "work_of"]
+__all__ = ["estimate_work", "seconds_per_mac"]
 
-#: A step of training costs about this many forward passes.
-TRAINING_PASSES = 3
+#: A training step costs about this many forward passes.
+PASSES_PER_STEP = 3
 
-#: Steps that are timed on a GPU: until a recorded step has settled.
+#: Steps timed on a GPU, which include the recording of a CUDA graph.
 GPU_STEPS = 20
 
-#: On a CPU, where every image takes its time: images of a first guess, and seconds that the timed steps should last.
+#: On a CPU: images of a first guess, and seconds that the timed steps should take.
 FIRST_IMAGES, TIMED_SECONDS = 32, 1.5
 
 
-def work_of(
-    problem: Problem, method: Method, recipe: Recipe, steps: Sequence[str], *, searches: bool
+def estimate_work(
+    problem: Problem, config: MethodConfig, recipe: Recipe, trained: Sequence[str], trains_backbone: bool
 ) -> list[tuple[str, float]]:
-    """Stages and how much there is to do in each, in multiply-adds. The original is among the steps where it is to be trained."""
+    """(stage, multiply-adds) for each stage that trains."""
     graph, images = problem.graph, problem.data.train.size
     full, slimmed = graph.macs(), graph.macs(problem.uniform())
-    taught = (
-        full
-        if method.distill == "teacher"
-        else TRAINING_PASSES * 2.25 * full
-        if method.distill == "in-place"
-        else 0
-    )
+    teacher = {"teacher": full, "in-place": PASSES_PER_STEP * 2.25 * full, "none": 0}[config.distill]
     work: list[tuple[str, float]] = []
-    if "original" in steps:
-        work.append(("original", recipe.epochs * images * TRAINING_PASSES * full))
-    if searches:
-        for number in range(method.rounds):
-            epochs = recipe_of_round(problem, method, number).epochs
-            work.append((stage_of_round(number), epochs * images * TRAINING_PASSES * method.keep * slimmed))
-    final = float(recipe.epochs * images * (TRAINING_PASSES * slimmed + taught))
-    return [*work, *((name, final) for name in ("uniform", "peel") if name in steps)]
+    if "original" in trained:
+        work.append(("original", recipe.epochs * images * PASSES_PER_STEP * full))
+    for number in range(config.rounds if trains_backbone else 0):
+        epochs = recipe_of_round(problem, config, number).epochs
+        cost = epochs * images * PASSES_PER_STEP * config.backbone_ratio * slimmed
+        work.append((stage_of_round(number), cost))
+    final = float(recipe.epochs * images * (PASSES_PER_STEP * slimmed + teacher))
+    return [*work, *((name, final) for name in ("uniform", "peel") if name in trained)]
 
 
 def seconds_per_mac(problem: Problem, recipe: Recipe) -> float:
-    """Seconds for a multiply-add of training: a few steps of the original go the way of all steps, decoding included, and are forgotten."""
-    return 1 / (_images_per_second(problem, recipe) * TRAINING_PASSES * problem.graph.macs())
-
-
-def _images_per_second(problem: Problem, recipe: Recipe) -> float:
+    """Time a few training steps of the original, data loading included."""
     if problem.engine.device.type == "cuda":
-        return _timed(problem, recipe, recipe.batch_size * GPU_STEPS)
-    guess = _timed(problem, recipe, FIRST_IMAGES)
-    images = int(problem.engine.world.broadcast(guess) * TIMED_SECONDS)
-    return _timed(problem, recipe, images) if images > FIRST_IMAGES else guess
+        speed = _images_per_second(problem, recipe, recipe.batch_size * GPU_STEPS)
+    else:
+        speed = _images_per_second(problem, recipe, FIRST_IMAGES)
+        images = int(problem.engine.world.broadcast(speed) * TIMED_SECONDS)
+        if images > FIRST_IMAGES:
+            speed = _images_per_second(problem, recipe, images)
+    return 1 / (speed * PASSES_PER_STEP * problem.graph.macs())
 
 
-def _timed(problem: Problem, recipe: Recipe, images: int) -> float:
-    """Images per second over so many images, in batches of the recipe or smaller ones."""
-    processes = problem.engine.world.size
-    batch = max(processes, min(recipe.batch_size, images, problem.data.train.size) // processes * processes)
-    some = problem.data.train.subset(torch.arange(min(images, problem.data.train.size) // batch * batch))
+def _images_per_second(problem: Problem, recipe: Recipe, images: int) -> float:
+    """Over about so many images, in batches of the recipe or smaller ones."""
+    processes, available = problem.engine.world.size, problem.data.train.size
+    batch = max(processes, min(recipe.batch_size, images, available) // processes * processes)
+    some = problem.data.train.subset(torch.arange(min(images, available) // batch * batch))
     network = slim(problem.model, problem.graph.widths, graph=problem.graph)
-    # The first epoch warms up: memory, kernels, processes that decode.
+    # The first epoch warms up: memory, kernels, workers.
     short = replace(recipe, epochs=2, batch_size=batch, warmup_epochs=0.0, retries=0)
-    engine = replace(
-        problem.engine,
-        accumulation_steps=min(problem.engine.accumulation_steps, batch // processes),
-        compile="off",
-    )
+    accumulate = min(problem.engine.accumulation_steps, batch // processes)
+    engine = replace(problem.engine, accumulation_steps=accumulate, compile="off")
     return fit(network, CrossEntropy(), some, short, engine=engine, seed=0)[-1].images_per_second

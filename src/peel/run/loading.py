@@ -1,10 +1,12 @@
-"""The model, the data, the recipes and the plan of a run: read, made to fit each other, and refused where they cannot."""
+"""Model, data, recipes and plan of a run: loaded, and checked against each other."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,60 +17,45 @@ from .. import zoo
 from ..cost.widths import Widths
 from ..data.datasets import Data, load_data
 from ..data.in_memory import InMemoryImages
-from ..errors import ConfigError, DataError, ModelError
+from ..errors import ConfigError, CorruptFileError, DataError, ModelError
 from ..graph import ChannelGraph
+from ..methods.plan import Plan
 from ..train.objective import get_logits
 from ..train.recipe import Recipe, backbone_recipe, named_recipe
+from .config import Config
 
-__all__ = [
-    "check_classes",
-    "check_weights",
-    "frozen_notes",
-    "held_ties",
-    "model_and_data",
-    "read_json",
-    "read_plan",
-    "recipes_for",
-]
+__all__ = ["check_model", "frozen_ties", "load_model_and_data", "model_notes", "read_widths", "resolve_recipes"]
 
 
-def model_and_data(
-    model: nn.Module | str,
-    data: Data | str | Path,
-    image_size: int | None,
-    root: str | Path | None,
-    skip_corrupt: bool,
-    pretrained: bool,
-) -> tuple[Data, nn.Module]:
+def load_model_and_data(model: nn.Module | str, data: Data | str, config: Config) -> tuple[nn.Module, Data]:
     def load(channels: int) -> Data:
         if isinstance(data, Data):
             return data
         return load_data(
-            str(data), image_size=image_size, channels=channels, root=root, skip_corrupt=skip_corrupt
+            data,
+            image_size=config.image_size,
+            channels=channels,
+            root=config.data_root,
+            skip_corrupt=config.skip_corrupt,
         )
 
-    loaded = load(zoo.find(model).input_size[0] if isinstance(model, str) else next(_convolved(model), 3))
-    network = _create(model, len(loaded.classes), pretrained) if isinstance(model, str) else model
-    channels = _channels_of(network, loaded.shape)
-    return (load(channels) if channels != loaded.shape[0] else loaded), network
+    if isinstance(model, str):
+        loaded = load(zoo.find(model).input_size[0])
+        network = _create(model, len(loaded.classes), config.teacher == "pretrained")
+    else:
+        loaded, network = load(next(_conv_inputs(model), 3)), _on_cpu(model)
+    channels = _input_channels(network, loaded.shape)
+    return network, (load(channels) if channels != loaded.shape[0] else loaded)
 
 
-def _channels_of(network: nn.Module, shape: tuple[int, int, int]) -> int:
-    """How many channels the network takes of images of this shape: those of its first convolution, which need not be the first to run."""
-    taken = [*_convolved(network)] or [shape[0]]
-    for channels in dict.fromkeys(taken):
-        with contextlib.suppress(Exception):  # whatever its code makes of other images
-            _scores_of(network, (channels, *shape[1:]))
-            return channels
-    return taken[0]
-
-
-def _convolved(network: nn.Module) -> Iterator[int]:
-    return (layer.in_channels for layer in network.modules() if isinstance(layer, nn.Conv2d))
+def _on_cpu(model: nn.Module) -> nn.Module:
+    """The model itself, or a copy of it where it is on another device."""
+    is_elsewhere = any(parameter.device.type != "cpu" for parameter in model.parameters())
+    return copy.deepcopy(model).cpu() if is_elsewhere else model
 
 
 def _create(model: str, classes: int, pretrained: bool) -> nn.Module:
-    """The model with as many classes as the data; a callable of the user's may not take that argument."""
+    """The model with as many classes as the data; a user's callable may not take that argument."""
     try:
         return zoo.create(model, num_classes=classes, pretrained=pretrained)
     except ModelError as error:
@@ -77,68 +64,74 @@ def _create(model: str, classes: int, pretrained: bool) -> nn.Module:
         raise
 
 
-def _scores_of(network: nn.Module, shape: tuple[int, ...]) -> Tensor:
-    """The class scores of one black image; the network is left as it was."""
+def _input_channels(network: nn.Module, shape: tuple[int, int, int]) -> int:
+    """How many channels the network takes: those of a convolution with which it runs, the first one's otherwise."""
+    candidates = [*_conv_inputs(network)] or [shape[0]]
+    for channels in dict.fromkeys(candidates):
+        with contextlib.suppress(Exception):
+            _logits_of_zeros(network, (channels, *shape[1:]))
+            return channels
+    return candidates[0]
+
+
+def _conv_inputs(network: nn.Module) -> Iterator[int]:
+    return (layer.in_channels for layer in network.modules() if isinstance(layer, nn.Conv2d))
+
+
+def _logits_of_zeros(network: nn.Module, shape: tuple[int, ...]) -> Tensor:
+    """The logits of one black image. Train and eval modes are left as they were."""
     modes = {name: module.training for name, module in network.named_modules()}
     try:
         with torch.inference_mode():
-            return get_logits(
-                network.eval()(torch.zeros(1, *shape, device=next(network.parameters()).device))
-            )
+            return get_logits(network.eval()(torch.zeros(1, *shape)))
     finally:
         for name, module in network.named_modules():
             module.training = modes[name]
 
 
-def check_weights(network: nn.Module) -> None:
-    kinds = {parameter.dtype for parameter in network.parameters()}
-    if not kinds:
+def check_model(network: nn.Module, data: Data) -> None:
+    dtypes = {parameter.dtype for parameter in network.parameters()}
+    if not dtypes:
         raise ModelError(f"{type(network).__name__} has no parameters: there is nothing to train.")
-    own_state = next((name for name in network.state_dict() if name.endswith("_extra_state")), None)
-    if own_state is not None:
-        raise ModelError(
-            f"{own_state} is a state of the model that is no tensor of its own (get_extra_state): peel could not keep it. Make it a buffer."
-        )
-    other = next(iter(kinds - {torch.float32}), None)
-    if other is not None:
-        raise ModelError(
-            f"the model has weights of type {other}; peel trains in float32, or bfloat16 with float32 weights: call .float()."
-        )
-
-
-def check_classes(network: nn.Module, data: Data) -> None:
-    scores = _scores_of(network, data.shape)
-    if scores.ndim != 2 or scores.shape[1] != len(data.classes):
+    if dtypes != {torch.float32}:
+        other = next(iter(dtypes - {torch.float32}))
+        raise ModelError(f"the model has {other} weights; peel trains float32 weights: call model.float().")
+    extra = next((name for name in network.state_dict() if name.endswith("_extra_state")), None)
+    if extra is not None:
+        raise ModelError(f"{extra}: peel cannot save what get_extra_state returns. Make it a buffer.")
+    logits, count = _logits_of_zeros(network, data.shape), len(data.classes)
+    if logits.ndim != 2 or logits.shape[1] != count:
         raise DataError(
-            f"the model gives scores of shape {tuple(scores.shape[1:])}, the data {data.name} has {len(data.classes)} classes. Build the "
-            f"model with {len(data.classes)} outputs, or choose data with as many classes as the model."
+            f"the model returns logits of shape {tuple(logits.shape[1:])}, but {data.name} has {count} classes. "
+            f"Build the model with {count} outputs, or choose other data."
         )
     for name, split in (("training", data.train), ("test", data.test)):
         lowest, highest = int(split.labels.min()), int(split.labels.max())
-        if lowest < 0 or highest >= len(data.classes):
+        if lowest < 0 or highest >= count:
             raise DataError(
-                f"the {name} labels of {data.name} go from {lowest} to {highest}; with {len(data.classes)} classes they must lie between "
-                f"0 and {len(data.classes) - 1}. Number the classes without gaps, from 0."
+                f"the {name} labels of {data.name} go from {lowest} to {highest}; {count} classes need labels "
+                f"from 0 to {count - 1}. Number the classes without gaps."
             )
 
 
-def frozen_notes(network: nn.Module) -> list[str]:
-    """A network that is frozen as a whole was only looked at; one with frozen parts was made so."""
+def model_notes(model: nn.Module | str, network: nn.Module, config: Config) -> list[str]:
+    """What a user may not expect to happen to a model."""
+    notes = []
+    if isinstance(model, nn.Module) and config.teacher == "train":
+        notes.append(
+            "The weights of the given model are not used: every network is trained from scratch. "
+            "Pass teacher=model to use them for the teacher."
+        )
     frozen = [name for name, parameter in network.named_parameters() if not parameter.requires_grad]
-    if not frozen or len(frozen) == len(list(network.parameters())):
-        return []
-    more = f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
-    return [f"Frozen parameters ({', '.join(frozen[:3])}{more}) are initialised and trained like all others."]
+    if frozen and len(frozen) < len(list(network.parameters())):
+        more = f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
+        notes.append(f"Frozen parameters ({', '.join(frozen[:3])}{more}) are initialised and trained like all others.")
+    return notes
 
 
-def recipes_for(
-    name: str,
-    data: Data,
-    network: nn.Module,
-    train: Mapping[str, Any] | None,
-    search: Mapping[str, Any] | None,
-) -> tuple[Recipe, Recipe]:
+def resolve_recipes(config: Config, data: Data, network: nn.Module) -> tuple[Recipe, Recipe]:
     """The recipe of the final training and that of the backbone."""
+    name = config.recipe
     if name == "auto":
         source = str(getattr(network, "peel_source", {}).get("zoo", type(network).__name__)).lower()
         is_mobile = any(word in source for word in ("mobile", "efficient", "mnas", "ghost", "shuffle"))
@@ -148,40 +141,37 @@ def recipes_for(
             name = "cifar"
         else:
             name = "imagenet-mobilenet" if is_mobile else "imagenet-resnet"
-    final = named_recipe(name).changed(**dict(train or {}))
-    # What is changed for the final training, but for its length, is changed for the backbone too.
-    shared = {key: value for key, value in dict(train or {}).items() if key != "epochs"}
-    backbone = backbone_recipe(name).changed(**{**shared, **dict(search or {})})
-    return _suited(final, data), _suited(backbone, data)
+    train = {key: value for key, value in asdict(config.train).items() if value is not None}
+    own = {key: value for key, value in asdict(config.backbone).items() if value is not None}
+    # Changes for the final training, except its length, hold for the backbone too.
+    shared = {key: value for key, value in train.items() if key != "epochs"}
+    recipes = named_recipe(name).changed(**train), backbone_recipe(name).changed(**{**shared, **own})
+    final, backbone = (
+        recipe.changed(augment=data.augment) if recipe.augment == "auto" else recipe for recipe in recipes
+    )
+    return final, backbone
 
 
-def _suited(recipe: Recipe, data: Data) -> Recipe:
-    return recipe.changed(augment=data.augment) if recipe.augment == "auto" else recipe
-
-
-def held_ties(network: nn.Module, graph: ChannelGraph, freeze: tuple[str, ...] | None) -> tuple[str, ...]:
+def frozen_ties(network: nn.Module, graph: ChannelGraph, freeze: tuple[str, ...] | None) -> tuple[str, ...]:
     if freeze is not None:
-        return tuple(freeze)
+        return freeze
     source = getattr(network, "peel_source", {}).get("zoo", "")
     return tuple(tie for tie in zoo.FROZEN.get(source, ()) if tie in graph.widths)
 
 
-def read_plan(plan: Mapping[str, Any] | str | Path, graph: ChannelGraph) -> Widths:
-    """Widths from a plan.json, from a bare mapping in a JSON file, or from a mapping."""
-    if isinstance(plan, str | Path):
-        plan = read_json(plan, "the plan")
-    if not isinstance(plan, Mapping):
-        raise ConfigError(
-            "a plan is an object with `widths`, or the widths themselves (tie name -> channels)."
-        )
-    widths = plan["widths"] if isinstance(plan.get("widths"), Mapping) else plan
-    return graph.check(widths)
-
-
-def read_json(path: str | Path, what: str) -> Any:
-    try:
-        return json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {what} {path}: {error.strerror}.") from error
-    except ValueError as error:
-        raise ConfigError(f"{what} {path} is not JSON: {error}.") from error
+def read_widths(given: Mapping[str, Any] | str, graph: ChannelGraph, setting: str) -> Widths:
+    """Widths from a mapping, or from a JSON file that holds one or is a plan.json."""
+    if isinstance(given, str):
+        try:
+            data = Path(given).read_bytes()
+            found = json.loads(data)
+            given = Plan.from_json(data).widths if isinstance(found, dict) and "format" in found else found
+        except OSError as error:
+            raise ConfigError(f"{setting}: cannot read {given}: {error.strerror}.") from error
+        except ValueError as error:
+            raise ConfigError(f"{setting}: {given} is not JSON: {error}.") from error
+        except CorruptFileError as error:
+            raise ConfigError(f"{setting}: {given}: {error}") from error
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{setting} is a plan.json or a mapping from tie names to channels.")
+    return graph.check(given)

@@ -1,10 +1,9 @@
-"""The stages of a run in their order, and the table that they end in."""
+"""The stages of a run in order, and the table at their end."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,12 @@ from torch import nn
 
 from ..cost.widths import Widths
 from ..data.datasets import Split, held_out_size
-from ..errors import BudgetError, ConfigError, CorruptFileError, DataError, PeelError, RunError
-from ..methods.peel import HELD_OUT, Plan, check_feasible, equal_share_plan, make_plan, stage_of_round
+from ..errors import BudgetError, ConfigError, DataError, PeelError, RunError
+from ..methods.peel import HELD_OUT, check_feasible, equal_share_plan, make_plan, stage_of_round
+from ..methods.plan import Plan, assemble_plan
 from ..methods.problem import Problem
-from ..methods.settings import Method
 from ..steps.distillation import Distillation, InPlace, in_place_pair
+from ..steps.importance import Criterion
 from ..surgery import slim
 from ..train.distributed import World
 from ..train.history import Metrics
@@ -27,24 +27,15 @@ from ..train.recipe import Recipe
 from ..train.state import part_size
 from ..train.teacher_cache import CachedTeacher, LogitCache, make_logit_cache
 from ..utils.rng import derive_seed, seed_everything
-from .estimate import seconds_per_mac, work_of
-from .folder import RunFolder
-from .result import Result
-from .resume import forced_notes
-from .stage_record import StageRecord, read_object
+from .config import Config
+from .estimate import estimate_work, seconds_per_mac
+from .folder import RunFolder, read_json
+from .result import Result, Row, StageRecord
+from .resume import RunState, open_or_resume, refuse_or_note, teacher_identity
 from .teacher import Teacher, find_teacher, weights_hash
 from .trainer import Trainer
 
-__all__ = ["STEPS", "Pipeline"]
-
-STEPS: dict[str, str] = {
-    "original": "train the original, or take the trained one that was named: the teacher",
-    "backbone": "train the over-pruned backbone (steps 1 and 2)",
-    "plan": "group and reallocate (steps 3 and 4)",
-    "uniform": "train the uniform network of the same budget, to compare with",
-    "peel": "train the slim network (step 5)",
-}
-
+__all__ = ["Pipeline"]
 
 log = logging.getLogger("peel")
 
@@ -54,395 +45,335 @@ class Pipeline:
     """The stages of one run."""
 
     problem: Problem
-    method: Method
+    config: Config
     recipe: Recipe
-    steps: Sequence[str]
-    named_teacher: nn.Module | str | Path
-    given: Widths | None
     trainer: Trainer
-    teacher_settings: dict[str, Any]
-    """What a teacher that is trained at a path of its own is told apart by."""
+    identity: dict[str, Any]
     environment: dict[str, Any]
-    force: bool
-    """Whether a folder is gone on with although settings changed."""
+    teacher: nn.Module | str = "train"
+    plan: Widths | None = None
+    """Widths given by the user."""
+    criterion: Criterion | None = None
+    """The user's own, where it is not a name."""
+    force: bool = False
 
-    workspace: RunFolder | None = None
-    taken: Teacher | None = None
+    folder: RunFolder | None = None
+    state: RunState | None = None
+    loaded_teacher: Teacher | None = None
     teacher_file: str = "stages/original.json"
     teacher_folder: Path | None = None
-    answers: LogitCache | None = None
-    """What the teacher said so far, where it is remembered."""
-    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    logit_cache: LogitCache | None = None
+    rows: dict[str, Row] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
     def world(self) -> World:
         return self.problem.engine.world
 
+    @property
+    def trains_backbone(self) -> bool:
+        is_searched = self.plan is None and "backbone" in self.config.stages
+        return is_searched and self.config.policy in ("importance", "winner-take-all")
+
     def check(self) -> None:
         """Refuse what cannot work, before anything is written or trained."""
-        problem, method = self.problem, self.method
-        finals = [name for name in ("uniform", "peel") if name in self.steps]
-        if (
-            self.given is None
-            and not {"backbone", "plan"} <= set(self.steps)
-            and (finals or "plan" in self.steps)
-        ):
+        problem, config, stages = self.problem, self.config, self.config.stages
+        final = [name for name in ("uniform", "peel") if name in stages]
+        if self.plan is None and not {"backbone", "plan"} <= set(stages) and (final or "plan" in stages):
             raise ConfigError(
-                f"the steps {', '.join(self.steps)} need a plan: add backbone and plan to them, or give widths of your own with plan."
+                f"the stages {', '.join(stages)} need a plan: add backbone and plan, or give widths with plan."
             )
-        needs_teacher = bool(finals) and method.distill == "teacher"
-        if needs_teacher or "original" in self.steps:
-            self.taken = find_teacher(self.named_teacher, problem)
-            if self.taken is not None:
-                self.teacher_file, self.teacher_folder = self.taken.file, self.taken.folder
-        if needs_teacher and "original" not in self.steps and self.taken is None:
+        needs_teacher = bool(final) and config.distill == "teacher"
+        if needs_teacher or "original" in stages:
+            self.loaded_teacher = find_teacher(self.teacher, problem)
+            if self.loaded_teacher is not None:
+                self.teacher_file, self.teacher_folder = self.loaded_teacher.file, self.loaded_teacher.folder
+        if needs_teacher and "original" not in stages and self.loaded_teacher is None:
             raise ConfigError(
-                'distillation needs the teacher: add "original" to the steps, name a trained teacher, or set distill="none".'
+                'distillation needs a teacher: add "original" to the stages, name a trained teacher, or set '
+                'distill="none".'
             )
-        if self.given is not None and problem.cost(self.given) > problem.budget:
+        if self.plan is not None and problem.cost(self.plan) > problem.budget:
             raise BudgetError(
-                f"the given plan costs {problem.cost(self.given):,} {problem.resource}, more than the budget of {problem.budget:,}. "
-                f"Give the budget that it was made for, or budget={problem.cost(self.given)}."
+                f"the given plan costs {problem.cost(self.plan):,} {problem.resource}, more than the budget of "
+                f"{problem.budget:,}. Set budget={problem.cost(self.plan)}."
             )
-        trains = bool(finals) or ("original" in self.steps and self.taken is None)
-        whole = problem.data.train.size
-        for is_used, recipe, size in (
-            (trains, self.recipe, whole),
-            (
-                self.searches,
-                problem.search,
-                whole - held_out_size(whole, HELD_OUT) if method.criterion == "legr" else whole,
-            ),
-        ):
+        self._check_batch_sizes(bool(final) or ("original" in stages and self.loaded_teacher is None))
+        problem.uniform()
+        if self.plan is None and "backbone" in stages:
+            check_feasible(problem, config, self.criterion)
+
+    def _check_batch_sizes(self, trains: bool) -> None:
+        problem, size = self.problem, self.problem.data.train.size
+        left = size - held_out_size(size, HELD_OUT) if self.config.criterion == "legr" else size
+        checks = ((trains, self.recipe, size), (self.trains_backbone, problem.backbone_recipe, left))
+        for is_used, recipe, images in checks:
             if is_used:
                 part_size(recipe, problem.engine)
-            if is_used and recipe.batch_size > size:
+            if is_used and recipe.batch_size > images:
                 raise DataError(
-                    f"a batch of {recipe.batch_size} images is larger than the training set of {size}. "
-                    f"Choose a batch size of at most {size}."
+                    f"the batch size {recipe.batch_size} is larger than the training set of {images} images. "
+                    f"Choose at most {images}."
                 )
-        problem.uniform()
-        if self.given is None and "backbone" in self.steps:
-            check_feasible(problem, method)
-
-    @property
-    def searches(self) -> bool:
-        """Whether a backbone is trained."""
-        return (
-            self.given is None
-            and "backbone" in self.steps
-            and self.method.policy in ("importance", "winner-take-all")
-        )
-
-    # The order of things
 
     def run(self) -> Result:
-        self.trainer.reporter.plan_stages(self._work())
-        if self.taken is not None:
-            self._settle_teacher(self.taken.model)
-        original = (
-            self._original()
-            if "original" in self.steps
-            else self.taken.model
-            if self.taken is not None
-            else None
-        )
-        if original is not None and self.taken is None:
-            self._settle_teacher(original)
+        for callback in self.trainer.callbacks:
+            callback.on_run_begin(self._work())
+        original = self._original()
         plan = self._plan()
-        if plan is not None:
-            told = [
-                item["note"]
-                for item in plan.document.get("rounds", [])
-                if "note" in item and not item.get("distinct", True)
-            ]
-            self.notes += dict.fromkeys(told)
-            self._compare_with_uniform(plan.widths)
         slimmed = None
-        if plan is not None and "uniform" in self.steps:
-            self._final("uniform", self.problem.uniform(), original)
-        if plan is not None and "peel" in self.steps:
-            slimmed = self._final("peel", plan.widths, original)
-        return self._end(plan, slimmed)
+        if plan is not None:
+            self.notes += dict.fromkeys(item.note for item in plan.rounds if item.note and not item.distinct)
+            self._compare_with_uniform(plan.widths)
+            if "uniform" in self.config.stages:
+                self._final("uniform", self.problem.uniform(), original)
+            if "peel" in self.config.stages:
+                slimmed = self._final("peel", plan.widths, original)
+        return self._finish(plan, slimmed)
 
-    def _end(self, plan: Plan | None, slimmed: nn.Module | None) -> Result:
-        document = plan.document if plan is not None else None
-        history = {stage: record.history for stage, record in self.trainer.records.items()}
-        earlier = self._earlier_result()
-        found = {**{row["name"]: row for row in earlier["rows"]}, **self.rows}
-        rows = [found[name] for name in ("original", "uniform", "peel") if name in found]
-        told = [note for record in self.trainer.records.values() for note in record.notes]
-        if len(rows) > len(self.rows):
-            told += earlier["notes"]
-        self.notes = list(dict.fromkeys([*self.notes, *told, *self._forced_notes()]))
-        for note in self.notes:
-            self.trainer.reporter.note(note)
-        if self.workspace is not None:
-            if slimmed is not None:
-                # That of its training, which may not be that of now.
-                fed = self.trainer.records["peel"].input or self.problem.data.described()
-                slimmed.peel_record = {**slimmed.peel_record, "input": fed}  # type: ignore[assignment, dict-item]
-                self.workspace.save_model("slim", slimmed)
-            search = self._search()
-            result = {
-                "format": "peel-result",
-                "version": 1,
-                "rows": rows,
-                "budget": self.problem.budget,
-                "resource": self.problem.resource,
-                "seed": self.problem.seed,
-                "search": search,
-                "wall_seconds": sum(row["seconds"] for row in rows) + search["seconds"],
-                "notes": self.notes,
-            }
-            self.workspace.write_json("result.json", result)
-        return Result(
-            slimmed, document, history, rows, self.notes, self.workspace.folder if self.workspace else None
-        )
+    def estimate(self) -> Result:
+        """The plan with equal shares, and how long the run would take."""
+        if self.plan is not None:
+            plan = assemble_plan(self.problem, self.plan)
+        else:
+            plan = equal_share_plan(self.problem, self.config)
+        pace = seconds_per_mac(self.problem, self.recipe)
+        return Result(None, plan, {}, [], [], None, {name: work * pace for name, work in self._work()})
 
-    def _earlier_result(self) -> dict[str, Any]:
-        """What an earlier start has left that did other steps: they are not done again, and not lost."""
-        try:
-            found = (
-                self.workspace.read_json("result.json")
-                if self.workspace is not None and self.workspace.has("result.json")
-                else {}
-            )
-        except PeelError as error:
-            log.warning("%s What other steps have scored is not taken over.", error)
-            found = {}
-        return {"rows": found.get("rows", []), "notes": found.get("notes", [])}
+    def _work(self) -> list[tuple[str, float]]:
+        trained = [name for name in self.config.stages if name != "original" or self.loaded_teacher is None]
+        return estimate_work(self.problem, self.config, self.recipe, trained, self.trains_backbone)
 
-    def _settle_teacher(self, teacher: nn.Module) -> None:
-        if self.workspace is not None:
-            self.workspace.check_teacher(weights_hash(teacher), force=self.force)
+    # The original
 
-    def _forced_notes(self) -> list[str]:
-        """What was changed on the way of this run, and of that of its teacher."""
-        own = forced_notes(self.workspace.read_json("settings.json")) if self.workspace is not None else []
-        elsewhere = self.teacher_folder / "settings.json" if self.teacher_folder is not None else None
-        if elsewhere is None or not elsewhere.is_file():
-            return own
-        try:
-            settings = read_object(elsewhere, "--teacher")
-            theirs = forced_notes(settings) if settings.get("format") == "peel-run" else []
-        except PeelError as error:
-            # Not at the end of a run, when all that is left to do is to say so.
-            theirs = [str(error)]
-        return [*own, *(f"Of the teacher: {note}" for note in theirs)]
+    def _original(self) -> nn.Module | None:
+        """The trained original, which is the teacher, and its row of the table."""
+        original: nn.Module | None = None
+        if self.loaded_teacher is not None:
+            original = self.loaded_teacher.model
+            self._check_teacher(original)
+            if "original" in self.config.stages:
+                self._evaluate_teacher(self.loaded_teacher)
+        elif "original" in self.config.stages:
+            original = self._train_original()
+            self._check_teacher(original)
+        return original
 
-    def _checked(self, widths: dict[str, Any]) -> Widths:
-        """The widths of a plan that an earlier start has kept."""
-        try:
-            return self.problem.graph.check(widths)
-        except PeelError as error:
-            raise CorruptFileError(
-                f"plan.json is damaged: {error} Restore it from a copy, or start anew with another --output."
-            ) from error
-
-    def _compare_with_uniform(self, widths: Widths) -> None:
-        uniform, cost = self.problem.uniform(), self.problem.cost
-        moved = max(abs(widths[tie] / uniform[tie] - 1) for tie in uniform)
-        if moved < 0.02:
-            self.notes.append(
-                f"The plan is the uniform network but for rounding: no width differs by more than {moved:.1%}."
-            )
-        elif self.given is not None and cost(widths) < 0.97 * cost(uniform):
-            self.notes.append(
-                f"The plan that was given costs {cost(widths):,} {self.problem.resource}, the uniform network beside it {cost(uniform):,}: "
-                f"they are not of the same budget. Give --budget {cost(widths)} to compare them."
-            )
-
-    # Stages
-
-    def _original(self) -> nn.Module:
-        """The trained original: the teacher and the first row of the table."""
-        if self.taken is not None:
-            return self._taken(self.taken)
-        if self.named_teacher == "train":
-            return self._trained_original()
-        assert isinstance(self.named_teacher, str | Path)
-        if not self.world.is_main_process:
-            return self._trained_original()
-        if self.workspace is not None and (known := self.workspace.teacher_hash()) is not None:
-            raise RunError(
-                f"there is no teacher at {self.named_teacher}, and the run in {self.workspace.folder} was begun with one: its weights have "
-                f"the hash {known}. Name the place where it lies now."
-            )
-        with RunFolder(self.named_teacher, "--teacher") as shared:
-            settings = {
-                "format": "peel-run",
-                "version": 1,
-                "command": "the teacher of another run",
-                "given": {},
-            }
-            shared.open_or_resume(
-                {**settings, "resolved": self.teacher_settings}, self.environment, force=self.force
-            )
-            self.teacher_file = str(Path(self.named_teacher) / "stages" / "original.json")
-            self.teacher_folder = Path(self.named_teacher)
-            with self.trainer.keeping_in(shared):
-                return self._trained_original()
-
-    def _trained_original(self) -> nn.Module:
-        seed_everything(derive_seed("init", "original", self.problem.seed))
-        fresh = slim(self.problem.model, self.problem.graph.widths, graph=self.problem.graph).requires_grad_(
-            True
-        )
-        objective = CrossEntropy(self.recipe.label_smoothing)
-        trained = self.trainer.train("original", fresh, objective, self.recipe, self.problem.data.train)
-        return self._row("original", trained, self.problem.graph.widths)
-
-    def _taken(self, teacher: Teacher) -> nn.Module:
-        """A teacher that is trained already is only evaluated."""
-        self.trainer.reporter.stage("original", "evaluating the teacher")
+    def _evaluate_teacher(self, teacher: Teacher) -> None:
+        self.trainer.begin_stage("original", prefix="evaluating ")
         self.problem.engine.prepare(teacher.model)
-        scored = evaluate(teacher.model, self.problem.data.test, self.problem.engine)
+        metrics = evaluate(teacher.model, self.problem.data.test, self.problem.engine)
         self.trainer.records["original"] = teacher.record or StageRecord([], 0)
-        self._add_row("original", self.problem.graph.widths, scored)
-        return teacher.model
+        self._add_row("original", self.problem.graph.widths, metrics)
+
+    def _train_original(self) -> nn.Module:
+        """Train it in this run's folder, or in one of its own that other runs share."""
+        seed_everything(derive_seed("init", "original", self.problem.seed))
+        graph = self.problem.graph
+        network = slim(self.problem.model, graph.widths, graph=graph).requires_grad_(True)
+        if self.config.teacher == "train" or not self.world.is_main_process:
+            return self._train("original", network, CrossEntropy(self.recipe.label_smoothing), graph.widths)
+        if self.state is not None and self.state.teacher_hash is not None:
+            raise RunError(
+                f"there is no teacher at {self.config.teacher}, but this run was started with one (weights hash "
+                f"{self.state.teacher_hash}). Name the folder where it is now."
+            )
+        with RunFolder(self.config.teacher, "--teacher") as shared:
+            own = teacher_identity(self.identity)
+            open_or_resume(shared, "the teacher of another run", own, self.environment, force=self.force)
+            self.teacher_file = str(Path(self.config.teacher) / "stages" / "original.json")
+            self.teacher_folder = Path(self.config.teacher)
+            with self.trainer.storing_in(shared):
+                return self._train("original", network, CrossEntropy(self.recipe.label_smoothing), graph.widths)
+
+    def _check_teacher(self, teacher: nn.Module) -> None:
+        """A run keeps its teacher: it is known by the hash of its weights."""
+        if self.folder is None or self.state is None:
+            return
+        now = weights_hash(teacher)
+        before = self.state.teacher_hash or now
+        changed = {"teacher_hash": (before, now)} if before != now else {}
+        refuse_or_note(self.folder, self.state, changed, force=self.force)
+        self.state.teacher_hash = now
+        self.folder.write_json("state.json", asdict(self.state))
+
+    # The plan
 
     def _plan(self) -> Plan | None:
-        """The plan, which all processes have come to alike; what counts is that of the first."""
-        plan = self._found_plan()
-        self.world.check_equal(
-            "the plan", json.dumps(dict(plan.widths) if plan is not None else None, sort_keys=True)
-        )
+        """All processes must arrive at the same plan; that of the main process counts."""
+        plan = self._make_plan()
+        self.world.check_equal("the plan", json.dumps(dict(plan.widths) if plan is not None else None))
         shared: Plan | None = self.world.broadcast(plan)
         return shared
 
-    def _found_plan(self) -> Plan | None:
-        if self.given is not None:
-            return self._given_plan(self.given)
-        is_there = self.workspace is not None and self.workspace.has("plan.json")
-        if self.world.broadcast(is_there):
-            document = self.world.broadcast(
-                self.workspace.read_json("plan.json") if self.workspace is not None else None
-            )
-            self._recall_search()
-            return Plan(self._checked(document["widths"]), document)
-        if "backbone" not in self.steps:
+    def _make_plan(self) -> Plan | None:
+        if self.plan is not None:
+            plan = assemble_plan(self.problem, self.plan)
+        elif self.world.broadcast(self.folder is not None and self.folder.has("plan.json")):
+            stored: Plan = self.world.broadcast(self._stored_plan())
+            return stored
+        elif "backbone" not in self.config.stages:
             return None
-        plan = make_plan(self.problem, self.method, self.trainer.train)
-        if "plan" not in self.steps:
-            return None
-        if self.workspace is not None:
-            self.workspace.write_json("plan.json", plan.document)
+        else:
+            plan = make_plan(self.problem, self.config, self.trainer.train, self.criterion)
+            if "plan" not in self.config.stages:
+                return None
+        if self.folder is not None:
+            self.folder.write_bytes("plan.json", plan.to_json())
         return plan
 
-    def _given_plan(self, widths: Widths) -> Plan:
-        graph, uniform = self.problem.graph, self.problem.uniform()
-        networks = {"original": graph.widths, "uniform": uniform, "peel": widths}
-        described = {name: self.problem.described(chosen) for name, chosen in networks.items()}
-        document = {
-            "format": "peel-plan",
-            "version": 1,
-            "resource": self.problem.resource,
-            "budget": self.problem.budget,
-            "groups": {group: list(ties) for group, ties in graph.groups.items()},
-            "rounds": [],
-            "original": described["original"],
-            "uniform": described["uniform"],
-            **described["peel"],
-            "macs_by_group": {name: graph.macs_by_group(chosen) for name, chosen in networks.items()},
-        }
-        if self.workspace is not None:
-            self.workspace.write_json("plan.json", document)
-        return Plan(widths, document)
-
-    def _recall_search(self) -> None:
-        """The records of a search that an earlier start of this run finished."""
-        for stage in self._search_stages():
+    def _stored_plan(self) -> Plan | None:
+        if self.folder is None:
+            return None
+        with self.folder.checked("plan.json"):
+            plan = Plan.from_json(self.folder.read_bytes("plan.json"))
+            try:
+                self.problem.graph.check(plan.widths)
+            except PeelError as error:
+                raise ValueError(str(error)) from error
+        for stage in self._backbone_stages():
             self.trainer.recall(stage)
+        return plan
 
-    def _search_stages(self) -> list[str]:
-        return [stage_of_round(number) for number in range(self.method.rounds)]
+    def _backbone_stages(self) -> list[str]:
+        return [stage_of_round(number) for number in range(self.config.rounds)]
 
-    def _search(self) -> dict[str, float]:
-        """What the search has cost."""
-        records = [
-            self.trainer.records[stage] for stage in self._search_stages() if stage in self.trainer.records
-        ]
-        return {
-            "seconds": sum(record.seconds for record in records),
-            "image_passes": sum(record.image_passes for record in records),
-        }
+    def _compare_with_uniform(self, widths: Widths) -> None:
+        uniform, cost, resource = self.problem.uniform(), self.problem.cost, self.problem.resource
+        difference = max(abs(widths[tie] / uniform[tie] - 1) for tie in uniform)
+        if difference < 0.02:
+            self.notes.append(
+                f"The plan is the uniform network but for rounding: no width differs by more than {difference:.1%}."
+            )
+        elif self.plan is not None and cost(widths) < 0.97 * cost(uniform):
+            self.notes.append(
+                f"The given plan costs {cost(widths):,} {resource}, the uniform network {cost(uniform):,}: their "
+                f"budgets differ. Set budget={cost(widths)} to compare them."
+            )
+
+    # Final trainings
 
     def _final(self, name: str, widths: Widths, teacher: nn.Module | None) -> nn.Module:
         """Step 5: a network of these widths, trained from scratch with the recipe that all share."""
-        problem, method = self.problem, self.method
+        problem, config = self.problem, self.config
         seed_everything(derive_seed("init", name, problem.seed))
         objective: Objective = CrossEntropy(self.recipe.label_smoothing)
-        weight = method.kd_weight
-        if method.distill == "in-place":
-            network: nn.Module = in_place_pair(problem.model, problem.graph, widths)
-            objective = InPlace(
-                objective, 1.0 if weight is None else weight, method.hard_weight, method.temperature
-            )
-        else:
-            network = slim(problem.model, widths, graph=problem.graph).requires_grad_(True)
-            if method.distill == "teacher":
-                assert teacher is not None
-                problem.engine.prepare(teacher).eval().requires_grad_(False)
-                objective = Distillation(
-                    objective, teacher, 0.1 if weight is None else weight, method.temperature
-                )
-        images = (
-            self._taught(objective.teacher) if isinstance(objective, Distillation) else problem.data.train
-        )
+        weight = config.kd_weight
+        if config.distill == "in-place":
+            pair = in_place_pair(problem.model, problem.graph, widths)
+            weight = 1.0 if weight is None else weight
+            return self._train(name, pair, InPlace(objective, weight, config.hard_weight, config.temperature), widths)
+        network = slim(problem.model, widths, graph=problem.graph).requires_grad_(True)
+        if config.distill == "none":
+            return self._train(name, network, objective, widths)
+        assert teacher is not None
+        problem.engine.prepare(teacher).eval().requires_grad_(False)
+        objective = Distillation(objective, teacher, 0.1 if weight is None else weight, config.temperature)
+        images = self._with_teacher_logits(teacher)
+        network = self._train(name, network, objective, widths, images)
+        if self.logit_cache is not None and self.world.is_main_process:
+            self.logit_cache.save()
+        return network
+
+    def _train(
+        self, name: str, network: nn.Module, objective: Objective, widths: Widths, images: Split | None = None
+    ) -> nn.Module:
+        images = self.problem.data.train if images is None else images
         trained = self.trainer.train(name, network, objective, self.recipe, images)
-        if isinstance(images, CachedTeacher) and self.world.is_main_process:
-            images.answers.save()
-        return self._row(name, trained, widths)
-
-    def _taught(self, teacher: nn.Module) -> Split:
-        """The training images, with the teacher's answers where it is worth to remember them: all students share them."""
-        problem = self.problem
-        images, augment, classes = problem.data.train, self.recipe.augment, len(problem.data.classes)
-        if self.answers is None and problem.engine.cache_teacher:
-            code = " ".join([*problem.graph.operators, *problem.graph.constants])
-            self.answers = make_logit_cache(
-                teacher, images, augment, classes, problem.engine, self.teacher_folder, code
-            )
-        return images if self.answers is None else CachedTeacher(images, self.answers)
-
-    def _row(self, name: str, network: nn.Module, widths: Widths) -> nn.Module:
         last = self.trainer.records[name].history[-1].test
         assert last is not None
         self._add_row(name, widths, Metrics(**last))
-        return network
+        return trained
 
-    def _add_row(self, name: str, widths: Widths, scores: Metrics) -> None:
+    def _with_teacher_logits(self, teacher: nn.Module) -> Split:
+        """The training images, with cached logits of the teacher where a cache is worth it."""
+        problem, images = self.problem, self.problem.data.train
+        if self.logit_cache is None and problem.engine.cache_teacher:
+            code = " ".join([*problem.graph.operators, *problem.graph.constants])
+            classes = len(problem.data.classes)
+            self.logit_cache = make_logit_cache(
+                teacher, images, self.recipe.augment, classes, problem.engine, self.teacher_folder, code
+            )
+        return images if self.logit_cache is None else CachedTeacher(images, self.logit_cache)
+
+    def _add_row(self, name: str, widths: Widths, metrics: Metrics) -> None:
         graph, record = self.problem.graph, self.trainer.records[name]
-        self.rows[name] = {
-            "name": name,
-            **asdict(scores),
-            "macs": graph.macs(widths),
-            "params": graph.params(widths),
-            "seconds": record.seconds,
-            "image_passes": record.image_passes,
-            "file": "slim.json"
-            if name == "peel"
-            else self.teacher_file
-            if name == "original"
-            else f"stages/{name}.json",
+        files = {"peel": "slim.json", "original": self.teacher_file}
+        self.rows[name] = Row(
+            name,
+            **asdict(metrics),
+            macs=graph.macs(widths),
+            params=graph.params(widths),
+            seconds=record.seconds,
+            image_passes=record.image_passes,
+            file=files.get(name, f"stages/{name}.json"),
+        )
+
+    # The end
+
+    def _finish(self, plan: Plan | None, slimmed: nn.Module | None) -> Result:
+        earlier_rows, earlier_notes = self._earlier_result()
+        found = {**earlier_rows, **self.rows}
+        rows = [found[name] for name in ("original", "uniform", "peel") if name in found]
+        told = [note for record in self.trainer.records.values() for note in record.notes]
+        if len(rows) > len(self.rows):
+            told += earlier_notes
+        forced = self.state.forced if self.state is not None else []
+        self.notes = list(dict.fromkeys([*self.notes, *told, *forced, *self._teacher_notes()]))
+        for callback in self.trainer.callbacks:
+            for note in self.notes:
+                callback.on_note(note)
+        if self.folder is not None:
+            self._write_result(self.folder, rows, slimmed)
+        history = {stage: record.history for stage, record in self.trainer.records.items()}
+        return Result(slimmed, plan, history, rows, self.notes, self.folder.folder if self.folder else None)
+
+    def _write_result(self, folder: RunFolder, rows: list[Row], slimmed: nn.Module | None) -> None:
+        if slimmed is not None:
+            spec = self.trainer.records["peel"].input_spec or self.problem.data.input_spec()
+            slimmed.peel_record = {**slimmed.peel_record, "input": spec}  # type: ignore[assignment, dict-item]
+            folder.save_model("slim", slimmed)
+        records = [self.trainer.records[name] for name in self._backbone_stages() if name in self.trainer.records]
+        search = {
+            "seconds": sum(record.seconds for record in records),
+            "image_passes": sum(record.image_passes for record in records),
         }
+        result = {
+            "format": "peel-result",
+            "version": 2,
+            "rows": [asdict(row) for row in rows],
+            "budget": self.problem.budget,
+            "resource": self.problem.resource,
+            "seed": self.problem.seed,
+            "search": search,
+            "wall_seconds": sum(row.seconds for row in rows) + search["seconds"],
+            "notes": self.notes,
+        }
+        folder.write_json("result.json", result)
 
-    # Time
+    def _earlier_result(self) -> tuple[dict[str, Row], list[str]]:
+        """Rows and notes of an earlier start that ran other stages."""
+        if self.folder is None or not self.folder.has("result.json"):
+            return {}, []
+        try:
+            found = read_json(self.folder.path("result.json"), _EarlierResult)
+        except PeelError as error:
+            log.warning("%s Rows of earlier stages are not taken over.", error)
+            return {}, []
+        return {row.name: row for row in found.rows}, found.notes
 
-    def _work(self) -> list[tuple[str, float]]:
-        trained = [name for name in self.steps if name != "original" or self.taken is None]
-        return work_of(self.problem, self.method, self.recipe, trained, searches=self.searches)
+    def _teacher_notes(self) -> list[str]:
+        """What `--force` changed while the teacher was trained."""
+        path = self.teacher_folder / "state.json" if self.teacher_folder is not None else None
+        if path is None or not path.is_file():
+            return []
+        try:
+            return [f"The teacher: {note}" for note in read_json(path, RunState, "--teacher").forced]
+        except PeelError as error:
+            return [str(error)]
 
-    def estimate(self) -> Result:
-        """The plan with neutral importance, and how long it would take."""
-        plan = (
-            equal_share_plan(self.problem, self.method)
-            if self.given is None
-            else self._given_plan(self.given)
-        )
-        each = seconds_per_mac(self.problem, self.recipe)
-        return Result(
-            None, plan.document, {}, [], [], None, {name: work * each for name, work in self._work()}
-        )
+
+@dataclass(frozen=True)
+class _EarlierResult:
+    rows: list[Row]
+    notes: list[str]

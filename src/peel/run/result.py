@@ -1,30 +1,60 @@
-"""What a run leaves."""
+"""What a run returns, and what it stores of each stage."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ..train.history import Epoch
+from ..methods.plan import Plan
+from ..train.history import EpochRecord
 
-__all__ = ["Result"]
+__all__ = ["Result", "Row", "StageRecord"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One network of the table: original, uniform or peel."""
+
+    name: str
+    loss: float
+    top1: float
+    top5: float
+    macs: int
+    params: int
+    seconds: float
+    image_passes: int
+    file: str
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run leaves."""
-
     model: nn.Module | None
-    """The slim network, trained; None where the steps that were asked for end before it."""
-    plan: dict[str, Any] | None
-    history: Mapping[str, Sequence[Epoch]]
-    rows: Sequence[Mapping[str, Any]]
+    """The trained slim network; None where the stages end before it."""
+    plan: Plan | None
+    history: Mapping[str, Sequence[EpochRecord]]
+    """Stage -> its epochs."""
+    rows: Sequence[Row]
     """The table: original, uniform, peel."""
     notes: Sequence[str]
     folder: Path | None
     estimate: Mapping[str, float] | None = None
     """Seconds per stage, of a dry run."""
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """How a finished stage was trained."""
+
+    history: list[EpochRecord]
+    image_passes: int
+    input_spec: dict[str, Any] | None = None
+    """How to feed the network; None where it is unknown."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return sum(epoch.seconds for epoch in self.history)

@@ -1,313 +1,228 @@
-"""What may change between one start of a run and the next, what is said of it, and what is refused."""
+"""What identifies a run, and what may change between two starts of it."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from ..errors import RunError
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
-__all__ = ["NO_PATHS", "check_changes", "forced_notes", "what_is_fixed", "with_what_is_free"]
+from ..cost.widths import Widths
+from ..data.datasets import Data
+from ..data.image_folder import ImageFolder, fingerprint_of
+from ..data.in_memory import InMemoryImages
+from ..errors import RunError
+from ..graph import ChannelGraph
+from ..methods.config import MethodConfig
+from ..train.engine import Engine
+from ..train.recipe import Recipe
+from ..utils.fingerprint import fingerprint
+from ..version import __version__
+from .config import Config
+from .folder import EARLY_FILES, RunFolder, read_json
+
+__all__ = ["RunState", "environment_of", "identify", "open_or_resume", "teacher_identity"]
 
 log = logging.getLogger("peel")
 
-#: Settings that may change between one start of a run and the next: they do not change what is computed.
-FREE = ("device", "steps", "train.retries", "search.retries")
+#: May change between two starts: they do not change what is computed.
+FREE = {"train.retries", "backbone.retries"}
 
-#: Settings that may change too, as they are the way out where memory is short, but not without a word: batch norm sees the parts.
-SAID = ("parts",)
+#: May change, with a warning: batch norm sees other micro-batches.
+WARNED = {"accumulate"}
 
-#: A teacher that lies at a path is known by its weights, wherever that is; these are none.
-TEACHER, NO_PATHS = "teacher", ("train", "pretrained", "given module")
-
-#: What is said of a setting that nobody gave: where it comes from.
-FROM = {
-    "pad_channels": " (zero channels, which a GPU is faster with: go on with the kind of --device that began the run)"
-}
-
-#: What the network computes, in the words of torch: it tells whether the code of the model changed, unless it is torch that did.
-OPERATORS, CONSTANTS = "original.operators", "original.constants"
-
-#: Settings with which `--force` goes on although they changed: the rates and the like of the recipes, the images, the code of the model.
-#: Others would leave a run whose parts do not fit: a plan of one budget beside a uniform network of another, trainings of different
-#: lengths, labels that mean one class before and another after, or weights that have no place.
-FORCED = (
-    "train.",
-    "search.",
-    "input.",
-    "data",
-    "fingerprint",
-    "images",
-    "original.layers",
-    OPERATORS,
-    CONSTANTS,
-    "sync_bn",
-    "deterministic",
-)
-FIXED = (
-    *(f"{recipe}.{name}" for recipe in ("train", "search") for name in ("epochs", "batch_size")),
-    "input.classes",
-    "input.shape",
+#: `--force` resumes although these changed. Any other change would leave a run whose parts do not fit each other.
+FORCEABLE = re.compile(
+    r"(train|backbone)\.(?!epochs|batch_size)|data\.(?!classes|shape)|model\.(layers|operators|constants)"
+    r"|sync_bn|deterministic|teacher_hash"
 )
 
-#: Parts of the settings whose names are the program's own; others hold names of the user's, such as those of groups.
-SECTIONS = ("original", "input", "method", "train", "search")
+
+@dataclass
+class RunState:
+    """state.json."""
+
+    command: str
+    identity: dict[str, Any]
+    run_id: str
+    """What tells the checkpoints of this run from those of others."""
+    teacher_hash: str | None = None
+    forced: list[str] = field(default_factory=list)
+    """Changes that `--force` allowed, one sentence per start."""
+    format: str = "peel-run"
+    version: int = 2
 
 
-def check_changes(
-    folder: Path,
-    before: Mapping[str, Any],
-    now: Mapping[str, Any],
-    begun: Mapping[str, Any],
-    environment: Mapping[str, Any],
+def identify(
+    config: Config,
+    graph: ChannelGraph,
+    network: nn.Module,
+    data: Data,
+    engine: Engine,
+    recipes: tuple[Recipe, Recipe],
+    plan: Widths | None,
+) -> dict[str, Any]:
+    """What a run computes: resolved settings, and fingerprints of the model's code and of the images."""
+    method = {item.name: getattr(config, item.name) for item in fields(MethodConfig)}
+    identity = {
+        "method": method,
+        "teacher": config.teacher if config.teacher in ("train", "pretrained", "given module") else "path",
+        "plan": dict(plan) if plan is not None else None,
+        "groups": {name: list(ties) for name, ties in graph.groups.items()},
+        "backbone": asdict(recipes[1]),
+        "deterministic": config.deterministic,
+        "train": asdict(recipes[0]),
+        "seed": config.seed,
+        "model": {
+            "macs": graph.macs(),
+            "params": graph.params(),
+            "layers": fingerprint([repr([_layer(name, layer) for name, layer in network.named_modules()])]),
+            "tensors": fingerprint([repr([(n, tuple(t.shape)) for n, t in network.state_dict().items()])]),
+            "operators": fingerprint([" ".join(graph.operators)]),
+            "constants": fingerprint([repr(graph.constants)]),
+        },
+        "data": {"images": _fingerprint_images(data), **data.input_spec()},
+        "processes": engine.world.size,
+        "accumulate": engine.accumulation_steps,
+        "pad_channels": engine.pad_channels,
+        "sync_bn": engine.sync_bn,
+    }
+    return dict(json.loads(json.dumps(identity)))
+
+
+def teacher_identity(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of the identity that a teacher depends on: runs that share it share the teacher."""
+    own = ("train", "seed", "model", "data", "processes", "accumulate", "pad_channels", "sync_bn")
+    return {name: identity[name] for name in own}
+
+
+def _fingerprint_images(data: Data) -> str:
+    parts: list[Tensor | bytes] = []
+    for split in (data.train, data.test):
+        parts.append(split.labels)
+        if isinstance(split, InMemoryImages):
+            parts.append(split.pixels)
+        elif isinstance(split, ImageFolder):
+            parts.append(fingerprint_of(split.paths))
+    return fingerprint(parts)
+
+
+def _layer(name: str, layer: nn.Module) -> tuple[str, str, str, str]:
+    """Name, class, settings and constant buffers of a layer; statistics of norm layers do not count."""
+    settings = re.sub(r" at 0x[0-9a-f]+|,? ?inplace=(True|False)", "", layer.extra_repr())
+    buffers = "" if isinstance(layer, _NormBase) else fingerprint(layer.buffers(recurse=False))
+    return name, type(layer).__qualname__, settings, buffers
+
+
+def environment_of(engine: Engine) -> dict[str, Any]:
+    return {
+        "peel": __version__,
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "device": engine.description,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def open_or_resume(
+    folder: RunFolder,
+    command: str,
+    identity: dict[str, Any],
+    environment: dict[str, Any],
     *,
+    config: Config | None = None,
     force: bool = False,
-    option: str = "--output",
-) -> dict[str, tuple[Any, Any]]:
-    """An error where the run in the folder was begun with other settings than those of now; a word where its surroundings were others.
-
-    With `force` it goes on with what may be forced: those settings, each with its old and new value, are returned. `option` is what the
-    folder was named with.
-    """
-    _refuse_other_names(folder, before, now, begun.get("peel"), environment.get("peel"), force, option)
-    changed = _difference(before, now)
-    for name in [name for name in SAID if name in changed]:
-        old, new = changed.pop(name)
-        log.warning(
-            "%s goes on with %s %s instead of %s: the bits will differ from those of a run without the change.",
-            folder,
-            name,
-            new,
-            old,
-        )
-    is_other_torch = begun.get("torch", environment.get("torch")) != environment.get("torch")
-    if (
-        OPERATORS in changed
-        and is_other_torch
-        and all(isinstance(operators, str) for operators in changed[OPERATORS])
-    ):
-        other = _other_operators(*changed.pop(OPERATORS))
-        log.warning(
-            "%s goes on with a torch that runs other operators where the model's code is the same: %s.",
-            folder,
-            other,
-        )
-    if is_other_torch and OPERATORS not in changed:
-        changed.pop(CONSTANTS, None)  # it may call them with other numbers too
-    if (
-        "model" in changed
-        and _is_moved(*changed["model"])
-        and not any(name.startswith("original.") for name in changed)
-    ):
-        log.info(
-            "%s goes on with the same model from another place: %s -> %s.", folder, *changed.pop("model")
-        )
-    if "data" in changed and before.get("fingerprint") and before["fingerprint"] == now.get("fingerprint"):
-        log.info(
-            "%s goes on with the same images from another place: %s -> %s.", folder, *changed.pop("data")
-        )
-    if changed and not (force and all(_may_be_forced(name) for name in changed)):
-        raise RunError(
-            f"{folder} was started with other settings:\n{_refusal(folder, changed, now, force, option)}"
-        )
-    if changed:
-        log.warning(
-            "%s goes on with other settings than it was started with, and its result will say so:\n%s",
-            folder,
-            _in_lines(changed),
-        )
-    # Another torch may round otherwise, and so may threads that share a sum. That is no reason to lose a run, but one to say so.
-    for name in ("peel", "torch", *(["threads"] if now.get("device") == "cpu" else [])):
-        if name in begun and begun[name] != environment.get(name):
-            log.warning(
-                "%s was begun with %s %s and goes on with %s: the bits may differ.",
-                folder,
-                name,
-                begun[name],
-                environment.get(name),
-            )
-    return changed
-
-
-def _is_moved(old: Any, new: Any) -> bool:
-    """Whether two names of models name the same function of a file of the same name, `./net.py:small` and `/home/me/net.py:small`."""
-    return ".py:" in str(old) and Path(str(old)).name == Path(str(new)).name
-
-
-def _may_be_forced(name: str) -> bool:
-    return name not in FIXED and any(
-        name == item or (item.endswith(".") and name.startswith(item)) for item in FORCED
-    )
-
-
-def _refuse_other_names(
-    folder: Path,
-    before: Mapping[str, Any],
-    now: Mapping[str, Any],
-    old: str | None,
-    new: str | None,
-    force: bool,
-    option: str,
-) -> None:
-    """Settings that only one of two versions of peel knows cannot be given to the other."""
-    if ("method" in before) != ("method" in now):
-        return  # a whole run and a teacher alone: they differ in more than the version
-    found = list(_in_one_only(before, now))
-    may_go_on = all(_may_be_forced(name) for _, name, _ in found)
-    if not found or (force and may_go_on):
-        return
-    versions = f", {old}; this is {new}" if old and old != new else ""
-    lines = [
-        f"{folder} was begun by another version of peel{versions}. Its settings are not those of this one:",
-        *(f"  {name}: {value!r} (only {where})" for where, name, value in found),
-        f"Finish it with the version that began it, or name another {option} to start anew.",
-    ]
-    if may_go_on:
-        lines.append("With --force it goes on where that is possible, and its result says so.")
-    raise RunError("\n".join([*lines, *_what_can_be_used(folder, set())]))
-
-
-def what_is_fixed(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The settings that tell one run from another."""
-    return {
-        name: what_is_fixed(value, f"{prefix}{name}.") if isinstance(value, Mapping) else value
-        for name, value in settings.items()
-        if f"{prefix}{name}" not in (*FREE, *SAID, OPERATORS, CONSTANTS)
-    }
-
-
-def with_what_is_free(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The settings that a run was begun with, but for those that may change: they are as they are now."""
-    return {
-        name: with_what_is_free(value, now.get(name) or {}, f"{prefix}{name}.")
-        if isinstance(value, Mapping)
-        else now.get(name, value)
-        if f"{prefix}{name}" in (*FREE, *SAID, TEACHER)
-        else value
-        for name, value in before.items()
-    }
-
-
-def _difference(
-    before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = ""
-) -> dict[str, tuple[Any, Any]]:
-    """Setting -> its old and new value, for those that differ."""
-    before, after = json.loads(json.dumps(before)), json.loads(json.dumps(after))
-    changed: dict[str, tuple[Any, Any]] = {}
-    for name in dict.fromkeys([*before, *after]):
-        old, new = before.get(name), after.get(name)
-        if isinstance(old, dict) and isinstance(new, dict):
-            changed.update(_difference(old, new, f"{prefix}{name}."))
-        elif (
-            old != new
-            and f"{prefix}{name}" not in FREE
-            and not (prefix + name == TEACHER and not {old, new} & {*NO_PATHS})
-        ):
-            changed[f"{prefix}{name}"] = (old, new)
-    return changed
-
-
-def _in_one_only(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Where a setting is that only one of the two has (`there` or `here`), its name and its value."""
-    pairs = [("", before, after), *((f"{name}.", before.get(name), after.get(name)) for name in SECTIONS)]
-    for prefix, old, new in pairs:
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from (
-                ("there", prefix + name, value)
-                for name, value in old.items()
-                if name not in new and prefix + name not in FREE
-            )
-            yield from (
-                ("here", prefix + name, value)
-                for name, value in new.items()
-                if name not in old and prefix + name not in FREE
-            )
-
-
-def _in_lines(changed: Mapping[str, Sequence[Any]]) -> str:
-    """The settings that differ, each with its old and new value."""
-    return "\n".join(f"  {_in_words(name, *pair)}{FROM.get(name, '')}" for name, pair in changed.items())
-
-
-def _in_words(name: str, old: Any, new: Any) -> str:
-    is_known = name == OPERATORS and isinstance(old, str) and isinstance(new, str)
-    return f"{name}: {_other_operators(old, new) if is_known else f'{old!r} -> {new!r}'}"
-
-
-def forced_notes(settings: Mapping[str, Any]) -> list[str]:
-    """What was changed on the way of a run, and when: from its settings.json, a sentence for each time."""
-    notes = []
-    for change in settings.get("forced", []):
-        changes = "; ".join(_in_words(name, *pair) for name, pair in change["changes"].items())
-        stages = f"stages finished before: {', '.join(change['done']) or 'none'}; under way: {', '.join(change['begun']) or 'none'}"
-        notes.append(f"The run went on with other settings (--force; {stages}): {changes}.")
-    return notes
-
-
-def _refusal(
-    folder: Path,
-    changed: Mapping[str, tuple[Any, Any]],
-    settings: Mapping[str, Any],
-    force: bool,
-    option: str,
-) -> str:
-    """The settings that differ, and the way out."""
-    lines = [_in_lines(changed)]
-    roots = {name.partition(".")[0] for name in changed}
-    stubborn = [name for name in changed if not _may_be_forced(name)]
-    if "original" in roots and not roots & {"model", "data", "image_shape", "input"}:
-        lines.append(
-            f"What the network computes has changed: the code of {settings['model']}, or what it is built with, is not what it was. "
-            f"Bring that back to go on with the run, or name another {option} to start anew."
-        )
+) -> RunState:
+    """Start a run in the folder, or check that the one in it can be resumed with these settings."""
+    if not folder.has("state.json"):
+        folder.refuse_foreign_files(EARLY_FILES)
+        state = RunState(command, identity, _run_id(identity))
+        folder.write_json("environment.json", environment)
     else:
-        lines.append(f"Give the same settings to go on with it, or another {option} to start anew.")
-    if force:
-        lines.append(
-            f"--force does not change {', '.join(stubborn)}: what is done would not fit what is still to come."
-        )
-        lines.extend(
-            _what_can_be_used(folder, roots | {name for name in changed if name.startswith("method.")})
-        )
-    elif not stubborn:
-        lines.append("With --force it goes on all the same, and its result says so.")
-    return "\n".join(lines)
+        state = read_json(folder.path("state.json"), RunState, folder.option)
+        before = read_json(folder.path("environment.json"), dict, folder.option) if folder.has("environment.json") else {}
+        changed = _changes(folder, state.identity, identity, before, environment)
+        refuse_or_note(folder, state, changed, force=force)
+        state.command, state.identity = command, identity
+    if config is not None:
+        folder.write_bytes("config.toml", config.to_toml().encode())
+    folder.write_json("state.json", asdict(state))
+    folder.run_id = state.run_id
+    return state
 
 
-def _what_can_be_used(folder: Path, changed: set[str]) -> list[str]:
-    """What a run with other settings can take from this one."""
-    found = []
-    if (folder / "stages" / "original.record.json").exists() and not changed & {
-        "model",
-        "original",
-        "image_shape",
-        "input",
-    }:
-        found.append(f"--teacher {folder} its original")
-    if (folder / "plan.json").exists() and not changed & {
-        "model",
-        "original",
-        "method.budget",
-        "method.resource",
-    }:
-        found.append(f"--plan {folder / 'plan.json'} its plan")
-    return [f"Another run can use what this one has done: {', '.join(found)}."] if found else []
+def _run_id(identity: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
-def _other_operators(old: str, new: str) -> str:
-    """`relu 3 -> 2, silu 0 -> 1`: how often each operator ran before and runs now."""
-    before, after = old.split(), new.split()
-    often, now = Counter(before), Counter(after)
-    counts = [
-        f"{name} {often[name]} -> {now[name]}"
-        for name in dict.fromkeys([*before, *after])
-        if often[name] != now[name]
-    ]
-    if counts:
-        return ", ".join(counts)
-    place = next(i for i, name in enumerate(before) if name != after[i])
-    return f"the same ones in another order, from number {place + 1} on ({before[place]} -> {after[place]})"
+def _changes(
+    folder: RunFolder,
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+) -> dict[str, tuple[Any, Any]]:
+    """Setting -> (before, after), for changes that matter. Others are logged."""
+    first, second = _flat(before), _flat(after)
+    names = [name for name in {**first, **second} if first.get(name) != second.get(name) and name not in FREE]
+    changed = {name: (first.get(name), second.get(name)) for name in names}
+    for name in WARNED & changed.keys():
+        values = changed.pop(name)
+        log.warning("%s resumes with %s %s instead of %s: the bits will differ.", folder.folder, name, *values[::-1])
+    for name in ("peel", "torch", *(["threads"] if "CPU" in str(new.get("device")) else [])):
+        if name in old and old[name] != new.get(name):
+            log.warning(
+                "%s was started with %s %s and resumes with %s: the bits may differ.",
+                folder.folder,
+                name,
+                old[name],
+                new.get(name),
+            )
+    if old.get("torch", new.get("torch")) != new.get("torch"):
+        # Another torch may capture the same code as other operators.
+        for name in ("model.operators", "model.constants"):
+            changed.pop(name, None)
+    return changed
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value})
+    return found
+
+
+def refuse_or_note(
+    folder: RunFolder, state: RunState, changed: Mapping[str, tuple[Any, Any]], *, force: bool
+) -> None:
+    """An error where settings changed; with `force`, where possible, a note in the state instead."""
+    if not changed:
+        return
+    lines = [f"{name}: {old!r} -> {new!r}" for name, (old, new) in changed.items()]
+    may_force = all(FORCEABLE.match(name) for name in changed)
+    if force and may_force:
+        log.warning("%s resumes with other settings; its result will say so:\n  %s", folder.folder, "\n  ".join(lines))
+        state.forced.append(f"The run was resumed with other settings (--force): {'; '.join(lines)}.")
+        return
+    shown = "\n  ".join([*lines[:12], *([f"and {len(lines) - 12} more"] if len(lines) > 12 else [])])
+    fixed = [name for name in changed if not FORCEABLE.match(name)]
+    if may_force:
+        way_out = "With --force it resumes anyway, and its result says so."
+    elif force:
+        way_out = f"--force cannot change {', '.join(fixed[:5])}: finished stages would not fit the rest."
+    else:
+        way_out = ""
+    raise RunError(
+        f"{folder.folder} was started with other settings:\n  {shown}\nUse the same settings to resume it, or "
+        f"another {folder.option} to start a new run. {way_out}".rstrip()
+    )

@@ -1,9 +1,9 @@
-"""Trains the networks of a run, each once: what an earlier start of the run has trained is taken from its folder."""
+"""Trains the networks of a run, each once: a resumed run loads what is finished from its folder."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,58 +17,60 @@ from ..steps.distillation import Pair
 from ..surgery import slim
 from ..surgery.fast_widths import fast_widths
 from ..surgery.padding import Padded, pad
+from ..train.callbacks import Callback
 from ..train.checkpoint import non_persistent_buffers
-from ..train.history import Epoch
+from ..train.history import EpochRecord
 from ..train.loop import fit
 from ..train.objective import Objective
 from ..train.recipe import Recipe
 from ..utils.rng import derive_seed
-from .callbacks import Callback
 from .folder import RunFolder
-from .stage_record import StageRecord
+from .result import StageRecord
 
 __all__ = ["Trainer"]
 
-WHAT = {
+DESCRIPTIONS = {
     "original": "the original",
     "backbone": "the over-pruned backbone",
     "uniform": "the uniform network of the same budget",
     "peel": "the slim network",
 }
 
-#: On a GPU epochs may be shorter than it takes to write a checkpoint: there is one after an epoch, but not more often than this.
+#: On a GPU an epoch may take less time than a checkpoint: write one after an epoch, but not more often than this.
 EPOCH_SECONDS = 10.0
 
 UNPADDED = (
-    "Some widths are slow on a GPU, and the network trains with them: zero channels, which make them fast, would change what it computes, "
-    "or could not be tried."
+    "Some widths are slow on a GPU. The network was trained with them, because zero channels that make them fast "
+    "would change what it computes, or could not be tested."
 )
 
-VARIES = (
-    "Nobody promises that a GPU adds in the same order twice, so the same command with the same seed may end with slightly other weights "
-    "and accuracies. With --deterministic it ends with the same bits, more slowly."
+NOT_DETERMINISTIC = (
+    "GPU runs are not bit-identical: the same command and seed may give slightly different weights. "
+    "--deterministic makes them so, and is slower."
 )
 
 
 @dataclass
 class Trainer:
-    """Trains networks, and keeps them in a folder where there is one."""
-
     problem: Problem
-    reporter: Callback
+    callbacks: Sequence[Callback]
     checkpoint_seconds: float = 600.0
-    workspace: RunFolder | None = None
+    folder: RunFolder | None = None
     records: dict[str, StageRecord] = field(default_factory=dict)
-    """Of the stages that are done."""
+    """Of the finished stages."""
 
     @contextlib.contextmanager
-    def keeping_in(self, workspace: RunFolder) -> Iterator[None]:
-        """What is trained meanwhile is kept there."""
-        home, self.workspace = self.workspace, workspace
+    def storing_in(self, folder: RunFolder) -> Iterator[None]:
+        """Store what is trained in another folder for a while."""
+        before, self.folder = self.folder, folder
         try:
             yield
         finally:
-            self.workspace = home
+            self.folder = before
+
+    def begin_stage(self, stage: str, prefix: str = "", suffix: str = "") -> None:
+        for callback in self.callbacks:
+            callback.on_stage_begin(stage, f"{prefix}{DESCRIPTIONS[stage.split('-')[0]]}{suffix}")
 
     def train(
         self,
@@ -77,22 +79,20 @@ class Trainer:
         objective: Objective,
         recipe: Recipe,
         images: Split,
-        each_epoch: Callable[[nn.Module], dict[str, Any]] | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> nn.Module:
-        """The trained network; of a pair, the student."""
-        engine, space = self.problem.engine, self.workspace
-        what = WHAT[stage.split("-")[0]]
-        done: StageRecord | None = engine.world.broadcast(
-            space.finished(stage) if space is not None else None
-        )
+        """The trained network; of a pair (in-place distillation), the student."""
+        engine, folder = self.problem.engine, self.folder
+        done: StageRecord | None = engine.world.broadcast(folder.finished(stage) if folder is not None else None)
         if done is not None:
-            self.reporter.stage(stage, f"{what}: finished before")
-            if space is not None:
-                space.checkpoints(stage).clear()  # a kill may have come before this
+            self.begin_stage(stage, suffix=": already finished")
+            if folder is not None:
+                folder.checkpoints(stage).clear()  # a kill may have come before this
             self.records[stage] = done
-            return engine.prepare(self._kept(stage, _widths_of(network))).eval()
-        self.reporter.stage(stage, f"training {what}")
-        padded, notes = self._padded(network)
+            return engine.prepare(self._load(stage, _widths_of(network))).eval()
+        self.begin_stage(stage, prefix="training ")
+        padded, notes = self._pad(network)
+        extra = callbacks if padded is None else [_Unpadded(callback, padded) for callback in callbacks]
         history = fit(
             network if padded is None else padded.model,
             objective,
@@ -101,79 +101,71 @@ class Trainer:
             engine=engine,
             seed=derive_seed("order", self.problem.seed),
             test=self.problem.data.test,
-            checkpoints=engine.world.broadcast(space.checkpoints(stage) if space is not None else None),
+            checkpoints=engine.world.broadcast(folder.checkpoints(stage) if folder is not None else None),
             checkpoint_seconds=self.checkpoint_seconds,
             epoch_seconds=EPOCH_SECONDS if engine.device.type == "cuda" else 0.0,
-            watcher=_Watcher(stage, self.reporter, space),
-            each_epoch=each_epoch
-            if padded is None or each_epoch is None
-            else lambda model: each_epoch(padded.unpadded(model)),
+            callbacks=[*extra, *([_MetricsFile(stage, folder)] if folder is not None else []), *self.callbacks],
         )
-        network = (
-            network.student()
-            if isinstance(network, Pair)
-            else network
-            if padded is None
-            else padded.unpadded()
-        )
+        if isinstance(network, Pair):
+            network = network.student()
+        elif padded is not None:
+            network = padded.unpadded()
         engine.prepare(network).eval()
         self.records[stage] = self._record(history, notes)
-        if space is not None:
-            space.finish(stage, self.records[stage], network)
+        if folder is not None:
+            folder.finish(stage, self.records[stage], network)
         return network
 
     def recall(self, stage: str) -> None:
-        """Take over the record of a stage, where an earlier start has finished it, without its network."""
-        done = self.workspace.finished(stage) if self.workspace is not None else None
+        """Take over the record of a stage that an earlier start finished, without its network."""
+        done = self.folder.finished(stage) if self.folder is not None else None
         if done is not None:
-            self.reporter.stage(stage, f"{WHAT[stage.split('-')[0]]}: finished before")
+            self.begin_stage(stage, suffix=": already finished")
             self.records[stage] = done
 
-    def _record(self, history: list[Epoch], notes: list[str]) -> StageRecord:
-        # Of every epoch as many images as it had: some may have been lost on the way.
+    def _record(self, history: list[EpochRecord], notes: list[str]) -> StageRecord:
         passes = sum(round(epoch.images_per_second * epoch.seconds) for epoch in history)
-        varies = [] if self.problem.engine.deterministic else [VARIES]
-        return StageRecord(history, passes, self.problem.data.described(), (*varies, *notes))
+        varies = [] if self.problem.engine.deterministic else [NOT_DETERMINISTIC]
+        return StageRecord(history, passes, self.problem.data.input_spec(), [*varies, *notes])
 
-    def _kept(self, stage: str, expected: Widths) -> nn.Module:
-        """What the stage has trained. The first process reads it; the others build it with their own code, from its weights."""
-        problem, space, world = self.problem, self.workspace, self.problem.engine.world
-        network = space.model_of(stage, problem.model) if space is not None else None
-        if space is not None and network is not None:
-            widths = _widths_of(network)
-            other = [tie for tie in problem.graph.widths if widths.get(tie) != expected[tie]]
-            if other:
-                raise CorruptFileError(
-                    f"{space.folder}/stages/{stage}.json is of another network: {other[0]} has {widths.get(other[0])} channels there, not "
-                    f"{expected[other[0]]}. Restore it from a copy, or start anew with another {space.option}."
-                )
-        if world.size == 1 and network is not None:
+    def _load(self, stage: str, expected: Widths) -> nn.Module:
+        """The network of a finished stage. The main process reads it and sends the weights to the others."""
+        problem, world = self.problem, self.problem.engine.world
+        network: nn.Module | None = None
+        if self.folder is not None:
+            network = self.folder.load_model(stage, problem.model)
+            stored = _widths_of(network)
+            for tie in problem.graph.widths:
+                if stored.get(tie) != expected[tie]:
+                    raise CorruptFileError(
+                        f"{self.folder.folder}/stages/{stage}.json is of another network: {tie} has "
+                        f"{stored.get(tie)} channels there, not {expected[tie]}. Restore it from a copy, or start "
+                        f"a new run with another {self.folder.option}."
+                    )
+        if world.size == 1:
+            assert network is not None
             return network
-        known = (
-            (_widths_of(network), network.state_dict(), non_persistent_buffers(network))
-            if network is not None
-            else None
-        )
-        shared = world.broadcast(known)
+        sent = None
+        if network is not None:
+            sent = (dict(_widths_of(network)), network.state_dict(), non_persistent_buffers(network))
+        widths, weights, buffers = world.broadcast(sent)
         if network is None:
-            widths, weights, passing = shared
-            network = slim(
-                problem.model, {tie: widths[tie] for tie in problem.graph.widths}, graph=problem.graph
-            )
+            own = {tie: widths[tie] for tie in problem.graph.widths}
+            network = slim(problem.model, own, graph=problem.graph)
             network.load_state_dict(weights)
             for name, buffer in non_persistent_buffers(network).items():
-                buffer.copy_(passing[name])
+                buffer.copy_(buffers[name])
         return network
 
-    def _padded(self, network: nn.Module) -> tuple[Padded | None, list[str]]:
-        """The network with zero channels where the engine is faster with more; a note where that cannot be."""
+    def _pad(self, network: nn.Module) -> tuple[Padded | None, list[str]]:
+        """The network with zero channels where a GPU is faster with more; a note where that is not possible."""
         if not self.problem.engine.pad_channels or isinstance(network, Pair):
             return None, []
         widths = _widths_of(network)
         graph = self.problem.graph.at({tie: widths[tie] for tie in self.problem.graph.widths})
-        raised = fast_widths(network, graph)
-        padded = pad(self.problem.engine.prepare(network), graph, raised)
-        return padded, [UNPADDED] if padded is None and raised != graph.widths else []
+        wider = fast_widths(network, graph)
+        padded = pad(self.problem.engine.prepare(network), graph, wider)
+        return padded, [UNPADDED] if padded is None and wider != graph.widths else []
 
 
 def _widths_of(network: nn.Module) -> Widths:
@@ -182,22 +174,25 @@ def _widths_of(network: nn.Module) -> Widths:
 
 
 @dataclass
-class _Watcher:
-    """Passes on what the loop tells, and writes the metrics."""
+class _Unpadded(Callback):
+    """Shows a callback the network without its zero channels."""
+
+    callback: Callback
+    padded: Padded
+
+    def extra_metrics(self, model: nn.Module) -> dict[str, Any]:
+        return self.callback.extra_metrics(self.padded.unpadded(model))
+
+
+@dataclass
+class _MetricsFile(Callback):
+    """Writes metrics.jsonl."""
 
     stage: str
-    reporter: Callback
-    workspace: RunFolder | None
+    folder: RunFolder
 
-    def begin(self, history: list[Epoch]) -> None:
-        if self.workspace is not None:
-            self.workspace.restart_metrics(self.stage, history)
-        self.reporter.begin(history)
+    def on_train_begin(self, history: list[EpochRecord]) -> None:
+        self.folder.restart_metrics(self.stage, history)
 
-    def step(self, done: int, total: int, images: int) -> None:
-        self.reporter.step(done, total, images)
-
-    def epoch(self, epoch: Epoch) -> None:
-        if self.workspace is not None:
-            self.workspace.log_epoch(self.stage, epoch)
-        self.reporter.epoch(epoch)
+    def on_epoch_end(self, record: EpochRecord) -> None:
+        self.folder.log_epoch(self.stage, record)

@@ -29,6 +29,12 @@ __all__ = ["Distillation", "InPlace", "Pair", "in_place_pair", "soft_loss"]
 #: How much wider than the original the network is that teaches in place.
 IN_PLACE_WIDTH = 1.5
 
+DISTILLATIONS: dict[str, str] = {
+    "teacher": "labels, and the class probabilities of the original network",
+    "in-place": "a wider network that shares its weights with the student and learns beside it is the teacher",
+    "none": "labels only",
+}
+
 
 def soft_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     """KL(teacher || student), the mean over the batch, at a temperature; its gradients keep their size at any temperature."""

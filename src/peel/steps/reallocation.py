@@ -22,7 +22,6 @@ from ..cost.rounding import cost_of, resolve_budget, round_to_budget
 from ..cost.widths import Widths
 from ..errors import BudgetError, ConfigError, did_you_mean
 from ..graph import ChannelGraph
-from ..methods.settings import SOLVERS
 
 __all__ = [
     "Reallocation",
@@ -36,6 +35,18 @@ __all__ = [
 
 Units = list[float]
 Cost = Callable[[Sequence[float]], float]
+
+POLICIES: dict[str, str] = {
+    "importance": "each group by its importance",
+    "winner-take-all": "everything to the most important group",
+    "uniform": "the same number of channels to every tie",
+    "random": "half of the ties, drawn at random, grow by a common factor",
+}
+
+SOLVERS: dict[str, str] = {
+    "telescoped": "each group adds its share to the cost of the whole network",
+    "triangular": "each group adds its share to the cost of the layers that write its channels",
+}
 
 
 @dataclass(frozen=True)

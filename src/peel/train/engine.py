@@ -113,7 +113,7 @@ def make_engine(
         # Compiling takes longer than most trainings on a CPU are worth, so it happens there only where it was asked for.
         return replace(common, compile="on" if compile == "on" else "off")
     torch.cuda.set_device(chosen)
-    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.set_float32_matmul_precision("high")
     # Either way: another run in this process may have had it otherwise.
     torch.backends.cudnn.deterministic = deterministic
     torch.use_deterministic_algorithms(deterministic, warn_only=deterministic)

@@ -1,11 +1,11 @@
-"""The record of a training, and who is told of it as it grows."""
+"""The record of a training."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-__all__ = ["Epoch", "Metrics", "Watcher"]
+__all__ = ["EpochRecord", "Metrics"]
 
 
 @dataclass(frozen=True)
@@ -18,22 +18,14 @@ class Metrics:
 
 
 @dataclass(frozen=True)
-class Epoch:
+class EpochRecord:
     """One line of the record of a training."""
 
     epoch: int
-    of: int
+    epochs: int
     lr: float
     train: dict[str, float]
     test: dict[str, float] | None
     seconds: float
     images_per_second: float
     extra: dict[str, Any] = field(default_factory=dict)
-
-
-class Watcher(Protocol):
-    """Is told how training goes."""
-
-    def begin(self, history: list[Epoch]) -> None: ...
-    def step(self, done: int, total: int, images: int) -> None: ...
-    def epoch(self, epoch: Epoch) -> None: ...

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,9 +16,10 @@ from ..data.view import EVAL, View
 from ..errors import DataError, DivergedError
 from ..utils.rng import derive_seed, epoch_order, seed_everything
 from .checkpoint import Checkpoints
+from .callbacks import Callback
 from .engine import Engine
 from .faults import fault
-from .history import Epoch, Metrics, Watcher
+from .history import EpochRecord, Metrics
 from .memory import eval_batch_size, retry_on_oom
 from .objective import Objective, get_logits
 from .recipe import Recipe
@@ -54,12 +55,11 @@ def fit(
     checkpoints: Checkpoints | None = None,
     checkpoint_seconds: float = 600.0,
     epoch_seconds: float = 0.0,
-    watcher: Watcher | None = None,
-    each_epoch: Callable[[nn.Module], dict[str, Any]] | None = None,
-) -> list[Epoch]:
+    callbacks: Sequence[Callback] = (),
+) -> list[EpochRecord]:
     """Train the model in place and return a record of each epoch.
 
-    `each_epoch` may add to the record what it finds in the model at the end of an epoch. With `checkpoints`, the state is kept after
+    With `checkpoints`, the state is kept after
     every epoch (where epochs are short: after the first that ends `epoch_seconds` after the last time) and every `checkpoint_seconds`
     within one, and a call on an existing folder goes on from the newest.
 
@@ -83,8 +83,8 @@ def fit(
             training = Training(model, objective, recipe, engine, checkpoints, steps)
             seed_everything(derive_seed("model", seed, engine.world.rank))
             start = training.start(slower)
-            if watcher is not None:
-                watcher.begin(start.history)
+            for callback in callbacks:
+                callback.on_train_begin(start.history)
             try:
                 return _epochs(
                     training,
@@ -94,8 +94,7 @@ def fit(
                     seed,
                     test,
                     Pauses(checkpoint_seconds, epoch_seconds),
-                    watcher,
-                    each_epoch,
+                    callbacks,
                 )
             except DivergedError as error:
                 slower = start.slower / 2
@@ -113,9 +112,8 @@ def _epochs(
     seed: int,
     test: Split | None,
     pauses: Pauses,
-    watcher: Watcher | None,
-    each_epoch: Callable[[nn.Module], dict[str, Any]] | None,
-) -> list[Epoch]:
+    callbacks: Sequence[Callback],
+) -> list[EpochRecord]:
     model, recipe, engine, history = training.model, training.recipe, training.engine, start.history
     start_step, spent_before = start.step, start.seconds
     last_kept = time.perf_counter()
@@ -133,8 +131,8 @@ def _epochs(
             training.running(
                 batch._replace(images=fault(done, batch.images)), rate, recipe.epochs * steps - done
             )
-            if watcher is not None:
-                watcher.step(done + 1, recipe.epochs * steps, recipe.batch_size)
+            for callback in callbacks:
+                callback.on_step_end(done + 1, recipe.epochs * steps, recipe.batch_size)
             is_last = step + 1 == steps
             now = time.perf_counter()
             stop, is_due = training.asked(done, now - last_kept > pauses.within and not is_last)
@@ -154,7 +152,7 @@ def _epochs(
             # The steps of the epoch are done: on the way back only the evaluation is repeated.
             training.keep(epoch, steps, history, seconds, start.slower)
             raise
-        record = Epoch(
+        record = EpochRecord(
             epoch + 1,
             recipe.epochs,
             recipe.rate((epoch + 1) * steps - 1, steps) * start.slower,
@@ -163,7 +161,11 @@ def _epochs(
             seconds,
             steps * recipe.batch_size / max(seconds, 1e-9),
             {
-                **(each_epoch(model) if each_epoch is not None else {}),
+                **{
+                    key: value
+                    for callback in callbacks
+                    for key, value in callback.extra_metrics(model).items()
+                },
                 **({"slower": start.slower} if start.slower < 1 else {}),
             },
         )
@@ -174,8 +176,8 @@ def _epochs(
         if engine.world.broadcast(is_long_ago or stop is not None or epoch + 1 == recipe.epochs):
             training.keep(epoch + 1, 0, history, 0.0, start.slower)
             last_kept = time.perf_counter()
-        if watcher is not None:
-            watcher.epoch(record)
+        for callback in callbacks:
+            callback.on_epoch_end(record)
         if stop is not None:
             raise Interrupted(stop)
     model.eval()

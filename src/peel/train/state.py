@@ -15,7 +15,7 @@ from ..errors import ConfigError, CorruptFileError, DivergedError
 from ..utils.rng import get_rng_state, set_rng_state
 from .checkpoint import Checkpoints, non_persistent_buffers
 from .engine import Engine
-from .history import Epoch
+from .history import EpochRecord
 from .objective import Objective
 from .recipe import Recipe
 from .signals import interrupt_requested
@@ -36,7 +36,7 @@ class Start:
 
     epoch: int = 0
     step: int = 0
-    history: list[Epoch] = field(default_factory=list)
+    history: list[EpochRecord] = field(default_factory=list)
     seconds: float = 0.0
     """Spent in that epoch already."""
     slower: float = 1.0
@@ -142,7 +142,7 @@ class Training:
         self,
         epoch: int,
         step: int,
-        history: list[Epoch],
+        history: list[EpochRecord],
         seconds: float,
         slower: float,
         *,
@@ -235,7 +235,7 @@ class Training:
         for name, value in self.model.named_buffers():
             if name in own["buffers"]:
                 value.copy_(own["buffers"][name])
-        history = [Epoch(**record) for record in state["history"]]
+        history = [EpochRecord(**record) for record in state["history"]]
         start = Start(state["epoch"], state["step"], history, state["seconds"], min(slower, state["slower"]))
         if begins_anew:
             self.keep(start.epoch, 0, history, 0.0, start.slower, goes_back=True)

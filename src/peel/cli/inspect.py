@@ -1,10 +1,12 @@
-"""What a person wants to see before pruning: as plain data, and drawn for a terminal."""
+"""`peel inspect`: which channels are tied, what each group costs, what is fixed and why."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from ..cost.budget import format_count
+from ..errors import PeelError
+from .terminal import make_console, print_json, show_status
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -12,7 +14,82 @@ if TYPE_CHECKING:
     from ..graph import ChannelGraph
     from ..surgery import Verification
 
-__all__ = ["draw", "draw_verification", "inspection"]
+__all__ = ["inspect"]
+
+
+def inspect(
+    model: str,
+    /,
+    *,
+    input: str | None = None,
+    num_classes: int | None = None,
+    verify: bool = False,
+    seconds: float = 120.0,
+    json: bool = False,
+) -> int:
+    """Which channels are tied, what each group costs, what is fixed and why.
+
+    Parameters
+    ----------
+    model
+        Name or reference of the model.
+    input
+        Shape of one input: channels,height,width. Default: what the model was made for.
+    num_classes
+        Number of classes, where the model takes that argument.
+    verify
+        Prove it on this model: zero channels, cut them, compare the outputs; count costs on built networks.
+    seconds
+        Start no further check of --verify after this time.
+    json
+        Print JSON instead of tables.
+    """
+    import torch
+
+    from .. import zoo
+    from ..graph import trace
+    from ..surgery import verify as run_verify
+
+    console, notes = make_console(), make_console(stderr=True)
+    with show_status(notes, f"building {model}"):
+        shape = _parse_shape(input) or zoo.find(model).input_size
+        network = zoo.create(model, num_classes=num_classes)
+    with show_status(notes, f"tracing {model}"):
+        graph = trace(network, torch.zeros(1, *shape))
+    data = inspection(model, graph)
+    verification = None
+    if verify:
+        with show_status(notes, "verifying") as status:
+            verification = run_verify(
+                network,
+                torch.randn(1, *shape),
+                graph=graph,
+                seconds=seconds,
+                progress=lambda name, done, total: status.update(f"verifying {done}/{total}: {name}"),
+            )
+        checks = [
+            {"name": item.name, "passed": item.passed, "detail": item.detail} for item in verification.checks
+        ]
+        data["verification"] = {"passed": verification.passed, "checks": checks}
+    if json:
+        print_json(data)
+    else:
+        draw(data, console)
+        if verification is not None:
+            draw_verification(verification, console)
+    return 1 if verification is not None and not verification.passed else 0
+
+
+def _parse_shape(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        shape = tuple(int(part) for part in text.replace("x", ",").split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise PeelError(f"--input {text!r} is not a shape: write channels,height,width, such as 3,224,224.")
+    return shape
 
 
 def inspection(name: str, graph: ChannelGraph) -> dict[str, Any]:

@@ -1,0 +1,119 @@
+"""`peel run`: the five steps."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json as json_library
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from ..run.config import Config, make_config
+from ..run.prune import prune
+from ..train.callbacks import Callback
+from ..train.distributed import shutdown_distributed
+from ..train.signals import handle_signals
+from ..utils.environment import is_main_process
+from .launch import command_line, launch
+from .progress import RunProgress
+from .summary import draw_estimate, draw_result
+from .terminal import make_console, print_json
+
+__all__ = ["run"]
+
+#: Settings that do not change what is computed: the same command with others finds the same default folder.
+FREE = ("stages", "device", "workers", "compile", "checkpoint_seconds", "accumulate")
+
+
+def run(
+    model: str | None = None,
+    /,
+    *,
+    settings: Annotated[Config | None, Parameter(name="*")] = None,
+    config: Path | None = None,
+    output: Path | None = None,
+    gpus: int | None = None,
+    dry_run: bool = False,
+    force: bool = False,
+    json: bool = False,
+    quiet: bool = False,
+) -> int:
+    """The five steps, from a model, a budget and data to a trained slim network. The same command resumes.
+
+    Parameters
+    ----------
+    model
+        Name or reference of the model. Default: cifar_resnet20.
+    config
+        A TOML file with settings, such as the config.toml of a run folder. Flags override it.
+    output
+        The run folder. Default: a folder in runs/ named after the settings.
+    gpus
+        Train with this many processes on this machine, one per GPU, started by torchrun's launcher.
+    dry_run
+        Show the plan with equal shares and the estimated time; train nothing.
+    force
+        Resume although learning rates, images or the code of the model changed; the result says so.
+    json
+        Print the result as JSON.
+    quiet
+        Print nothing but the result.
+    """
+    if gpus is not None:
+        return launch(gpus)
+    chosen = settings or Config()
+    chosen = make_config(vars(replace(chosen, model=model) if model is not None else chosen))
+    folder = None if dry_run else output or default_folder(chosen)
+    console, notes = make_console(), make_console(stderr=True)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(handle_signals())
+        stack.callback(shutdown_distributed)
+        callbacks: list[Callback] = []
+        if not quiet and is_main_process():
+            callbacks.append(stack.enter_context(RunProgress(notes)))
+        result = prune(
+            **_as_keywords(chosen),
+            output=folder,
+            callbacks=callbacks,
+            dry_run=dry_run,
+            force=force,
+            command=command_line(),
+        )
+    if not is_main_process():
+        return 0
+    if json:
+        print_json(_as_json(result))
+    elif dry_run:
+        draw_estimate(result, console)
+    else:
+        draw_result(result, console, with_notes=quiet)
+    return 0
+
+
+def _as_keywords(config: Config) -> dict[str, Any]:
+    return {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
+
+
+def _as_json(result: Any) -> dict[str, Any]:
+    return {
+        "plan": json_library.loads(result.plan.to_json()) if result.plan is not None else None,
+        "rows": [dataclasses.asdict(row) for row in result.rows],
+        "notes": list(result.notes),
+        "estimate": result.estimate,
+        "folder": str(result.folder) if result.folder is not None else None,
+    }
+
+
+def default_folder(config: Config) -> Path:
+    """A folder named after the settings: the same command finds it again."""
+    names = f"{Path(config.model).name}-{Path(config.data).name}-{config.budget}-seed{config.seed}"
+    values = {name: value for name, value in config.to_dict().items() if name not in FREE}
+    for recipe in ("train", "backbone"):
+        values[recipe].pop("retries", None)
+    digest = hashlib.sha256(json_library.dumps(values, sort_keys=True).encode()).hexdigest()
+    return Path("runs") / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', names).strip('-')}-{digest[:6]}"

@@ -1,0 +1,102 @@
+"""The settings of the method: every choice that the paper makes or leaves open."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from ..cost.budget import RESOURCES
+from ..errors import ConfigError, did_you_mean
+from ..steps.backbone import BACKBONE_INITS
+from ..steps.distillation import DISTILLATIONS
+from ..steps.reallocation import POLICIES, SOLVERS
+
+__all__ = ["MethodConfig"]
+
+Count = Annotated[int, Meta(ge=1)]
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig:
+    """PEEL as published, unless changed. docs/paper.md says where each setting stands in the paper."""
+
+    budget: str | int | float = "50%"
+    """What the slim network may cost: 1.1G, 87M, 50%, 0.5 or a whole number."""
+    resource: str = "macs"
+    """What the budget counts: macs, params or memory."""
+    backbone_ratio: Annotated[float, Meta(gt=0, le=1)] = 0.8
+    """Step 1: the part of the budget that the backbone costs (lambda)."""
+    backbone_init: str | dict[str, int] = "uniform"
+    """Step 1: the backbone's widths: uniform, equal (as many channels in every tie), or a JSON file with widths."""
+    criterion: str = "bn"
+    """Step 2: bn, weight, legr, reconstruction, gradient, or your own as path/file.py:Name."""
+    reduce: str = "mean"
+    """Step 2: a group's importance is the mean or the sum over its channels."""
+    l1_coefficient: NotNegative | None = None
+    """Step 2: the coefficient of the L1 term (alpha_s). Default: 1e-4 for the criterion bn, 0 for others."""
+    l1_strength: NotNegative | None = None
+    """Step 2: instead of l1_coefficient, how far the L1 term moves a scale over the schedule: 12.5 in the paper."""
+    gamma_init: Positive = 1.0
+    """Step 2: the initial scale of the backbone's norm layers."""
+    ignore: tuple[str, ...] = ()
+    """Step 2: layers whose importance is not counted, as patterns such as `*downsample*`."""
+    evaluations: Count = 400
+    """Step 2: candidates that legr evaluates."""
+    policy: str = "importance"
+    """Step 4: importance, winner-take-all, uniform or random."""
+    solver: str = "telescoped"
+    """Step 4: telescoped or triangular."""
+    rounds: Count = 1
+    """Step 4: rounds of reallocation; the backbone is widened and trained again between them."""
+    max_width: Positive | None = None
+    """Step 4: no layer grows beyond this multiple of its original width."""
+    divisor: Count = 1
+    """Widths are multiples of this."""
+    freeze: tuple[str, ...] | None = None
+    """Ties that keep their width. Default: the last convolution of MobileNetV2, as in the literature."""
+    distill: str = "teacher"
+    """Step 5: teacher, in-place or none."""
+    kd_weight: NotNegative | None = None
+    """Step 5: the weight of the distillation loss (alpha_d). Default: 0.1; 1 with in-place distillation."""
+    temperature: Positive = 1.0
+    """Step 5: the temperature of the soft labels."""
+    hard_weight: NotNegative = 0.0
+    """Step 5: with in-place distillation, the weight of the labels for the student."""
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("resource", RESOURCES),
+            ("reduce", ("mean", "sum")),
+            ("policy", POLICIES),
+            ("solver", SOLVERS),
+            ("distill", DISTILLATIONS),
+        ):
+            check_choice(name, getattr(self, name), known)
+        if isinstance(self.backbone_init, str) and not self.backbone_init.endswith(".json"):
+            check_choice("backbone_init", self.backbone_init, BACKBONE_INITS)
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        """Refuse settings that would have no effect."""
+        if self.l1_coefficient is not None and self.l1_strength is not None:
+            raise ConfigError("l1_coefficient and l1_strength set the same thing: give one of them.")
+        if self.policy in ("uniform", "random"):
+            for name in ("max_width", "l1_strength", "l1_coefficient"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"policy={self.policy!r} does not use {name}: leave it out.")
+            if self.rounds > 1:
+                raise ConfigError(f"policy={self.policy!r} has one round only: leave rounds out.")
+        if self.hard_weight and self.distill != "in-place":
+            raise ConfigError(f'hard_weight needs distill="in-place", not distill={self.distill!r}.')
+        if self.kd_weight is not None and self.distill == "none":
+            raise ConfigError('kd_weight needs a teacher, but distill="none".')
+
+
+def check_choice(name: str, value: Any, known: Mapping[str, str] | tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(
+            f"{name} is one of {', '.join(known)}, not {value!r}.{did_you_mean(str(value), known)}"
+        )

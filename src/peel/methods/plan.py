@@ -1,0 +1,135 @@
+"""`Plan`: what a method decided, as plain numbers. It goes to `plan.json` and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ..cost.widths import Widths
+from ..errors import CorruptFileError
+from .config import MethodConfig
+from .problem import Problem
+
+__all__ = ["Architecture", "Plan", "Round", "assemble_plan"]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The widths of a network and what they cost."""
+
+    widths: dict[str, int]
+    macs: int
+    params: int
+    cost: int
+    """In units of the budget's resource."""
+    macs_by_group: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of reallocation (step 4)."""
+
+    widths: dict[str, int]
+    factors: dict[str, float]
+    """Group -> the factor that its widths grow by."""
+    ideal_widths: dict[str, float]
+    """Before rounding to whole channels."""
+    ideal_cost: float
+    cost: int
+    unspent: int
+    shares: dict[str, float] | None = None
+    """Group -> its share of the pool."""
+    importance: dict[str, float] | None = None
+    """Group -> its importance (step 2)."""
+    tie_importance: dict[str, float] = dataclasses.field(default_factory=dict)
+    distinct: bool = True
+    """Whether the importance tells the groups apart; `note` explains it."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The widths of the slim network, and how the method came to them."""
+
+    resource: str
+    budget: int
+    groups: dict[str, tuple[str, ...]]
+    original: Architecture
+    uniform: Architecture
+    slim: Architecture
+    backbone: Architecture | None = None
+    rounds: tuple[Round, ...] = ()
+    l1_coefficient: float | None = None
+    """As it was used, also where it follows from `l1_strength`."""
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    format: str = "peel-plan"
+    version: int = 2
+
+    @property
+    def widths(self) -> Widths:
+        return Widths(self.slim.widths)
+
+    @property
+    def pool(self) -> int | None:
+        """What the backbone leaves of the budget."""
+        return None if self.backbone is None else self.budget - self.backbone.cost
+
+    @property
+    def networks(self) -> dict[str, Architecture]:
+        """The rows of the table, and the backbone where there is one."""
+        found = {
+            "original": self.original,
+            "backbone": self.backbone,
+            "uniform": self.uniform,
+            "peel": self.slim,
+        }
+        return {name: network for name, network in found.items() if network is not None}
+
+    def to_json(self) -> bytes:
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Plan:
+        try:
+            plan = msgspec.json.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise CorruptFileError(f"not a plan: {error}.") from error
+        if (plan.format, plan.version) != ("peel-plan", 2):
+            raise CorruptFileError(
+                f"not a plan of this version: format {plan.format!r}, version {plan.version}."
+            )
+        return plan
+
+
+def assemble_plan(
+    problem: Problem,
+    widths: Mapping[str, int],
+    *,
+    backbone: Mapping[str, int] | None = None,
+    rounds: tuple[Round, ...] = (),
+    l1_coefficient: float | None = None,
+    config: MethodConfig | None = None,
+) -> Plan:
+    """The plan of these widths, with the original and the uniform network beside them."""
+    graph = problem.graph
+
+    def architecture(chosen: Mapping[str, int]) -> Architecture:
+        costs = graph.macs(chosen), graph.params(chosen), problem.cost(chosen)
+        return Architecture(dict(chosen), *costs, graph.macs_by_group(chosen))
+
+    return Plan(
+        problem.resource,
+        problem.budget,
+        {group: tuple(ties) for group, ties in graph.groups.items()},
+        original=architecture(graph.widths),
+        uniform=architecture(problem.uniform()),
+        slim=architecture(widths),
+        backbone=architecture(backbone) if backbone is not None else None,
+        rounds=rounds,
+        l1_coefficient=l1_coefficient,
+        settings=dataclasses.asdict(config) if config is not None else {},
+    )

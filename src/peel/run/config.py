@@ -1,0 +1,153 @@
+"""`Config`: all settings of a run. Command-line flags, TOML files and `prune`'s keywords are views of it."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import msgspec
+import tomli_w
+from msgspec import Meta
+
+from ..errors import ConfigError, did_you_mean
+from ..methods.config import MethodConfig, check_choice
+from ..train.engine import COMPILE
+from ..train.recipe import FIELDS, Recipe
+
+__all__ = ["STAGES", "Config", "RecipeOverrides", "make_config"]
+
+STAGES: dict[str, str] = {
+    "original": "train the original, or load the trained one that was named: the teacher",
+    "backbone": "train the over-pruned backbone (steps 1 and 2)",
+    "plan": "group and reallocate (steps 3 and 4)",
+    "uniform": "train the uniform network of the same budget, for comparison",
+    "peel": "train the slim network (step 5)",
+}
+
+#: The fields of `Recipe`, each of which may be left out.
+RecipeOverrides: Any = dataclasses.make_dataclass(
+    "RecipeOverrides",
+    [(name, kind | None, None) for name, kind in get_type_hints(Recipe, include_extras=True).items()],
+    frozen=True,
+    kw_only=True,
+)
+# Python 3.11 would say "types", and the command line treats classes from there as plain values.
+RecipeOverrides.__module__ = __name__
+# The command line reads the help of its flags from here.
+RecipeOverrides.__doc__ = "\n".join(
+    ["Parameters", "----------", *(f"{name}\n    {text}" for name, text in FIELDS.items())]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(MethodConfig):
+    """The settings of a run: those of the method, and what is pruned, on what data, trained how."""
+
+    model: str = "cifar_resnet20"
+    """The model: a name, or a reference to a callable."""
+    data: str = "digits"
+    """digits, cifar10, cifar100, fashion-mnist, or a folder with train/ and val/ (or test/)."""
+    recipe: str = "auto"
+    """How networks are trained: auto, or a named recipe such as imagenet-resnet, imagenet-mobilenet, cifar, digits."""
+    train: RecipeOverrides = field(default_factory=RecipeOverrides)
+    """Changes to the recipe for every training."""
+    backbone: RecipeOverrides = field(default_factory=RecipeOverrides)
+    """Changes to the recipe of the backbone."""
+    teacher: str = "train"
+    """train (the original, first), pretrained, or a path: weights there are loaded, else the original is trained there."""
+    stages: tuple[str, ...] = tuple(STAGES)
+    """Which of original, backbone, plan, uniform, peel to run."""
+    plan: str | dict[str, int] | None = None
+    """Train the widths in this JSON file (a plan.json, or tie name to channels) instead of searching."""
+    groups: dict[str, tuple[str, ...]] | None = None
+    """Your own groups: --groups.NAME TIE, or a [groups] table in the config file."""
+    seed: Annotated[int, Meta(ge=0)] = 0
+    """Seed of everything random."""
+    image_size: Annotated[int, Meta(ge=1)] | None = None
+    """Side of the images in pixels. Default: their own, and 224 for folders of large images."""
+    data_root: str | None = None
+    """Where torchvision stores the data sets it downloads."""
+    skip_corrupt: bool = False
+    """Leave out images that cannot be read instead of stopping."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, ..."""
+    workers: Annotated[int, Meta(ge=0)] | None = None
+    """Data-loader workers for image folders. Default: one per core, at most 24 per GPU (4 on a CPU)."""
+    deterministic: bool = False
+    """Bit-identical runs on a GPU too; slower there."""
+    accumulate: Annotated[int, Meta(ge=1)] = 1
+    """Micro-batches per batch (gradient accumulation), to save memory."""
+    compile: str = "auto"
+    """torch.compile: auto (on a GPU, when the rest of the training takes over ten minutes), on, off."""
+    sync_bn: bool = False
+    """With several processes, batch norm over the whole batch instead of each process's part."""
+    checkpoint_seconds: Annotated[float, Meta(ge=0)] = 600.0
+    """Seconds between checkpoints within an epoch. One is also written after each epoch (on a GPU every ten seconds at most)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        stages = [name.strip() for item in self.stages for name in item.split(",")]
+        for name in stages:
+            check_choice("each of the stages", name, STAGES)
+        object.__setattr__(self, "stages", tuple(name for name in STAGES if name in stages))
+        check_choice("compile", self.compile, COMPILE)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings that are not None, as plain values: what `prune` takes as keywords."""
+        return _without_none(dataclasses.asdict(self))
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(self.to_dict())
+
+
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_none(value) if isinstance(value, dict) else value
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def make_config(given: Mapping[str, Any]) -> Config:
+    """A validated config. A wrong name or value is a ConfigError that names it."""
+    values = dict(given)
+    _check_names("", values, Config)
+    for name in ("train", "backbone"):
+        overrides = values.get(name)
+        values[name] = (
+            dict(overrides)
+            if isinstance(overrides, Mapping)
+            else dataclasses.asdict(overrides or RecipeOverrides())
+        )
+        _check_names(f"{name}.", values[name], RecipeOverrides)
+    for name in ("freeze", "ignore", "stages"):
+        if isinstance(values.get(name), str):
+            values[name] = (values[name],)
+    for name in ("data", "teacher", "plan", "data_root", "backbone_init"):
+        if isinstance(values.get(name), Path):
+            values[name] = str(values[name])
+    try:
+        return msgspec.convert(values, Config)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise ConfigError(_in_words(str(error), values)) from error
+
+
+def _check_names(prefix: str, given: Mapping[str, Any], kind: type) -> None:
+    known = [item.name for item in fields(kind)]
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"there is no setting {prefix}{name}.{did_you_mean(name, known)}")
+
+
+def _in_words(message: str, values: Mapping[str, Any]) -> str:
+    """msgspec's "Expected `int` >= 1 - at `$.rounds`" -> "rounds: expected int >= 1, not 0."."""
+    found = re.fullmatch(r"(.*?) - at `\$\.([\w.]+).*`", message)
+    if found is None:
+        return f"{message}."
+    value: Any = values
+    for name in found[2].split("."):
+        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+    expected = re.sub(r", got .*", "", found[1].replace("`", "")).replace(" | null", "")
+    return f"{found[2]}: {expected[:1].lower()}{expected[1:]}, not {value!r}."

@@ -1,0 +1,45 @@
+"""Global state of the process that training changes, restored afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+__all__ = ["preserve_process_state"]
+
+
+@contextlib.contextmanager
+def preserve_process_state() -> Iterator[None]:
+    """Restores random states, deterministic and precision flags, default dtype, threads and the current GPU."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    gpus = torch.cuda.get_rng_state_all() if has_cuda else []
+    device = torch.cuda.current_device() if has_cuda else 0
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    precision, dtype, threads = torch.get_float32_matmul_precision(), torch.get_default_dtype(), torch.get_num_threads()
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if has_cuda:
+            torch.cuda.set_rng_state_all(gpus)
+            torch.cuda.set_device(device)
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+        torch.set_float32_matmul_precision(precision)
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)
+        if workspace is None:
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+        else:
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace
