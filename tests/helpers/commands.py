@@ -7,7 +7,7 @@ from pathlib import Path
 from helpers.killing import command, exit_code
 
 #: The original alone: two epochs of eleven steps, with a checkpoint after each epoch.
-ORIGINAL = {"--steps": "original", "--train.epochs": "2", "--train.batch-size": "128", "--device": "cpu"}
+ORIGINAL = {"--stages": "original", "--train.epochs": "2", "--train.batch-size": "128", "--device": "cpu"}
 
 
 def line(output: Path | str, *options: str, model: str = "helpers.small:Small") -> list[str]:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from peel.train.callbacks import Callback
+
 KILLED = -signal.SIGKILL
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -74,30 +76,18 @@ def die_at_replace(number: int, *, after: bool) -> None:
     os.replace = counting  # type: ignore[assignment]
 
 
-class Suicidal:
-    """A reporter that kills its own process at one step of one stage."""
+class KillAtStep(Callback):
+    """Kills its own process at one step of one stage."""
 
     def __init__(self, stage: str = "", step: int = 0) -> None:
         self.fatal, self.name = (stage, step), ""
 
-    def plan_stages(self, stages: Any) -> None:
-        pass
-
-    def stage(self, name: str, what: str) -> None:
+    def on_stage_begin(self, name: str, description: str) -> None:
         self.name = name
 
-    def begin(self, history: Any) -> None:
-        pass
-
-    def step(self, done: int, total: int, images: int) -> None:
-        if (self.name, done) == self.fatal:
+    def on_step_end(self, step: int, total_steps: int, batch_size: int) -> None:
+        if (self.name, step) == self.fatal:
             die()
-
-    def epoch(self, epoch: Any) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
 
 
 def run_until(
@@ -115,7 +105,7 @@ def run_until(
     torch.set_num_threads(1)
     if write is not None:
         die_at_replace(write[0], after=write[1])
-    small.small_run(getattr(small, model)(), output=folder, reporter=Suicidal(*step), **settings)
+    small.small_run(getattr(small, model)(), output=folder, callbacks=[KillAtStep(*step)], **settings)
 
 
 def run_command(arguments: list[str], said: Path, environment: dict[str, str]) -> None:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from peel.data.datasets import Data, load_data
-from peel.run.callbacks import NoCallback
 from peel.run.prune import prune
 from peel.run.result import Result
+from peel.train.callbacks import Callback
 from peel.train.engine import Engine
-from peel.train.history import Epoch
+from peel.train.history import EpochRecord
 from peel.train.loop import fit
 from peel.train.objective import CrossEntropy
 from peel.train.recipe import Recipe
@@ -26,7 +26,7 @@ from peel.train.recipe import Recipe
 CPU = Engine(torch.device("cpu"))
 
 #: Two epochs of three steps for every network, one for the backbone.
-SHORT: dict[str, Any] = {"train": {"epochs": 2, "batch_size": 64}, "search": {"epochs": 1}}
+SHORT: dict[str, Any] = {"train": {"epochs": 2, "batch_size": 64}, "backbone": {"epochs": 1}}
 
 
 class Small(nn.Module):
@@ -117,7 +117,7 @@ def small_run(model: nn.Module | None = None, data: Data | None = None, **settin
     )
 
 
-class Counting(NoCallback):
+class Counting(Callback):
     """Counts the steps of training in each stage."""
 
     def __init__(self) -> None:
@@ -125,11 +125,11 @@ class Counting(NoCallback):
         self.said: list[str] = []
         self.name = ""
 
-    def stage(self, name: str, what: str) -> None:
+    def on_stage_begin(self, name: str, description: str) -> None:
         self.name = name
-        self.said.append(what)
+        self.said.append(description)
 
-    def step(self, done: int, total: int, images: int) -> None:
+    def on_step_end(self, step: int, total_steps: int, batch_size: int) -> None:
         self.steps[self.name] = self.steps.get(self.name, 0) + 1
 
 
@@ -150,7 +150,7 @@ def fresh(seed: int = 0, **settings: Any) -> Small:
 
 def trained(
     recipe: Recipe = PLAIN, seed: int = 0, model: nn.Module | None = None, **settings: Any
-) -> tuple[nn.Module, list[Epoch]]:
+) -> tuple[nn.Module, list[EpochRecord]]:
     model = model if model is not None else fresh()
     history = fit(
         model,

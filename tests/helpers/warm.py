@@ -12,4 +12,4 @@ from helpers.small import Dropping, Small, small_run
 
 torch.set_num_threads(1)
 with tempfile.TemporaryDirectory() as folder:
-    small_run(Dropping(), teacher=Small(), steps=["original"], output=f"{folder}/run")
+    small_run(Dropping(), teacher=Small(), stages=["original"], output=f"{folder}/run")

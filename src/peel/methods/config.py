@@ -1,7 +1,7 @@
 """The settings of the method: every choice that the paper makes or leaves open."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -78,6 +78,10 @@ class MethodConfig:
         if isinstance(self.backbone_init, str) and not self.backbone_init.endswith(".json"):
             check_choice("backbone_init", self.backbone_init, BACKBONE_INITS)
         self._check_combinations()
+
+    def method_config(self) -> "MethodConfig":
+        """The settings of the method alone, without those of a run."""
+        return MethodConfig(**{item.name: getattr(self, item.name) for item in fields(MethodConfig)})
 
     def _check_combinations(self) -> None:
         """Refuse settings that would have no effect."""

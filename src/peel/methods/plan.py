@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
 import msgspec
 
 from ..cost.widths import Widths
@@ -65,7 +63,7 @@ class Plan:
     rounds: tuple[Round, ...] = ()
     l1_coefficient: float | None = None
     """As it was used, also where it follows from `l1_strength`."""
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    method: MethodConfig | None = None
     format: str = "peel-plan"
     version: int = 2
 
@@ -131,5 +129,5 @@ def assemble_plan(
         backbone=architecture(backbone) if backbone is not None else None,
         rounds=rounds,
         l1_coefficient=l1_coefficient,
-        settings=dataclasses.asdict(config) if config is not None else {},
+        method=config.method_config() if config is not None else None,
     )

@@ -254,7 +254,7 @@ def _budget_words(plan: Plan) -> str:
     )
     if plan.backbone is None:
         return f"{used} The widths were given, so there is no backbone and no importance."
-    policy = plan.settings.get("policy")
+    policy = plan.method.policy if plan.method is not None else ""
     return f"{used} The backbone costs {plan.backbone.cost:,}; the policy “{policy}” reallocates the pool of {plan.pool:,}."
 
 

@@ -9,7 +9,7 @@ import platform
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from ..data.image_folder import ImageFolder, fingerprint_of
 from ..data.in_memory import InMemoryImages
 from ..errors import RunError
 from ..graph import ChannelGraph
-from ..methods.config import MethodConfig
 from ..train.engine import Engine
 from ..train.recipe import Recipe
 from ..utils.fingerprint import fingerprint
@@ -72,9 +71,8 @@ def identify(
     plan: Widths | None,
 ) -> dict[str, Any]:
     """What a run computes: resolved settings, and fingerprints of the model's code and of the images."""
-    method = {item.name: getattr(config, item.name) for item in fields(MethodConfig)}
     identity = {
-        "method": method,
+        "method": asdict(config.method_config()),
         "teacher": config.teacher if config.teacher in ("train", "pretrained", "given module") else "path",
         "plan": dict(plan) if plan is not None else None,
         "groups": {name: list(ties) for name, ties in graph.groups.items()},

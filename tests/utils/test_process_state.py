@@ -1,0 +1,76 @@
+"""`prune` leaves the caller's process as it was, whether it succeeds, fails or only plans."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import peel
+from helpers.small import Small, small_run
+from peel.train.callbacks import Callback
+
+
+def state() -> dict[str, Any]:
+    return {
+        "torch": torch.get_rng_state().tolist(),
+        "numpy": np.random.get_state()[1].tolist(),  # type: ignore[index]
+        "python": random.getstate(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "cudnn": (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
+        "precision": torch.get_float32_matmul_precision(),
+        "dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
+        "environment": dict(os.environ),
+        "grad": torch.is_grad_enabled(),
+    }
+
+
+class Failing(Callback):
+    """Disturbs the process as a model or a library may, then fails."""
+
+    def on_step_end(self, step: int, total_steps: int, batch_size: int) -> None:
+        torch.use_deterministic_algorithms(True)
+        torch.set_default_dtype(torch.float64)
+        raise RuntimeError("a failure in the middle")
+
+
+def test_success(one_thread: None) -> None:
+    model, before = Small(), state()
+    small_run(model, stages=["original"])
+    assert state() == before
+
+
+def test_dry_run_and_refusal(one_thread: None) -> None:
+    model, before = Small(), state()
+    small_run(model, dry_run=True)
+    with pytest.raises(peel.BudgetError):
+        small_run(model, budget=1)
+    with pytest.raises(peel.ConfigError):
+        small_run(model, rounds=0)
+    assert state() == before
+
+
+def test_failure(one_thread: None) -> None:
+    model, before = Small(), state()
+    with pytest.raises(RuntimeError, match="in the middle"):
+        small_run(model, stages=["original"], callbacks=[Failing()])
+    assert state() == before
+
+
+def test_the_given_model_is_left_as_it_was(one_thread: None) -> None:
+    model = Small().train()
+    model.norm1.eval()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    result = small_run(model, stages=["original"])
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+    assert model.training
+    assert not model.norm1.training
+    assert any("weights of the given model are not used" in note for note in result.notes)
