@@ -1,6 +1,6 @@
 """Make a convolutional network fit a budget.
 
-    graph = peel.trace(model, example_input)         which channels are tied, what they cost, what is fixed and why
+    graph = peel.trace(model, example_input)         which channels are tied, and what they cost
     widths = peel.uniform(graph, budget="50%")       one integer per tie
     result = peel.prune(model, data, budget="50%")   the five steps: result.model, result.plan, result.history
     small = peel.slim(model, widths, graph=graph)    a new model of the same class

@@ -153,7 +153,8 @@ def draw(data: dict[str, Any], console: Console) -> None:
 
     size = ", ".join("x".join(map(str, shape[1:])) for shape in data["input_shapes"])
     console.print(
-        f"[bold]{escape(data['model'])}[/] at {size}: {format_count(data['macs'])} MACs, {format_count(data['params'])} params, about "
+        f"[bold]{escape(data['model'])}[/] at {size}: {format_count(data['macs'])} MACs, "
+        f"{format_count(data['params'])} params, about "
         f"{data['activation_bytes_estimate'] / 2**20:.1f} MiB of activations (estimate)"
     )
     free = [tie for tie in data["ties"] if tie["fixed"] is None]
@@ -183,7 +184,8 @@ def draw(data: dict[str, Any], console: Console) -> None:
     console.print(_fixed_table([tie for tie in data["ties"] if tie["fixed"] is not None]))
     for operator, place in data["unknown_operators"].items():
         console.print(
-            f"[yellow]no channel rule for {escape(operator)}[/] (first met in {escape(place)}): what reaches it is fixed"
+            f"[yellow]no channel rule for {escape(operator)}[/] (in {escape(place)}): "
+            "channels that reach it are fixed"
         )
 
 

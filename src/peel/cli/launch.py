@@ -30,7 +30,7 @@ def command_line() -> str:
 
 
 def launch(count: int) -> int:
-    """Run this command, without --gpus, in `count` processes. The exit code is that of the first that failed."""
+    """Run this command in `count` processes. The exit code is that of the first that failed."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -31,8 +31,8 @@ app = App(
     help="Make a convolutional network fit a budget.",
     version=__version__,
     suppress_keyboard_interrupt=False,  # main handles it
-    help_epilogue="MODEL is a name of torchvision or timm, a network of peel.zoo such as cifar_resnet20, or your own "
-    "as package.module:callable or path/to/file.py:callable.",
+    help_epilogue="MODEL is a name of torchvision or timm, a network of peel.zoo such as cifar_resnet20, "
+    "or your own as package.module:callable or path/to/file.py:callable.",
 )
 app.command(
     "peel.cli.inspect:inspect",
@@ -42,7 +42,7 @@ app.command(
 app.command(
     "peel.cli.run:run",
     name="run",
-    help="The five steps, from a model, a budget and data to a trained slim network. The same command resumes.",
+    help="The five steps, from a model, a budget and data to a slim network. The same command resumes.",
 )
 
 

@@ -42,9 +42,13 @@ class RunProgress(Callback):
     def __enter__(self) -> RunProgress:
         if self.console.is_terminal:
             self.live = Progress(
-                TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TextColumn("{task.fields[detail]}"),
-                console=self.console, transient=True,
-            )  # fmt: skip
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.percentage:>3.0f}%"),
+                TextColumn("{task.fields[detail]}"),
+                console=self.console,
+                transient=True,
+            )
             self.live.start()
         return self
 
@@ -106,7 +110,8 @@ class RunProgress(Callback):
         scores = f"test {record.test['top1']:.2%}, " if record.test is not None else ""
         loss = f"loss {record.train['loss']:.4f}"
         self.console.print(
-            f"  epoch {record.epoch}/{record.epochs}: {loss}, {scores}{record.images_per_second:,.0f} images/s{self._eta()}",
+            f"  epoch {record.epoch}/{record.epochs}: {loss}, {scores}"
+            f"{record.images_per_second:,.0f} images/s{self._eta()}",
             markup=False,
         )
 

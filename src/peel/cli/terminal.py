@@ -25,7 +25,7 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 class _SafeStream:
-    """Standard output or error. When the reader closes the pipe (`| head`), output is dropped and the run goes on."""
+    """Standard output or error. When a pipe is closed (`| head`), output is dropped."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -30,7 +30,7 @@ class MethodConfig:
     backbone_ratio: Annotated[float, Meta(gt=0, le=1)] = 0.8
     """Step 1: the part of the budget that the backbone costs (lambda)."""
     backbone_init: str | dict[str, int] = "uniform"
-    """Step 1: the backbone's widths: uniform, equal (as many channels in every tie), or a JSON file with widths."""
+    """Step 1: the backbone's widths: uniform, equal (as many channels in every tie), or a JSON file."""
     criterion: str = "bn"
     """Step 2: bn, weight, legr, reconstruction, gradient, or your own as path/file.py:Name."""
     reduce: str = "mean"
@@ -38,7 +38,7 @@ class MethodConfig:
     l1_coefficient: NotNegative | None = None
     """Step 2: the coefficient of the L1 term (alpha_s). Default: 1e-4 for the criterion bn, 0 for others."""
     l1_strength: NotNegative | None = None
-    """Step 2: instead of l1_coefficient, how far the L1 term moves a scale over the schedule: 12.5 in the paper."""
+    """Step 2: instead of l1_coefficient, how far the L1 term moves a scale in all: 12.5 in the paper."""
     gamma_init: Positive = 1.0
     """Step 2: the initial scale of the backbone's norm layers."""
     ignore: tuple[str, ...] = ()

@@ -46,7 +46,7 @@ L1_COEFFICIENT = 1e-4
 
 
 TrainBackbone = Callable[[str, nn.Module, Objective, Recipe, Split, Sequence[Callback]], nn.Module]
-"""(stage, network, objective, recipe, images, callbacks) -> the trained network, which a resumed run reads back."""
+"""(stage, network, objective, recipe, images, callbacks) -> the trained network."""
 
 
 def make_plan(
@@ -67,7 +67,7 @@ def equal_share_plan(problem: Problem, config: MethodConfig) -> Plan:
 
 
 def check_feasible(problem: Problem, config: MethodConfig, criterion: Criterion | None = None) -> None:
-    """Run steps 1 to 4 on an untrained backbone and 8 images, so that errors show before hours of training."""
+    """Run steps 1 to 4 on an untrained backbone and 8 images, to find errors before training."""
     few = problem.data.train.subset(torch.arange(min(8, problem.data.train.size)))
     small = replace(problem, data=replace(problem.data, train=few), engine=replace(problem.engine, workers=0))
     _all_rounds(_Planner(small, replace(config, evaluations=1), _untrained, criterion, is_dry=True))
@@ -185,7 +185,7 @@ class _Planner:
         return L1_COEFFICIENT if config.criterion == "bn" else 0.0
 
     def _counted(self, scores: list[LayerScores]) -> list[LayerScores]:
-        """Without the layers that `ignore` names. In a dry run all values are one: the network is untrained."""
+        """Without the layers that `ignore` names. In a dry run, all values are one."""
         layers = [item.layer for item in scores]
         for pattern in self.config.ignore:
             matches = [layer for layer in layers if fnmatch(layer, pattern)]

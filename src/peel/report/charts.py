@@ -1,4 +1,4 @@
-"""Charts of a run as SVG text for one HTML page. The same data give the same bytes; no two charts share an id."""
+"""Charts of a run as SVG text for one HTML page. The same data give the same bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["curves_chart", "groups_chart", "importance_chart", "label", "widths_
 
 Curve = Sequence[tuple[int, float]]
 
-# The palette of Okabe and Ito, told apart with every kind of colour vision; line styles and markers serve black-and-white print.
+# The palette of Okabe and Ito, for every kind of color vision; line styles serve black-and-white print.
 _COLOURS = {"original": "#8c8c8c", "backbone": "#009e73", "uniform": "#e69f00", "peel": "#0072b2"}
 _DASHES = {"original": "-", "backbone": ":", "uniform": "--", "peel": "-"}
 _SEQUENCE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#000000")
@@ -38,9 +38,9 @@ def label(stage: str) -> str:
 
 
 def widths_chart(widths: Mapping[str, Mapping[str, int]], groups: Mapping[str, Sequence[str]]) -> str:
-    """How much of each tie the networks keep, group by group, in as many rows as it takes to keep names and numbers readable.
+    """The part of each tie that the networks keep, group by group.
 
-    Shares make layers of 8 and of 2048 channels equally visible; the counts before and after stand in the bars as text.
+    Bars show fractions, so that layers of 8 and of 2048 channels are equally visible; numbers are text.
     """
     ties = [(group, tie) for group, members in groups.items() for tie in members]
     rows = math.ceil(len(ties) / _TIES_PER_ROW)
@@ -116,7 +116,7 @@ def _widths_row(
 
 
 def _mark_groups(axes: Axes, groups: Sequence[str], size: int) -> None:
-    """A shade behind every second group and its name above; names that would run into each other are stacked."""
+    """Shade every second group and write its name above; names that would overlap are stacked."""
     starts = [place for place, group in enumerate(groups) if place == 0 or group != groups[place - 1]]
     free_from: dict[int, float] = {}
     for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(groups)], strict=True)):
@@ -286,7 +286,7 @@ def _figure(height: float) -> Iterator[Figure]:
 
 
 def _svg(figure: Figure, name: str, title: str, tips: Sequence[str]) -> str:
-    """The figure as an element for an HTML page: ids begin with its name, marked shapes carry a text to hover over."""
+    """The figure as an SVG element. Ids begin with its name; marked shapes get a tooltip."""
     import matplotlib
 
     buffer = io.StringIO()

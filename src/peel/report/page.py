@@ -194,8 +194,8 @@ def _comparison(record: RunRecord, rows: Mapping[str, Mapping[str, Any]]) -> str
     if record.state.get("forced"):
         forced = " Settings were changed with --force (see the notes): they may not have been trained alike."
     return (
-        f"PEEL minus uniform: {', '.join(gains)}. Each is one training with seed {seed}. The difference of one seed "
-        f"is no evidence in either direction: repeat the run with other seeds.{forced}"
+        f"PEEL minus uniform: {', '.join(gains)}. Each is one training with seed {seed}. The difference of "
+        f"one seed is no evidence in either direction: repeat the run with other seeds.{forced}"
     )
 
 
@@ -255,7 +255,8 @@ def _budget_words(plan: Plan) -> str:
     if plan.backbone is None:
         return f"{used} The widths were given, so there is no backbone and no importance."
     policy = plan.method.policy if plan.method is not None else ""
-    return f"{used} The backbone costs {plan.backbone.cost:,}; the policy “{policy}” reallocates the pool of {plan.pool:,}."
+    pool = f"the policy “{policy}” reallocates the pool of {plan.pool:,}"
+    return f"{used} The backbone costs {plan.backbone.cost:,}; {pool}."
 
 
 def _round(number: int, item: Round, plan: Plan) -> dict[str, Any]:
@@ -274,7 +275,7 @@ def _round(number: int, item: Round, plan: Plan) -> dict[str, Any]:
         "title": f"Round {number} of {len(plan.rounds)}" if len(plan.rounds) > 1 else "Reallocation",
         "note": item.note,
         "warning": not item.distinct,
-        "rounding": f"Rounding to whole channels: {item.cost:,} of {item.ideal_cost:,.0f} spent, {item.unspent:,} unspent.",
+        "rounding": f"{item.cost:,} of {item.ideal_cost:,.0f} spent after rounding, {item.unspent:,} left.",
         "table": Table(columns, rows),
     }
 
@@ -365,7 +366,7 @@ def _share(part: float | None, whole: float | None) -> str:
 
 
 def _points(row: Mapping[str, Any], other: Mapping[str, Any], key: str) -> str | None:
-    """How much higher an accuracy is than another, in points of a percent; None where one of them is not known."""
+    """The difference of two accuracies in percentage points; None where one is unknown."""
     if row.get(key) is None or other.get(key) is None:
         return None
     return f"{100 * (row[key] - other[key]):+.2f}".replace("-", "−")

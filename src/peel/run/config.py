@@ -50,13 +50,13 @@ class Config(MethodConfig):
     data: str = "digits"
     """digits, cifar10, cifar100, fashion-mnist, or a folder with train/ and val/ (or test/)."""
     recipe: str = "auto"
-    """How networks are trained: auto, or a named recipe such as imagenet-resnet, imagenet-mobilenet, cifar, digits."""
+    """The training recipe: auto, imagenet-resnet, imagenet-mobilenet, cifar, cifar-fast, digits, ..."""
     train: RecipeOverrides = field(default_factory=RecipeOverrides)
     """Changes to the recipe for every training."""
     backbone: RecipeOverrides = field(default_factory=RecipeOverrides)
     """Changes to the recipe of the backbone."""
     teacher: str = "train"
-    """train (the original, first), pretrained, or a path: weights there are loaded, else the original is trained there."""
+    """train (the original, first), pretrained, or a path: loaded from there, or trained there first."""
     stages: tuple[str, ...] = tuple(STAGES)
     """Which of original, backbone, plan, uniform, peel to run."""
     plan: str | dict[str, int] | None = None
@@ -84,7 +84,7 @@ class Config(MethodConfig):
     sync_bn: bool = False
     """With several processes, batch norm over the whole batch instead of each process's part."""
     checkpoint_seconds: Annotated[float, Meta(ge=0)] = 600.0
-    """Seconds between checkpoints within an epoch. One is also written after each epoch (on a GPU every ten seconds at most)."""
+    """Seconds between checkpoints within an epoch; one is also written after each epoch."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

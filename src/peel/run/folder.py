@@ -1,7 +1,7 @@
-"""The run folder. Every file in it is written atomically, so that the same command can resume after any crash.
+"""The run folder. Every file is written atomically, so that a run can resume after any crash.
 
 config.toml                          the settings as given
-state.json, environment.json         the resolved settings and fingerprints that identify the run; versions and device
+state.json, environment.json         what identifies the run (settings, fingerprints); versions
 plan.json                            what each step decided
 metrics.jsonl                        one line per epoch
 checkpoints/                         the state of the running stage
@@ -41,7 +41,7 @@ EARLY_FILES = (".lock", "environment.json", "config.toml")
 
 
 class RunFolder:
-    """A run folder, locked by this process while it is open. `option` is the flag that named it, for messages."""
+    """A run folder, locked while it is open. `option` is the flag that named it, for messages."""
 
     def __init__(self, folder: str | os.PathLike[str], option: str = "--output") -> None:
         self.folder, self.option = Path(folder), option
@@ -172,7 +172,7 @@ class RunFolder:
             file.write(line)
 
     def restart_metrics(self, stage: str, history: Sequence[EpochRecord]) -> None:
-        """Set the lines of a stage to what its checkpoint has: a killed run may have written more, or half a line."""
+        """Set the lines of a stage to those of its checkpoint: a killed run may have written more."""
         kept = []
         for line in self.read_bytes("metrics.jsonl").split(b"\n") if self.has("metrics.jsonl") else []:
             with contextlib.suppress(ValueError):

@@ -24,7 +24,14 @@ from ..train.objective import get_logits
 from ..train.recipe import Recipe, backbone_recipe, named_recipe
 from .config import Config
 
-__all__ = ["check_model", "frozen_ties", "load_model_and_data", "model_notes", "read_widths", "resolve_recipes"]
+__all__ = [
+    "check_model",
+    "frozen_ties",
+    "load_model_and_data",
+    "model_notes",
+    "read_widths",
+    "resolve_recipes",
+]
 
 
 def load_model_and_data(model: nn.Module | str, data: Data | str, config: Config) -> tuple[nn.Module, Data]:
@@ -65,7 +72,7 @@ def _create(model: str, classes: int, pretrained: bool) -> nn.Module:
 
 
 def _input_channels(network: nn.Module, shape: tuple[int, int, int]) -> int:
-    """How many channels the network takes: those of a convolution with which it runs, the first one's otherwise."""
+    """The input channels of the first convolution with which the network runs."""
     candidates = [*_conv_inputs(network)] or [shape[0]]
     for channels in dict.fromkeys(candidates):
         with contextlib.suppress(Exception):
@@ -102,15 +109,15 @@ def check_model(network: nn.Module, data: Data) -> None:
     logits, count = _logits_of_zeros(network, data.shape), len(data.classes)
     if logits.ndim != 2 or logits.shape[1] != count:
         raise DataError(
-            f"the model returns logits of shape {tuple(logits.shape[1:])}, but {data.name} has {count} classes. "
-            f"Build the model with {count} outputs, or choose other data."
+            f"the model returns logits of shape {tuple(logits.shape[1:])}, but {data.name} has {count} "
+            f"classes. Build the model with {count} outputs, or choose other data."
         )
     for name, split in (("training", data.train), ("test", data.test)):
         lowest, highest = int(split.labels.min()), int(split.labels.max())
         if lowest < 0 or highest >= count:
             raise DataError(
-                f"the {name} labels of {data.name} go from {lowest} to {highest}; {count} classes need labels "
-                f"from 0 to {count - 1}. Number the classes without gaps."
+                f"the {name} labels of {data.name} go from {lowest} to {highest}; {count} classes need "
+                f"labels from 0 to {count - 1}. Number the classes without gaps."
             )
 
 
@@ -125,7 +132,9 @@ def model_notes(model: nn.Module | str, network: nn.Module, config: Config) -> l
     frozen = [name for name, parameter in network.named_parameters() if not parameter.requires_grad]
     if frozen and len(frozen) < len(list(network.parameters())):
         more = f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
-        notes.append(f"Frozen parameters ({', '.join(frozen[:3])}{more}) are initialised and trained like all others.")
+        notes.append(
+            f"Frozen parameters ({', '.join(frozen[:3])}{more}) are initialised and trained like all others."
+        )
     return notes
 
 

@@ -81,7 +81,7 @@ class Pipeline:
         final = [name for name in ("uniform", "peel") if name in stages]
         if self.plan is None and not {"backbone", "plan"} <= set(stages) and (final or "plan" in stages):
             raise ConfigError(
-                f"the stages {', '.join(stages)} need a plan: add backbone and plan, or give widths with plan."
+                f"the stages {', '.join(stages)} need a plan: add backbone and plan, or set plan=widths."
             )
         needs_teacher = bool(final) and config.distill == "teacher"
         if needs_teacher or "original" in stages:
@@ -95,8 +95,8 @@ class Pipeline:
             )
         if self.plan is not None and problem.cost(self.plan) > problem.budget:
             raise BudgetError(
-                f"the given plan costs {problem.cost(self.plan):,} {problem.resource}, more than the budget of "
-                f"{problem.budget:,}. Set budget={problem.cost(self.plan)}."
+                f"the given plan costs {problem.cost(self.plan):,} {problem.resource}, more than the budget "
+                f"of {problem.budget:,}. Set budget={problem.cost(self.plan)}."
             )
         self._check_batch_sizes(bool(final) or ("original" in stages and self.loaded_teacher is None))
         problem.uniform()
@@ -175,8 +175,8 @@ class Pipeline:
             return self._train("original", network, CrossEntropy(self.recipe.label_smoothing), graph.widths)
         if self.state is not None and self.state.teacher_hash is not None:
             raise RunError(
-                f"there is no teacher at {self.config.teacher}, but this run was started with one (weights hash "
-                f"{self.state.teacher_hash}). Name the folder where it is now."
+                f"there is no teacher at {self.config.teacher}, but this run had one (hash of its "
+                f"weights: {self.state.teacher_hash}). Name the folder where it is now."
             )
         with RunFolder(self.config.teacher, "--teacher") as shared:
             own = teacher_identity(self.identity)
@@ -184,7 +184,9 @@ class Pipeline:
             self.teacher_file = str(Path(self.config.teacher) / "stages" / "original.json")
             self.teacher_folder = Path(self.config.teacher)
             with self.trainer.storing_in(shared):
-                return self._train("original", network, CrossEntropy(self.recipe.label_smoothing), graph.widths)
+                return self._train(
+                    "original", network, CrossEntropy(self.recipe.label_smoothing), graph.widths
+                )
 
     def _check_teacher(self, teacher: nn.Module) -> None:
         """A run keeps its teacher: it is known by the hash of its weights."""
@@ -243,12 +245,12 @@ class Pipeline:
         difference = max(abs(widths[tie] / uniform[tie] - 1) for tie in uniform)
         if difference < 0.02:
             self.notes.append(
-                f"The plan is the uniform network but for rounding: no width differs by more than {difference:.1%}."
+                f"The plan is nearly the uniform network: widths differ by at most {difference:.1%}."
             )
         elif self.plan is not None and cost(widths) < 0.97 * cost(uniform):
             self.notes.append(
-                f"The given plan costs {cost(widths):,} {resource}, the uniform network {cost(uniform):,}: their "
-                f"budgets differ. Set budget={cost(widths)} to compare them."
+                f"The given plan costs {cost(widths):,} {resource}, the uniform network {cost(uniform):,}: "
+                f"their budgets differ. Set budget={cost(widths)} to compare them."
             )
 
     # Final trainings
@@ -262,7 +264,9 @@ class Pipeline:
         if config.distill == "in-place":
             pair = in_place_pair(problem.model, problem.graph, widths)
             weight = 1.0 if weight is None else weight
-            return self._train(name, pair, InPlace(objective, weight, config.hard_weight, config.temperature), widths)
+            return self._train(
+                name, pair, InPlace(objective, weight, config.hard_weight, config.temperature), widths
+            )
         network = slim(problem.model, widths, graph=problem.graph).requires_grad_(True)
         if config.distill == "none":
             return self._train(name, network, objective, widths)
@@ -333,7 +337,9 @@ class Pipeline:
             spec = self.trainer.records["peel"].input_spec or self.problem.data.input_spec()
             slimmed.peel_record = {**slimmed.peel_record, "input": spec}  # type: ignore[assignment, dict-item]
             folder.save_model("slim", slimmed)
-        records = [self.trainer.records[name] for name in self._backbone_stages() if name in self.trainer.records]
+        records = [
+            self.trainer.records[name] for name in self._backbone_stages() if name in self.trainer.records
+        ]
         search = {
             "seconds": sum(record.seconds for record in records),
             "image_passes": sum(record.image_passes for record in records),

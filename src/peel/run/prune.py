@@ -55,11 +55,11 @@ def prune(
 ) -> Result:
     """The five steps. With `output`, everything is written to that folder, and the same call resumes there.
 
-    `model` is a name of `peel.zoo` or a module; `data` a name, a folder or a `peel.Data`. All other settings are
-    fields of `peel.Config`: `budget`, `seed`, `criterion`, `train={"epochs": 20}`, ... `teacher` may be a trained
-    module, `criterion` an object with a `measure` method, `plan` and `backbone_init` mappings from tie names to
-    channels. `force` resumes although the recipe, the images or the code of the model changed; the result says so.
-    `dry_run` returns the plan with equal shares and the estimated time.
+    `model` is a name of `peel.zoo` or a module; `data` a name, a folder or a `peel.Data`. All other settings
+    are fields of `peel.Config`: `budget`, `seed`, `criterion`, `train={"epochs": 20}`, ... `teacher` may be a
+    trained module, `criterion` an object with a `measure` method, `plan` and `backbone_init` mappings from
+    tie names to channels. `force` resumes although the recipe, the images or the code of the model changed; the
+    result says so. `dry_run` returns the plan with equal shares and the estimated time.
 
     The process is left as it was: random states, deterministic and precision flags, threads.
 
@@ -78,7 +78,11 @@ def prune(
     else:
         criterion = None
     config = make_config(given)
-    if output is not None and not isinstance(teacher, nn.Module) and Path(output).resolve() == Path(teacher).resolve():
+    if (
+        output is not None
+        and not isinstance(teacher, nn.Module)
+        and Path(output).resolve() == Path(teacher).resolve()
+    ):
         raise ConfigError(f"output and teacher are the same folder, {output}: name two folders.")
     with preserve_process_state():
         pipeline = _prepare(model, data if isinstance(data, Data) else str(data), config, callbacks)

@@ -39,7 +39,7 @@ FREE = {"train.retries", "backbone.retries"}
 #: May change, with a warning: batch norm sees other micro-batches.
 WARNED = {"accumulate"}
 
-#: `--force` resumes although these changed. Any other change would leave a run whose parts do not fit each other.
+#: `--force` resumes although these changed. After any other change finished stages would not fit the rest.
 FORCEABLE = re.compile(
     r"(train|backbone)\.(?!epochs|batch_size)|data\.(?!classes|shape)|model\.(layers|operators|constants)"
     r"|sync_bn|deterministic|teacher_hash"
@@ -148,7 +148,11 @@ def open_or_resume(
         folder.write_json("environment.json", environment)
     else:
         state = read_json(folder.path("state.json"), RunState, folder.option)
-        before = read_json(folder.path("environment.json"), dict, folder.option) if folder.has("environment.json") else {}
+        before = (
+            read_json(folder.path("environment.json"), dict, folder.option)
+            if folder.has("environment.json")
+            else {}
+        )
         changed = _changes(folder, state.identity, identity, before, environment)
         refuse_or_note(folder, state, changed, force=force)
         state.command, state.identity = command, identity
@@ -176,7 +180,9 @@ def _changes(
     changed = {name: (first.get(name), second.get(name)) for name in names}
     for name in WARNED & changed.keys():
         values = changed.pop(name)
-        log.warning("%s resumes with %s %s instead of %s: the bits will differ.", folder.folder, name, *values[::-1])
+        log.warning(
+            "%s resumes with %s %s instead of %s: the bits will differ.", folder.folder, name, *values[::-1]
+        )
     for name in ("peel", "torch", *(["threads"] if "CPU" in str(new.get("device")) else [])):
         if name in old and old[name] != new.get(name):
             log.warning(
@@ -196,7 +202,9 @@ def _changes(
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in values.items():
-        found.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value})
+        found.update(
+            _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        )
     return found
 
 
@@ -209,7 +217,9 @@ def refuse_or_note(
     lines = [f"{name}: {old!r} -> {new!r}" for name, (old, new) in changed.items()]
     may_force = all(FORCEABLE.match(name) for name in changed)
     if force and may_force:
-        log.warning("%s resumes with other settings; its result will say so:\n  %s", folder.folder, "\n  ".join(lines))
+        log.warning(
+            "%s resumes with other settings; its result will say so:\n  %s", folder.folder, "\n  ".join(lines)
+        )
         state.forced.append(f"The run was resumed with other settings (--force): {'; '.join(lines)}.")
         return
     shown = "\n  ".join([*lines[:12], *([f"and {len(lines) - 12} more"] if len(lines) > 12 else [])])
@@ -221,6 +231,6 @@ def refuse_or_note(
     else:
         way_out = ""
     raise RunError(
-        f"{folder.folder} was started with other settings:\n  {shown}\nUse the same settings to resume it, or "
-        f"another {folder.option} to start a new run. {way_out}".rstrip()
+        f"{folder.folder} was started with other settings:\n  {shown}\nUse the same settings to resume it, "
+        f"or another {folder.option} to start a new run. {way_out}".rstrip()
     )

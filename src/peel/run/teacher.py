@@ -46,14 +46,18 @@ def find_teacher(reference: nn.Module | str, problem: Problem) -> Teacher | None
         path = Path(reference)
         file = _saved_file(path)
         if file is None and path.suffix in (".pt", ".pth", ".json", ".safetensors"):
-            raise RunError(f"there is no teacher at {path}. Name a file that exists, or a folder to train it in.")
+            raise RunError(
+                f"there is no teacher at {path}. Name a file that exists, or a folder to train it in."
+            )
         if file is None:
             return None
         record = file.with_name("original.record.json")
         known = None
         if file.name == "original.json" and record.is_file():
             known = read_json(record, StageRecord, "--teacher")
-        teacher = Teacher(load_weights(file, problem.model), str(file), known, path if path.is_dir() else None)
+        teacher = Teacher(
+            load_weights(file, problem.model), str(file), known, path if path.is_dir() else None
+        )
         _refuse_slim(teacher, problem)
     _check(teacher.model, problem)
     return teacher
@@ -69,8 +73,8 @@ def _refuse_slim(teacher: Teacher, problem: Problem) -> None:
     for tie, width in problem.graph.widths.items():
         if stored.get(tie, width) != width:
             raise DataError(
-                f"{teacher.file} is not the original: {tie} has {stored[tie]} channels there and {width} in the "
-                "original. Name the folder of a run that trained the original, or its stages/original.json."
+                f"{teacher.file} is not the original: {tie} has {stored[tie]} channels there and {width} in "
+                "the original. Name the folder of a run that trained the original."
             )
 
 
@@ -82,13 +86,17 @@ def _check(teacher: nn.Module, problem: Problem) -> None:
     except (RuntimeError, ValueError, TypeError) as error:
         raise DataError(f"the teacher cannot take images of shape {shape}: {error}") from error
     if not torch.isfinite(logits).all():
-        raise DataError("the teacher's logits are not finite: its weights are damaged, or its training diverged.")
+        raise DataError(
+            "the teacher's logits are not finite: its weights are damaged, or its training diverged."
+        )
     if logits.shape[1] != len(problem.data.classes):
-        raise DataError(f"the teacher has {logits.shape[1]} classes, the data has {len(problem.data.classes)}.")
+        raise DataError(
+            f"the teacher has {logits.shape[1]} classes, the data has {len(problem.data.classes)}."
+        )
 
 
 def _saved_file(path: Path) -> Path | None:
-    """The file of the teacher at `path`: of a run folder, a model saved by peel, or a state dict; None if absent."""
+    """The teacher in a run folder, a model saved by peel, or a state dict; None if there is none."""
     if path.is_dir():
         inside = path / "stages" / "original.json"
         if inside.exists() and (path / "stages" / "original.record.json").exists():
@@ -112,15 +120,19 @@ def load_weights(path: Path, original: nn.Module) -> nn.Module:
         stored: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise StoreError(
-            f"{path} cannot be loaded without running code from it ({type(error).__name__}). Save the model's "
-            "state_dict() with torch.save, or the model with peel.save."
+            f"{path} cannot be loaded without running code from it ({type(error).__name__}). Save the "
+            "model's state_dict() with torch.save, or the model with peel.save."
         ) from error
     for key in ("state_dict", "model", "model_state_dict"):
         if isinstance(stored, dict) and isinstance(stored.get(key), dict):
             stored = stored[key]
     if not isinstance(stored, dict) or not all(isinstance(value, Tensor) for value in stored.values()):
-        raise StoreError(f"{path} holds no state dict (names and tensors, possibly under `state_dict` or `model`).")
-    weights = {name.removeprefix("module.").removeprefix("_orig_mod."): value for name, value in stored.items()}
+        raise StoreError(
+            f"{path} holds no state dict (names and tensors, possibly under `state_dict` or `model`)."
+        )
+    weights = {
+        name.removeprefix("module.").removeprefix("_orig_mod."): value for name, value in stored.items()
+    }
     teacher = copy.deepcopy(original)
     expected = teacher.state_dict()
     for name in weights.keys() & expected.keys():

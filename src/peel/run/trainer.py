@@ -36,12 +36,12 @@ DESCRIPTIONS = {
     "peel": "the slim network",
 }
 
-#: On a GPU an epoch may take less time than a checkpoint: write one after an epoch, but not more often than this.
+#: On a GPU an epoch may be shorter than writing a checkpoint: at most one in this many seconds.
 EPOCH_SECONDS = 10.0
 
 UNPADDED = (
-    "Some widths are slow on a GPU. The network was trained with them, because zero channels that make them fast "
-    "would change what it computes, or could not be tested."
+    "Some widths are slow on a GPU. The network was trained with them, because padding them with zero "
+    "channels would change what it computes, or could not be tested."
 )
 
 NOT_DETERMINISTIC = (
@@ -83,7 +83,9 @@ class Trainer:
     ) -> nn.Module:
         """The trained network; of a pair (in-place distillation), the student."""
         engine, folder = self.problem.engine, self.folder
-        done: StageRecord | None = engine.world.broadcast(folder.finished(stage) if folder is not None else None)
+        done: StageRecord | None = engine.world.broadcast(
+            folder.finished(stage) if folder is not None else None
+        )
         if done is not None:
             self.begin_stage(stage, suffix=": already finished")
             if folder is not None:
@@ -104,7 +106,11 @@ class Trainer:
             checkpoints=engine.world.broadcast(folder.checkpoints(stage) if folder is not None else None),
             checkpoint_seconds=self.checkpoint_seconds,
             epoch_seconds=EPOCH_SECONDS if engine.device.type == "cuda" else 0.0,
-            callbacks=[*extra, *([_MetricsFile(stage, folder)] if folder is not None else []), *self.callbacks],
+            callbacks=[
+                *extra,
+                *([_MetricsFile(stage, folder)] if folder is not None else []),
+                *self.callbacks,
+            ],
         )
         if isinstance(network, Pair):
             network = network.student()
@@ -139,8 +145,8 @@ class Trainer:
                 if stored.get(tie) != expected[tie]:
                     raise CorruptFileError(
                         f"{self.folder.folder}/stages/{stage}.json is of another network: {tie} has "
-                        f"{stored.get(tie)} channels there, not {expected[tie]}. Restore it from a copy, or start "
-                        f"a new run with another {self.folder.option}."
+                        f"{stored.get(tie)} channels there, not {expected[tie]}. Restore it from a copy, or "
+                        f"start a new run with another {self.folder.option}."
                     )
         if world.size == 1:
             assert network is not None
@@ -158,7 +164,7 @@ class Trainer:
         return network
 
     def _pad(self, network: nn.Module) -> tuple[Padded | None, list[str]]:
-        """The network with zero channels where a GPU is faster with more; a note where that is not possible."""
+        """The network padded with zero channels where that is faster; a note where it is not possible."""
         if not self.problem.engine.pad_channels or isinstance(network, Pair):
             return None, []
         widths = _widths_of(network)

@@ -15,7 +15,7 @@ __all__ = ["preserve_process_state"]
 
 @contextlib.contextmanager
 def preserve_process_state() -> Iterator[None]:
-    """Restores random states, deterministic and precision flags, default dtype, threads and the current GPU."""
+    """Restores random states, deterministic and precision flags, dtype, threads and the current GPU."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     gpus = torch.cuda.get_rng_state_all() if has_cuda else []
@@ -23,7 +23,8 @@ def preserve_process_state() -> Iterator[None]:
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
-    precision, dtype, threads = torch.get_float32_matmul_precision(), torch.get_default_dtype(), torch.get_num_threads()
+    precision, dtype = torch.get_float32_matmul_precision(), torch.get_default_dtype()
+    threads = torch.get_num_threads()
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     try:
         yield
