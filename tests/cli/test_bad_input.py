@@ -16,7 +16,7 @@ from helpers.small import CPU, Small, small_run
 from peel.cli.main import main
 from peel.data.datasets import load_data
 from peel.errors import BudgetError, ConfigError, DataError, ModelError, PeelError, WidthsError
-from peel.run.callbacks import NoCallback
+from peel.train.callbacks import Callback
 from peel.train.loop import fit
 from peel.train.objective import CrossEntropy
 from peel.train.recipe import Recipe
@@ -107,7 +107,7 @@ FILES: list[tuple[list[str], list[str]]] = [
         ["--data", "good", "--train.batch-size", "13"],
         ["a batch of 13 images", "training set of 12", "at most 12"],
     ),
-    (["--data", "good", "--train.batch-size", "6", "--search.batch-size", "13"], ["a batch of 13 images"]),
+    (["--data", "good", "--train.batch-size", "6", "--backbone.batch-size", "13"], ["a batch of 13 images"]),
     (["--train.batch-size", "1438"], ["a batch of 1438 images", "at most 1437"]),
     (["--teacher", "file"], ["file cannot be read as weights"]),
 ]
@@ -116,38 +116,38 @@ FILES: list[tuple[list[str], list[str]]] = [
 OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--image-size", "0"], ["image_size must be a whole number of at least 1, not 0"]),
     # Settings of the method
-    (["--keep", "0"], ["keep (lambda)", "above 0 and at most 1, not 0"]),
-    (["--keep", "1.5"], ["keep (lambda)", "not 1.5"]),
-    (["--keep", "-0.1"], ["keep (lambda)", "not -0.1"]),
-    (["--keep", "nan"], ["keep (lambda)", "nan"]),
+    (["--backbone-ratio", "0"], ["keep (lambda)", "above 0 and at most 1, not 0"]),
+    (["--backbone-ratio", "1.5"], ["keep (lambda)", "not 1.5"]),
+    (["--backbone-ratio", "-0.1"], ["keep (lambda)", "not -0.1"]),
+    (["--backbone-ratio", "nan"], ["keep (lambda)", "nan"]),
     (["--criterion", "gradent"], ["criterion is one of bn, weight", "'gradent'", "Did you mean gradient"]),
     (["--policy", "winner-takes-all"], ["'winner-takes-all'", "Did you mean winner-take-all"]),
-    (["--solve", "triangle"], ["'triangle'", "Did you mean triangular"]),
-    (["--start", "even"], ["start is one of uniform, equal, not 'even'"]),
+    (["--solver", "triangle"], ["'triangle'", "Did you mean triangular"]),
+    (["--backbone-init", "even"], ["start is one of uniform, equal, not 'even'"]),
     (["--distill", "inplace"], ["'inplace'", "Did you mean in-place"]),
     (["--reduce", "max"], ["reduce is one of mean, sum, not 'max'"]),
     (["--resource", "flops"], ["resource is one of macs, params, memory, not 'flops'"]),
     (["--rounds", "0"], ["rounds must be a whole number of at least 1, not 0"]),
     (["--divisor", "0"], ["divisor must be a whole number of at least 1, not 0"]),
-    (["--penalty", "-1"], ["penalty must not be negative, not -1"]),
-    (["--penalty", "0.1", "--pull", "3"], ["penalty and pull", "give one of them"]),
+    (["--l1-coefficient", "-1"], ["penalty must not be negative, not -1"]),
+    (["--l1-coefficient", "0.1", "--l1-strength", "3"], ["penalty and pull", "give one of them"]),
     (["--temperature", "0"], ["temperature must be positive, not 0"]),
-    (["--cap", "1.0", "--solve", "triangular"], ["cap needs solve"]),
-    (["--hold", "conv9"], ["no free tie is called 'conv9'"]),
+    (["--max-width", "1.0", "--solver", "triangular"], ["cap needs solve"]),
+    (["--freeze", "conv9"], ["no free tie is called 'conv9'"]),
     (["--ignore", "*"], ["matches every layer"]),
-    (["--steps", "original,pel"], ["no step is called 'pel'", "Did you mean peel"]),
+    (["--stages", "original,pel"], ["no step is called 'pel'", "Did you mean peel"]),
     # Budgets
     (["--budget", "half"], ["cannot read 'half' as a budget", "50%"]),
     (["--budget", "0"], ["the budget must be positive, not '0'"]),
     (["--budget=-5%"], ["cannot read '-5%' as a budget"]),
     (["--budget", "100"], ["a budget of 100 macs cannot be reached", "the smallest network has"]),
-    (["--budget", "2500", "--keep", "0.5"], ["which may cost 0.5 of the budget", "cannot be reached"]),
+    (["--budget", "2500", "--backbone-ratio", "0.5"], ["which may cost 0.5 of the budget", "cannot be reached"]),
     # Recipes
     (["--recipe", "imagenet-resnt"], ["'imagenet-resnt'", "Did you mean imagenet-resnet"]),
     (["--train.epoch", "3"], ["--train.epoch", "Did you mean"]),
     (["--train.epochs", "0"], ["epochs must be a whole number of at least 1, not 0"]),
     (["--train.lr", "-1"], ["lr must be a number from 0", "-1"]),
-    (["--search.schedule", "cosin"], ["'cosin'", "Did you mean cosine"]),
+    (["--backbone.schedule", "cosin"], ["'cosin'", "Did you mean cosine"]),
     (["--train.augment", "flip"], ["augment is one of", "'flip'"]),
     (["--train.epochs", "many"], ["many"]),
     # Files
@@ -219,9 +219,9 @@ def test_a_module_whose_head_has_other_classes_is_refused(tmp_path: Path) -> Non
     [
         ({"citerion": "bn"}, ConfigError, "no setting 'citerion'. Did you mean criterion"),
         ({"train": {"epoch": 3}}, ConfigError, "no field 'epoch'. Did you mean epochs"),
-        ({"search": {"learning_rate": 3}}, ConfigError, "no field 'learning_rate'"),
-        ({"keep": "0.8"}, ConfigError, "keep .* must be a finite number, not '0.8'"),
-        ({"keep": True}, ConfigError, "keep .* not True"),
+        ({"backbone": {"learning_rate": 3}}, ConfigError, "no field 'learning_rate'"),
+        ({"backbone_ratio": "0.8"}, ConfigError, "keep .* must be a finite number, not '0.8'"),
+        ({"backbone_ratio": True}, ConfigError, "keep .* not True"),
         ({"rounds": 1.5}, ConfigError, "rounds must be a whole number"),
         ({"budget": 1.5}, BudgetError, "1.5"),
         ({"budget": True}, BudgetError, "True"),
@@ -269,7 +269,7 @@ def test_a_network_without_norm_layers_is_told_so_before_anything_is_trained(tmp
     with pytest.raises(ConfigError, match='no norm layers with scales: choose criterion="weight"'):
         small_run(nn.Sequential(*layers), output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    assert small_run(nn.Sequential(*layers), criterion="weight", steps=["backbone", "plan"]).plan is not None
+    assert small_run(nn.Sequential(*layers), criterion="weight", stages=["backbone", "plan"]).plan is not None
 
 
 # Images
@@ -304,7 +304,7 @@ def test_broken_images_of_both_splits_are_named_at_once_and_left_out_on_request(
         load_data(str(tmp_path))
     for name in broken:
         assert name in str(caught.value)
-    assert "--skip-bad" in str(caught.value)
+    assert "--skip-corrupt" in str(caught.value)
     left = load_data(str(tmp_path), skip_corrupt=True)
     assert (left.train.size, left.test.size) == (12, 12)
     assert left.train.labels.tolist() == [0] * 6 + [1] * 6
@@ -354,18 +354,18 @@ def test_the_command_stops_at_broken_images_and_runs_without_them(
         "--output",
         "out",
         "--quiet",
-        "--steps",
+        "--stages",
         "original",
         "--train.epochs",
         "1",
     ]
-    command += ["--train.batch-size", "6", "--search.batch-size", "6"]
+    command += ["--train.batch-size", "6", "--backbone.batch-size", "6"]
     assert main(command) == 3
     said = capsys.readouterr().err
     assert all(name in said for name in broken)
     assert content(place) == before
-    assert main([*command, "--skip-bad"]) == 0
-    assert json.loads((place / "out" / "settings.json").read_text())["resolved"]["images"] == [12, 12]
+    assert main([*command, "--skip-corrupt"]) == 0
+    assert json.loads((place / "out" / "state.json").read_text())["resolved"]["images"] == [12, 12]
 
 
 def test_in_a_huge_set_the_beginning_and_the_end_of_each_file_are_looked_at(
@@ -427,7 +427,7 @@ def test_a_run_that_diverges_says_so_and_keeps_what_it_had(
         "--train.batch-size",
         "256",
     ]
-    command += ["--search.epochs", "2", "--search.lr", "1e30", "--search.warmup-epochs", "1"]
+    command += ["--backbone.epochs", "2", "--backbone.lr", "1e30", "--backbone.warmup-epochs", "1"]
     assert main(command) == 4
     said = capsys.readouterr().err
     assert "the loss is no finite number any more" in said
@@ -449,7 +449,7 @@ def test_an_interrupted_command_says_so_and_goes_on_later(
         "2",
         "--train.batch-size",
         "256",
-        "--steps",
+        "--stages",
         "original",
     ]
     with monkeypatch.context() as patch:

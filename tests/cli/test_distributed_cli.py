@@ -93,7 +93,7 @@ def test_several_processes_that_are_told_to_stop_keep_their_state(
         text=True,
         start_new_session=True,
     )
-    wait_for(folder / ("settings.json" if pause > 1 else "metrics.jsonl"))
+    wait_for(folder / ("state.json" if pause > 1 else "metrics.jsonl"))
     time.sleep(0.5)
     began = time.monotonic()
     # A scheduler tells the command alone; a terminal tells everyone.
@@ -135,7 +135,7 @@ def test_processes_of_torchrun_that_are_told_to_stop_keep_their_state(
         text=True,
         start_new_session=True,
     )
-    wait_for(folder / ("settings.json" if pause > 1 else "metrics.jsonl"))
+    wait_for(folder / ("state.json" if pause > 1 else "metrics.jsonl"))
     time.sleep(0.5)
     os.killpg(process.pid, number) if number == signal.SIGINT else os.kill(process.pid, number)
     # What the processes say ends when the last of them does.
@@ -156,7 +156,7 @@ def two_slow_processes(folder: Path, *, pause: int) -> subprocess.Popen[str]:
 @pytest.mark.slow
 def test_ctrl_c_twice_stops_several_processes_at_once(tmp_path: Path) -> None:
     process = two_slow_processes(tmp_path / "run", pause=20)
-    wait_for(tmp_path / "run" / "settings.json")
+    wait_for(tmp_path / "run" / "state.json")
     time.sleep(2)
     for _ in range(2):
         os.killpg(process.pid, signal.SIGINT)
@@ -172,7 +172,7 @@ def test_a_process_that_finds_another_gone_when_both_were_told_to_stop_says_how_
 ) -> None:
     """One may end before the other, which still waits for it: no reason to speak of a crash."""
     process = two_slow_processes(tmp_path / "run", pause=2)
-    wait_for(tmp_path / "run" / "settings.json")
+    wait_for(tmp_path / "run" / "state.json")
     time.sleep(4)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     (second,) = [
@@ -268,7 +268,7 @@ def test_a_layer_that_one_process_leaves_out_is_explained(tmp_path: Path) -> Non
     assert done.returncode == 2, done.stderr
     assert "error: a layer of the network had no part in a step" in done.stderr
     assert "Traceback" not in done.stderr
-    stopped = (tmp_path / "run" / "stopped.json").read_text()
+    stopped = (tmp_path / "run" / "error.json").read_text()
     assert (
         "had no part in a step" in stopped or "another process of this run ended, and has said why" in stopped
     )
@@ -287,10 +287,10 @@ def test_joint_norms_take_one_image_per_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_teacher_has_its_passing_buffers_in_every_process_after_a_restart(tmp_path: Path) -> None:
-    whole = {"--steps": "original,backbone,plan,peel", "--search.epochs": "1"}
+    whole = {"--stages": "original,backbone,plan,peel", "--backbone.epochs": "1"}
     assert in_two_processes(tmp_path / "once", "helpers.small:Restless", **whole).returncode == 0
-    for steps in ("original", whole["--steps"]):
-        done = in_two_processes(tmp_path / "twice", "helpers.small:Restless", **{**whole, "--steps": steps})
+    for steps in ("original", whole["--stages"]):
+        done = in_two_processes(tmp_path / "twice", "helpers.small:Restless", **{**whole, "--stages": steps})
         assert done.returncode == 0, done.stderr
     assert (tmp_path / "once" / "slim.safetensors").read_bytes() == (
         tmp_path / "twice" / "slim.safetensors"

@@ -22,7 +22,7 @@ from helpers.small import small_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RUN = ["run", "helpers.small:Small", "--steps", "original", "--train.epochs", "1", "--device", "cpu"]
+RUN = ["run", "helpers.small:Small", "--stages", "original", "--train.epochs", "1", "--device", "cpu"]
 
 
 def joined(place: Path, name: bytes) -> Path:
@@ -77,7 +77,7 @@ def test_folders_of_images_and_classes_may_have_any_name(tmp_path: Path) -> None
     run(tmp_path / "said", *options, PYTHONIOENCODING="utf-8:strict")
     assert (tmp_path / "run" / "report.html").exists()
     assert (
-        len(json.loads((tmp_path / "run" / "settings.json").read_text())["resolved"]["input"]["classes"]) == 2
+        len(json.loads((tmp_path / "run" / "state.json").read_text())["resolved"]["input"]["classes"]) == 2
     )
 
 
@@ -227,8 +227,8 @@ def test_a_clock_that_jumps_back_changes_nothing(tmp_path: Path, monkeypatch: py
 def test_which_checkpoint_is_newest_does_not_depend_on_the_clock(tmp_path: Path) -> None:
     settings = {
         "train": {"epochs": 2, "batch_size": 64},
-        "search": {"epochs": 1},
-        "steps": ["original"],
+        "backbone": {"epochs": 1},
+        "stages": ["original"],
         "checkpoint_seconds": 0.0,
     }
     folder = tmp_path / "run"
@@ -254,7 +254,7 @@ def test_a_run_goes_on_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "result.json").exists()
 
 
-@pytest.mark.parametrize("variable", ["PEEL_PATIENCE", "WORLD_SIZE"])
+@pytest.mark.parametrize("variable", ["PEEL_TIMEOUT", "WORLD_SIZE"])
 def test_a_variable_that_is_no_number_is_named(variable: str, tmp_path: Path) -> None:
     said = tmp_path / "said"
     variables = {

@@ -106,8 +106,8 @@ def test_a_folder_with_files_of_someone_else_is_left_as_it_is(tmp_path: Path) ->
 
 
 def test_an_empty_folder_that_is_there_already_is_used(tmp_path: Path) -> None:
-    assert small_run(output=tmp_path, steps=["original"]).folder == tmp_path
-    assert (tmp_path / "settings.json").exists()
+    assert small_run(output=tmp_path, stages=["original"]).folder == tmp_path
+    assert (tmp_path / "state.json").exists()
 
 
 # Disks
@@ -148,7 +148,7 @@ def test_a_full_disk_stops_the_run_and_room_lets_it_go_on(
 ) -> None:
     with pytest.raises(RunError, match="No space left on device"):
         small_run(output=small_disk / "run", seed=3)
-    assert (small_disk / "run" / "settings.json").exists()
+    assert (small_disk / "run" / "state.json").exists()
     assert not list(small_disk.rglob(".writing-*"))
     subprocess.run(["mount", "-o", "remount,size=16m", str(small_disk)], check=True)
     result = small_run(output=small_disk / "run", seed=3)

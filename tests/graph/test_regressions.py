@@ -27,7 +27,7 @@ def grey():
     return model
 """
 
-SHORT = ["--train.epochs", "1", "--search.epochs", "1", "--quiet", "--device", "cpu"]
+SHORT = ["--train.epochs", "1", "--backbone.epochs", "1", "--quiet", "--device", "cpu"]
 
 
 @pytest.mark.parametrize("resource", ["macs", "params", "memory"])
@@ -64,34 +64,34 @@ def test_a_finished_teacher_keeps_its_time_and_place_in_the_table(tmp_path: Path
     first = small_run(teacher=tmp_path / "teacher", output=tmp_path / "a")
     second = small_run(teacher=tmp_path / "teacher", output=tmp_path / "b")
     assert first.rows[0] == second.rows[0]
-    assert Path(first.rows[0]["file"]).exists()
+    assert Path(first.rows[0].file).exists()
 
 
 def test_steps_can_be_added_later(tmp_path: Path) -> None:
-    assert small_run(steps=["backbone", "plan"], output=tmp_path / "run").model is None
+    assert small_run(stages=["backbone", "plan"], output=tmp_path / "run").model is None
     assert small_run(output=tmp_path / "run").model is not None
 
 
 def test_a_named_teacher_needs_no_step_of_its_own(tmp_path: Path) -> None:
-    result = small_run(steps=["backbone", "plan", "peel"], teacher=Small())
-    assert [row["name"] for row in result.rows] == ["peel"]
+    result = small_run(stages=["backbone", "plan", "peel"], teacher=Small())
+    assert [row.name for row in result.rows] == ["peel"]
     assert "distillation" in result.history["peel"][-1].train
 
 
 def test_a_backbone_of_ones_own_widths(tmp_path: Path) -> None:
     widths = {"conv1": 3, "conv2": 4, "conv3": 5, "conv4": 6}
-    result = small_run(start=widths, steps=["backbone", "plan"], distill="none")
+    result = small_run(start=widths, stages=["backbone", "plan"], distill="none")
     assert result.plan is not None
     assert result.plan["backbone"]["widths"] == widths
     (tmp_path / "widths.json").write_text(json.dumps(widths))
-    again = small_run(start=str(tmp_path / "widths.json"), steps=["backbone", "plan"], distill="none")
+    again = small_run(start=str(tmp_path / "widths.json"), stages=["backbone", "plan"], distill="none")
     assert again.plan == result.plan
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"policy": "random", "cap": 1.0}, "no use for cap"),
+        ({"policy": "random", "max_width": 1.0}, "no use for cap"),
         ({"policy": "uniform", "rounds": 2}, "leave out rounds"),
         ({"distill": "none", "kd_weight": 0.5}, "no use without a teacher"),
         ({"hard_weight": 0.5}, "belongs to in-place"),
@@ -107,15 +107,15 @@ def test_settings_without_effect_are_refused(settings: dict[str, object], messag
 
 def test_frozen_weights_are_trained_where_a_network_starts_from_scratch() -> None:
     model = Small().requires_grad_(False)
-    result = small_run(model, steps=["original", "backbone", "plan", "peel"])
+    result = small_run(model, stages=["original", "backbone", "plan", "peel"])
     assert result.model is not None
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert result.history["peel"][-1].train["loss"] < result.history["peel"][0].train["loss"]
 
 
 def test_the_run_says_how_to_feed_the_network(tmp_path: Path) -> None:
-    small_run(output=tmp_path / "run", steps=["original"])
-    told = json.loads((tmp_path / "run" / "settings.json").read_text())["resolved"]["input"]
+    small_run(output=tmp_path / "run", stages=["original"])
+    told = json.loads((tmp_path / "run" / "state.json").read_text())["resolved"]["input"]
     assert told["classes"] == list(few_digits().classes)
     assert (told["mean"], told["std"]) == (list(few_digits().train.mean), list(few_digits().train.std))
 
@@ -132,13 +132,13 @@ def test_fed_as_its_file_says_the_slim_network_has_the_reported_accuracy(tmp_pat
     scale = [torch.tensor(told[name])[:, None, None] for name in ("mean", "std")]
     with torch.no_grad():
         right = network((pixels - scale[0]) / scale[1]).argmax(1) == test.labels
-    assert right.float().mean().item() == pytest.approx(result.rows[-1]["top1"])
+    assert right.float().mean().item() == pytest.approx(result.rows[-1].top1)
 
 
 def test_modes_of_the_callers_layers_stay() -> None:
     model = Small().train()
     model.norm2.eval()
-    small_run(model, steps=["backbone", "plan"], distill="none")
+    small_run(model, stages=["backbone", "plan"], distill="none")
     assert model.training
     assert not model.norm2.training
 
@@ -159,11 +159,11 @@ def test_own_models_may_be_grey_and_take_no_arguments(
     monkeypatch.chdir(tmp_path)
     assert (
         main(
-            ["run", "own_grey.py:grey", "--output", "run", "--steps", "original", "--distill", "none", *SHORT]
+            ["run", "own_grey.py:grey", "--output", "run", "--stages", "original", "--distill", "none", *SHORT]
         )
         == 0
     )
-    assert json.loads(Path("run/settings.json").read_text())["resolved"]["image_shape"] == [1, 8, 8]
+    assert json.loads(Path("run/state.json").read_text())["resolved"]["image_shape"] == [1, 8, 8]
 
 
 def test_a_signal_outside_training_stops_at_once(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_signal_outside_training_stops_at_once(tmp_path: Path) -> None:
         "legr",
         "--evaluations",
         "100000",
-        "--steps",
+        "--stages",
         "backbone,plan",
         *SHORT,
     ]
@@ -198,20 +198,20 @@ def test_pull_is_that_of_all_rounds_together(tmp_path: Path) -> None:
     small_run(
         l1_strength=2.0,
         rounds=2,
-        search={"epochs": 2},
+        backbone={"epochs": 2},
         output=tmp_path / "run",
-        steps=["backbone", "plan"],
+        stages=["backbone", "plan"],
         distill="none",
     )
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    recipe = json.loads((tmp_path / "run" / "settings.json").read_text())["resolved"]["search"]
+    recipe = json.loads((tmp_path / "run" / "state.json").read_text())["resolved"]["search"]
     from peel.train.recipe import Recipe
 
     steps = 200 // recipe["batch_size"]
     rates = sum(Recipe(**{**recipe, "milestones": (), "epochs": epochs}).rate_sum(steps) for epochs in (2, 1))
     assert {line["stage"] for line in lines} == {"backbone", "backbone-2"}
-    assert plan["penalty"] * rates / (1 - recipe["momentum"]) == pytest.approx(2.0)
+    assert plan["l1_coefficient"] * rates / (1 - recipe["momentum"]) == pytest.approx(2.0)
 
 
 def test_runs_in_several_threads_have_the_bits_of_runs_one_after_the_other() -> None:

@@ -73,7 +73,7 @@ def files() -> dict[str, Any]:
         "model": "cifar_resnet20",
         "data": "cifar10",
         "seed": 3,
-        "method": {"budget": "50%", "resource": "macs", "keep": 0.8},
+        "method": {"budget": "50%", "resource": "macs", "backbone_ratio": 0.8},
     }
     return {
         "settings": {
@@ -92,7 +92,7 @@ def files() -> dict[str, Any]:
             "pool": 4_000_000,
             "policy": "importance",
         }
-        | {**nets, **peel, "backbone": {"keep": 0.8, "start": "uniform", **network([9, 9, 20], 16_000_000)}}
+        | {**nets, **peel, "backbone": {"backbone_ratio": 0.8, "start": "uniform", **network([9, 9, 20], 16_000_000)}}
         | {
             "groups": GROUPS,
             "rounds": [first],

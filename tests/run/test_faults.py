@@ -107,10 +107,10 @@ def test_a_checkpoint_of_another_run_is_named_and_not_taken(
 
 
 def test_a_file_of_the_run_with_something_else_in_it_stops_the_command_with_3(killed: Path) -> None:
-    (killed / "settings.json").write_text("[]")
+    (killed / "state.json").write_text("[]")
     code, said = run(killed)
     assert code == 3
-    assert f"{killed / 'settings.json'} is damaged" in said
+    assert f"{killed / 'state.json'} is damaged" in said
     assert "another --output" in said
     assert "Traceback" not in said
 
@@ -261,7 +261,7 @@ def test_one_image_of_each_class_and_class_names_with_gaps_are_enough_to_train(t
             )
     code, said = run(tmp_path / "run", "--data", str(tmp_path / "data"), "--train.batch-size", "4")
     assert code == 0, said
-    settings = json.loads((tmp_path / "run" / "settings.json").read_text())["resolved"]
+    settings = json.loads((tmp_path / "run" / "state.json").read_text())["resolved"]
     assert settings["images"] == [4, 4]
     assert sorted(settings["input"]["classes"]) == ["0", "19", "2", "7"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from helpers.killing import Suicidal, command, exit_code, run_until, start
 from helpers.small import Counting, Small, few_digits, small_run
 from peel.errors import CorruptFileError, RunError
-from peel.run.callbacks import NoCallback
+from peel.train.callbacks import Callback
 from peel.run.result import Result
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 #: Two epochs of three steps in every stage, with a checkpoint after each step.
 BASE: dict[str, Any] = {
     "train": {"epochs": 2, "batch_size": 64},
-    "search": {"epochs": 2},
+    "backbone": {"epochs": 2},
     "checkpoint_seconds": 0.0,
 }
 
@@ -44,11 +44,11 @@ def killed(stopped: Path, tmp_path: Path) -> Path:
 
 def go_on(folder: Path, model: Small | None = None, **changes: Any) -> tuple[Result, dict[str, int]]:
     reporter = Counting()
-    return small_run(model, output=folder, reporter=reporter, **{**BASE, **changes}), reporter.steps
+    return small_run(model, output=folder, callbacks=[reporter], **{**BASE, **changes}), reporter.steps
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "settings.json").read_text())
+    found: dict[str, Any] = json.loads((folder / "state.json").read_text())
     return found
 
 
@@ -95,7 +95,7 @@ def test_what_was_forced_once_needs_no_force_again_and_is_not_forgotten(killed: 
         ({"train": {"epochs": 2, "batch_size": 32}}, "train.batch_size"),
         ({"train": {"epochs": 3, "batch_size": 64}}, "train.epochs"),
         ({"data": replace(few_digits(), classes=tuple(reversed(few_digits().classes)))}, "input.classes"),
-        ({"keep": 0.5, "train": {**BASE["train"], "lr": 0.3}}, "method.keep"),
+        ({"backbone_ratio": 0.5, "train": {**BASE["train"], "lr": 0.3}}, "method.keep"),
     ],
 )
 def test_what_would_not_fit_is_refused_with_force_too(
@@ -114,7 +114,7 @@ def test_what_would_not_fit_is_refused_with_force_too(
 def test_a_refusal_names_what_another_run_can_use_and_nothing_else(killed: Path, tmp_path: Path) -> None:
     teacher, plan = f"--teacher {killed}", f"--plan {killed / 'plan.json'}"
     with pytest.raises(RunError) as caught:
-        go_on(killed, keep=0.5, force=True)
+        go_on(killed, backbone_ratio=0.5, force=True)
     assert teacher in str(caught.value)
     assert plan in str(caught.value)
     with pytest.raises(RunError) as caught:
@@ -123,16 +123,16 @@ def test_a_refusal_names_what_another_run_can_use_and_nothing_else(killed: Path,
     assert plan not in str(caught.value), "it costs too much"
     assert exit_code(start(run_until, tmp_path / "early", BASE, ("original", 4))) == -signal.SIGKILL
     with pytest.raises(RunError) as caught:
-        go_on(tmp_path / "early", keep=0.5, force=True)
+        go_on(tmp_path / "early", backbone_ratio=0.5, force=True)
     assert "Another run can use" not in str(caught.value)
 
 
 def test_the_advice_of_a_refusal_works(killed: Path, tmp_path: Path) -> None:
     """What a run has done is used by another one with other settings."""
-    result, steps = go_on(tmp_path / "other", keep=0.5, teacher=killed, plan=killed / "plan.json")
+    result, steps = go_on(tmp_path / "other", backbone_ratio=0.5, teacher=killed, plan=killed / "plan.json")
     assert steps == {"uniform": 6, "peel": 6}
     assert result.plan is not None
-    assert result.plan["widths"] == json.loads((killed / "plan.json").read_text())["widths"]
+    assert result.plan.widths == json.loads((killed / "plan.json").read_text())["widths"]
 
 
 class Gentle(Small):
@@ -161,7 +161,7 @@ def test_an_epoch_that_lost_many_images_begins_anew(tmp_path: Path) -> None:
     for epoch in result.history["uniform"]:
         assert 1.5 < epoch.train["loss"] < 4
         assert epoch.train["top1"] <= 1
-    passes = {row["name"]: row["image_passes"] for row in result.rows}
+    passes = {row.name: row.image_passes for row in result.rows}
     assert passes == {"original": 2 * 640, "uniform": 2 * 192, "peel": 2 * 192}, "those of whole epochs"
 
 
@@ -178,7 +178,7 @@ def test_an_epoch_that_began_anew_goes_on_from_its_own_checkpoints(tmp_path: Pat
 def lose(folder: Path, images: int, step: tuple[str, int], force: bool = False) -> None:
     """A run on so many images that is killed at a step of a stage."""
     torch.set_num_threads(1)
-    small_run(data=few_digits(images), output=folder, reporter=Suicidal(*step), force=force, **BASE)
+    small_run(data=few_digits(images), output=folder, callbacks=[Suicidal](*step), force=force, **BASE)
 
 
 @pytest.mark.parametrize("decay_norms", [True, False])
@@ -215,9 +215,9 @@ def test_what_was_forced_on_a_teacher_is_said_by_every_run_that_uses_it(tmp_path
         assert any(
             note.startswith("Of the teacher: ") and "train.lr: 0.1 -> 0.05" in note for note in result.notes
         )
-    (teacher / "settings.json").write_text("{")
+    (teacher / "state.json").write_text("{")
     result, _ = go_on(tmp_path / "fourth", **shared)
-    assert any("settings.json is damaged" in note for note in result.notes), "not lost for that"
+    assert any("state.json is damaged" in note for note in result.notes), "not lost for that"
 
 
 def test_the_page_of_a_forced_run_that_is_stopped_again_says_so(killed: Path) -> None:
@@ -230,7 +230,7 @@ def test_the_page_of_a_forced_run_that_is_stopped_again_says_so(killed: Path) ->
     )
     with pytest.raises(RunError, match="no more"):
         small_run(
-            output=killed, reporter=Breaking(), **{**BASE, "train": {**BASE["train"], "lr": 0.05}}, force=True
+            output=killed, callbacks=[Breaking](), **{**BASE, "train": {**BASE["train"], "lr": 0.05}}, force=True
         )
     assert "went on with other settings (--force;" in (killed / "report.html").read_text()
 
@@ -255,7 +255,7 @@ def test_force_on_an_empty_folder_says_that_there_is_nothing_to_go_on_with(
     ],
 )
 def test_a_record_of_changes_that_is_none_is_damage(forced: object, killed: Path) -> None:
-    (killed / "settings.json").write_text(json.dumps({**settings_of(killed), "forced": forced}))
+    (killed / "state.json").write_text(json.dumps({**settings_of(killed), "forced": forced}))
     with pytest.raises(CorruptFileError, match=r"settings\.json is damaged: its 'forced'"):
         go_on(killed)
 
@@ -269,7 +269,7 @@ def test_a_folder_that_does_not_know_its_operators_is_another_version(
         del settings["resolved"]["original"]["operators"]
     else:
         settings["resolved"]["original"]["operators"] = operators
-    (killed / "settings.json").write_text(json.dumps(settings))
+    (killed / "state.json").write_text(json.dumps(settings))
     with pytest.raises(RunError, match="force"):
         go_on(killed)
     result, _ = go_on(killed, force=True)
@@ -279,7 +279,7 @@ def test_a_folder_that_does_not_know_its_operators_is_another_version(
 def test_a_folder_of_another_version_can_be_forced(killed: Path) -> None:
     settings = settings_of(killed)
     settings["resolved"]["train"]["warmth"] = 3
-    (killed / "settings.json").write_text(json.dumps(settings))
+    (killed / "state.json").write_text(json.dumps(settings))
     with pytest.raises(RunError, match="another version of peel"):
         go_on(killed)
     result, _ = go_on(killed, force=True)
@@ -289,7 +289,7 @@ def test_a_folder_of_another_version_can_be_forced(killed: Path) -> None:
 def test_a_folder_of_another_version_that_cannot_be_forced_names_what_can_be_used(killed: Path) -> None:
     settings = settings_of(killed)
     del settings["resolved"]["original"]["tensors"]
-    (killed / "settings.json").write_text(json.dumps(settings))
+    (killed / "state.json").write_text(json.dumps(settings))
     for force in (False, True):
         with pytest.raises(RunError, match="another version of peel") as caught:
             go_on(killed, force=force)
@@ -311,7 +311,7 @@ def test_the_command_takes_force(tmp_path: Path) -> None:
     line = [
         "run",
         "helpers.small:Small",
-        "--steps",
+        "--stages",
         "original",
         "--train.epochs",
         "2",

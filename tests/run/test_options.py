@@ -15,8 +15,8 @@ import peel
 from helpers.small import CPU, Small, few_digits, same_weights, small_run
 from peel.data.view import EVAL
 from peel.errors import ConfigError
-from peel.methods.settings import CRITERIA
-from peel.run.callbacks import NoCallback
+from peel.methods.config import CRITERIA
+from peel.train.callbacks import Callback
 from peel.run.prune import prune
 from peel.run.result import Result
 from peel.train.recipe import Recipe
@@ -38,7 +38,7 @@ def run(**settings: Any) -> Result:
 
 def planned(**settings: Any) -> dict[str, Any]:
     """The plan of a run that ends with it."""
-    plan = run(steps=("backbone", "plan"), **settings).plan
+    plan = run(stages=("backbone", "plan"), **settings).plan
     assert plan is not None
     return plan
 
@@ -59,7 +59,7 @@ def ideal(plan: dict[str, Any]) -> dict[str, float]:
 
 @functools.cache
 def searched(folder: Path, **settings: Any) -> tuple[dict[str, Any], Any]:
-    result = small_run(steps=["backbone", "plan"], output=folder, **settings)
+    result = small_run(stages=["backbone", "plan"], output=folder, **settings)
     assert result.plan is not None
     return result.plan, peel.load(folder / "stages" / "backbone", model=Small()).eval()
 
@@ -134,7 +134,7 @@ def test_legr_holds_a_tenth_of_the_training_images_out_of_the_backbones_training
         "180 of 200 images make two batches of 64"
     )
     with pytest.raises(peel.PeelError, match="a batch of 181 images is larger than the training set of 180"):
-        small_run(steps=["backbone"], criterion="legr", train={"batch_size": 181})
+        small_run(stages=["backbone"], criterion="legr", train={"batch_size": 181})
 
 
 def test_reconstruction_is_a_relative_error_of_each_tie() -> None:
@@ -168,7 +168,7 @@ def test_every_criterion_finds_shares_of_its_own() -> None:
 )
 def test_the_importance_is_logged_as_it_evolves(criterion: str, is_logged: bool) -> None:
     history = run(
-        steps=("backbone", "plan"), criterion=criterion, search=frozenset({"epochs": 3}.items())
+        stages=("backbone", "plan"), criterion=criterion, search=frozenset({"epochs": 3}.items())
     ).history["backbone"]
     logged = [epoch.extra.get("importance") for epoch in history]
     if is_logged:
@@ -199,11 +199,11 @@ def test_layers_that_are_ignored_are_not_counted() -> None:
 
 
 def test_the_penalty_is_the_papers_for_bn_and_none_for_the_others() -> None:
-    assert planned()["penalty"] == 1e-4
-    assert planned(criterion="weight")["penalty"] == 0
-    assert "sparsity" in run(steps=("backbone", "plan")).history["backbone"][0].train
-    assert "sparsity" not in run(steps=("backbone", "plan"), criterion="weight").history["backbone"][0].train
-    given = run(steps=("backbone", "plan"), criterion="weight", l1_coefficient=0.01)
+    assert planned()["l1_coefficient"] == 1e-4
+    assert planned(criterion="weight")["l1_coefficient"] == 0
+    assert "sparsity" in run(stages=("backbone", "plan")).history["backbone"][0].train
+    assert "sparsity" not in run(stages=("backbone", "plan"), criterion="weight").history["backbone"][0].train
+    given = run(stages=("backbone", "plan"), criterion="weight", l1_coefficient=0.01)
     # At the start all scales are 1: the term is the coefficient times their number, and falls from there.
     channels = sum(given.plan["backbone"]["widths"].values())  # type: ignore[index]
     assert given.history["backbone"][0].train["sparsity"] == pytest.approx(0.01 * channels, rel=0.1)
@@ -212,7 +212,7 @@ def test_the_penalty_is_the_papers_for_bn_and_none_for_the_others() -> None:
 def test_the_pull_becomes_the_penalty_that_has_it_over_the_schedule() -> None:
     plan = planned(l1_strength=0.5)
     recipe = Recipe(epochs=1, batch_size=64, lr=0.1, weight_decay=5e-4)
-    assert plan["penalty"] == pytest.approx(0.5 * 0.1 / sum(recipe.rate(step, 3) for step in range(3)))
+    assert plan["l1_coefficient"] == pytest.approx(0.5 * 0.1 / sum(recipe.rate(step, 3) for step in range(3)))
 
 
 def test_a_stronger_penalty_leaves_smaller_scales() -> None:
@@ -232,7 +232,7 @@ def test_scales_start_from_gamma_init() -> None:
 
 def test_groups_that_cannot_be_told_apart_are_said_to_be_so() -> None:
     result = run()
-    assert not result.plan["rounds"][0]["distinct"]  # type: ignore[index]
+    assert not result.plan.rounds[0]["distinct"]  # type: ignore[index]
     assert any("cannot be told apart" in note for note in result.notes)
 
 
@@ -241,14 +241,14 @@ def test_groups_that_cannot_be_told_apart_are_said_to_be_so() -> None:
 
 @pytest.mark.parametrize("keep", [0.5, 0.9, 1.0])
 def test_the_backbone_costs_lambda_times_the_budget_and_the_rest_is_the_pool(keep: float) -> None:
-    plan = planned(keep=keep)
+    plan = planned(backbone_ratio=keep)
     assert 0.85 * keep * plan["budget"] < plan["backbone"]["macs"] <= keep * plan["budget"]
     assert plan["pool"] == plan["budget"] - plan["backbone"]["macs"]
     assert all(plan["widths"][tie] >= width for tie, width in plan["backbone"]["widths"].items())
 
 
 def test_an_equal_start_has_the_same_number_of_channels_everywhere() -> None:
-    equal, uniform = planned(start="equal")["backbone"]["widths"], planned()["backbone"]["widths"]
+    equal, uniform = planned(backbone_init="equal")["backbone"]["widths"], planned()["backbone"]["widths"]
     assert max(equal.values()) - min(equal.values()) <= 1
     assert max(uniform.values()) - min(uniform.values()) > 3
 
@@ -300,7 +300,7 @@ def test_winner_take_all_gives_everything_to_the_most_important_group() -> None:
 
 
 def test_the_uniform_policy_adds_the_same_number_of_channels_and_trains_no_backbone() -> None:
-    result = run(steps=("backbone", "plan"), policy="uniform")
+    result = run(stages=("backbone", "plan"), policy="uniform")
     assert result.history == {}
     assert result.plan is not None
     added = {tie: width - result.plan["backbone"]["widths"][tie] for tie, width in ideal(result.plan).items()}
@@ -321,7 +321,7 @@ def test_the_random_policy_grows_half_of_the_ties_drawn_by_the_seed() -> None:
 
 
 def test_the_triangular_solve_charges_layers_to_the_group_that_they_write() -> None:
-    telescoped, triangular = planned(keep=0.6), planned(keep=0.6, solver="triangular")
+    telescoped, triangular = planned(backbone_ratio=0.6), planned(backbone_ratio=0.6, solver="triangular")
     factors = [plan["rounds"][0]["factors"] for plan in (telescoped, triangular)]
     assert max(abs(factors[0][group] - factors[1][group]) for group in TIES) > 1e-3
     backbone, wide = triangular["backbone"]["widths"], ideal(triangular)
@@ -341,8 +341,8 @@ def test_the_triangular_solve_charges_layers_to_the_group_that_they_write() -> N
 
 def test_two_rounds_split_the_pool_and_train_the_widened_backbone_on() -> None:
     length = frozenset({"epochs": 10, "batch_size": 20}.items())
-    result = run(steps=("backbone", "plan"), rounds=2, keep=0.5, search=length)
-    once = run(steps=("backbone", "plan"), keep=0.5, search=length)
+    result = run(stages=("backbone", "plan"), rounds=2, backbone_ratio=0.5, search=length)
+    once = run(stages=("backbone", "plan"), backbone_ratio=0.5, search=length)
     assert list(result.history) == ["backbone", "backbone-2"]
     assert list(once.history) == ["backbone"]
     assert [len(result.history[stage]) for stage in ("backbone", "backbone-2")] == [10, 5]
@@ -356,14 +356,14 @@ def test_two_rounds_split_the_pool_and_train_the_widened_backbone_on() -> None:
         < second["macs"]
         <= plan["budget"]
     )
-    assert first["importance"] == once.plan["rounds"][0]["importance"]  # type: ignore[index]
+    assert first["importance"] == once.plan.rounds[0]["importance"]  # type: ignore[index]
     assert second["importance"] != first["importance"]
     losses = [result.history[stage][0].train["loss"] for stage in ("backbone", "backbone-2")]
     assert losses[1] < 0.9 * losses[0], "what the backbone has learned is kept"
 
 
 def test_a_cap_holds_layers_back() -> None:
-    free, capped = planned(budget="90%", keep=0.5), planned(budget="90%", keep=0.5, max_width=1.0)
+    free, capped = planned(budget="90%", backbone_ratio=0.5), planned(budget="90%", backbone_ratio=0.5, max_width=1.0)
     original = capped["original"]["widths"]
     assert any(free["widths"][tie] > width for tie, width in original.items())
     assert all(capped["widths"][tie] <= width for tie, width in original.items())
@@ -413,8 +413,8 @@ def test_the_student_learns_from_the_teacher() -> None:
         sum(result.history["peel"][0].train[name] for name in ("cross_entropy", "distillation"))
     )
     alone = run(train=length, distill="none")
-    teacher = run(train=length, steps=("original",))
-    assert teacher.rows[0]["top1"] == result.rows[0]["top1"] == alone.rows[0]["top1"]
+    teacher = run(train=length, stages=("original",))
+    assert teacher.rows[0].top1 == result.rows[0].top1 == alone.rows[0].top1
 
 
 def test_the_weight_of_the_teacher_is_a_tenth_unless_given() -> None:
@@ -436,7 +436,7 @@ def test_a_strong_teacher_is_followed_closer_than_a_weak_one() -> None:
             train=dict(length),
             teacher=teacher,
             kd_weight=weight,
-            steps=["original", "peel"],
+            stages=["original", "peel"],
             plan=dict.fromkeys(NORM, 8),
             budget="100%",
         )
@@ -453,20 +453,20 @@ def test_the_temperature_changes_what_is_learned() -> None:
 
 
 def test_in_place_distillation_trains_a_wider_network_beside_the_student() -> None:
-    result = run(distill="in-place", steps=("backbone", "plan", "peel"))
+    result = run(distill="in-place", stages=("backbone", "plan", "peel"))
     records = [epoch.train for epoch in result.history["peel"]]
     assert all({"wide", "distillation", "cross_entropy"} <= set(record) for record in records)
     assert records[0]["loss"] == pytest.approx(records[0]["wide"] + records[0]["distillation"], rel=1e-5)
     assert result.model is not None
     assert result.plan is not None
     widths = [result.model.get_submodule(tie).out_channels for tie in NORM]
-    assert widths == list(result.plan["widths"].values())
-    assert result.rows[-1]["params"] == sum(parameter.numel() for parameter in result.model.parameters())
+    assert widths == list(result.plan.widths.values())
+    assert result.rows[-1].params == sum(parameter.numel() for parameter in result.model.parameters())
 
 
 def test_in_place_the_labels_may_count_for_the_student_too() -> None:
     soft, hard = (
-        run(distill="in-place", steps=("backbone", "plan", "peel"), hard_weight=weight)
+        run(distill="in-place", stages=("backbone", "plan", "peel"), hard_weight=weight)
         for weight in (0.0, 1.0)
     )
     first = hard.history["peel"][0].train
@@ -489,14 +489,14 @@ def steps_of_the_backbone(**settings: Any) -> int:
             self.steps = total
 
     reporter = Counting()
-    small_run(steps=["backbone"], reporter=reporter, **settings)
+    small_run(stages=["backbone"], callbacks=[reporter], **settings)
     return reporter.steps
 
 
 def test_changes_for_every_training_reach_the_backbone_and_its_own_win() -> None:
-    assert steps_of_the_backbone(train={"epochs": 3, "batch_size": 40}, search={"epochs": 2}) == 2 * 5
+    assert steps_of_the_backbone(train={"epochs": 3, "batch_size": 40}, backbone={"epochs": 2}) == 2 * 5
     assert (
-        steps_of_the_backbone(train={"epochs": 3, "batch_size": 40}, search={"epochs": 2, "batch_size": 100})
+        steps_of_the_backbone(train={"epochs": 3, "batch_size": 40}, backbone={"epochs": 2, "batch_size": 100})
         == 2 * 2
     )
     result = run(
@@ -510,21 +510,21 @@ def test_changes_for_every_training_reach_the_backbone_and_its_own_win() -> None
         3,
     ]
     # Each counts the images of whole batches.
-    assert [row["image_passes"] for row in result.rows] == [600] * 3
+    assert [row.image_passes for row in result.rows] == [600] * 3
 
 
 def test_the_seed_changes_every_network() -> None:
     one, other = run(), run(seed=1)
     for row, second in zip(one.rows, other.rows):
-        assert row["loss"] != second["loss"]
+        assert row.loss != second["loss"]
     assert importance(one.plan) != importance(other.plan)  # type: ignore[arg-type]
 
 
 def test_a_network_of_the_zoo_goes_through_the_whole_of_it() -> None:
     result = prune(
-        "cifar_resnet20", few_digits(), train={"epochs": 1, "batch_size": 100}, search={"epochs": 1}
+        "cifar_resnet20", few_digits(), train={"epochs": 1, "batch_size": 100}, backbone={"epochs": 1}
     )
-    assert [row["name"] for row in result.rows] == ["original", "uniform", "peel"]
+    assert [row.name for row in result.rows] == ["original", "uniform", "peel"]
     assert result.plan is not None
     assert set(result.plan["groups"]) == {"8x8", "4x4", "2x2"}
 
@@ -539,4 +539,4 @@ def test_what_a_criterion_cannot_measure_is_refused_before_anything_is_trained(c
             raise AssertionError(f"{name} was begun")
 
     with pytest.raises(ConfigError, match="no layer that is measured matches 'nope'"):
-        small_run(criterion=criterion, ignore=("nope",), reporter=Never())
+        small_run(criterion=criterion, ignore=("nope",), callbacks=[Never]())

@@ -30,7 +30,7 @@ def model(num_classes=10):
 SHORT = [
     "--train.epochs",
     "1",
-    "--search.epochs",
+    "--backbone.epochs",
     "1",
     "--train.batch-size",
     "128",
@@ -81,7 +81,7 @@ def _own() -> torch.nn.Module:
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_reach_the_weights_of_one_that_adds_up_the_same_parts(place: Path, processes: int) -> None:
-    finished(start(place, "--parts", str(processes), "--output", "alone"))
+    finished(start(place, "--accumulate", str(processes), "--output", "alone"))
     output = finished(start(place, "--gpus", str(processes), "--output", "together"))
     assert output.count("PEEL") == 1, "only the first process talks"
     plans = [json.loads((place / name / "plan.json").read_text()) for name in ("alone", "together")]
@@ -89,7 +89,7 @@ def test_processes_reach_the_weights_of_one_that_adds_up_the_same_parts(place: P
     alone, together = weights(place / "alone"), weights(place / "together")
     for name, value in alone.items():
         assert torch.allclose(value, together[name], rtol=1e-3, atol=1e-4), name
-    settings = json.loads((place / "together" / "settings.json").read_text())
+    settings = json.loads((place / "together" / "state.json").read_text())
     assert settings["resolved"]["processes"] == processes
 
 
@@ -163,7 +163,7 @@ def test_a_batch_that_cannot_be_shared_evenly_is_refused(place: Path) -> None:
         "error: a batch of 128 images cannot be shared evenly by 3 processes. Choose a multiple of 3"
     )
     assert "--train.batch-size 126" in said
-    assert not (place / "run" / "settings.json").exists()
+    assert not (place / "run" / "state.json").exists()
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_when_a_process_fails_all_end_soon_and_the_run_can_go_on(place: Path, ki
     whole = start(place, "--gpus", "2", "--output", "whole")
     finished(whole)
     began = time.monotonic()
-    broken = start(place, "--gpus", "2", "--output", "broken", PEEL_FAULT=f"7:{kind}:1", PEEL_PATIENCE="10")
+    broken = start(place, "--gpus", "2", "--output", "broken", PEEL_FAULT=f"7:{kind}:1", PEEL_TIMEOUT="10")
     output = finished(broken, expected=1, seconds=90)
     assert time.monotonic() - began < 60
     if kind == "error":
@@ -213,14 +213,14 @@ def test_a_network_that_cannot_be_pickled_goes_through_all_stages(place: Path) -
             "        self.head", "        self.act = lambda x: x\n        self.head"
         )
     )
-    finished(start(place, "--gpus", "2", "--output", "run", "--steps", "original"))
+    finished(start(place, "--gpus", "2", "--output", "run", "--stages", "original"))
     finished(start(place, "--gpus", "2", "--output", "run"))
     assert (place / "run" / "slim.safetensors").exists()
 
 
 @pytest.mark.slow
 def test_memory_that_is_short_in_one_process_halves_the_parts_of_all(place: Path) -> None:
-    finished(start(place, "--gpus", "2", "--parts", "2", "--output", "wanted"))
+    finished(start(place, "--gpus", "2", "--accumulate", "2", "--output", "wanted"))
     output = finished(start(place, "--gpus", "2", "--output", "short", PEEL_FAULT="0:oom:1"))
     assert "2 parts of about 32 images" in output
     wanted, short = weights(place / "wanted"), weights(place / "short")

@@ -34,7 +34,7 @@ def test_the_run_folder_holds_what_is_documented(finished: tuple[Path, Result]) 
         for end in ("json", "safetensors", "record.json")
     }
     top = {
-        "settings.json",
+        "state.json",
         "environment.json",
         "plan.json",
         "metrics.jsonl",
@@ -49,9 +49,9 @@ def test_the_run_folder_holds_what_is_documented(finished: tuple[Path, Result]) 
 
 
 def test_settings_are_kept_as_given_and_as_they_were_resolved(finished: tuple[Path, Result]) -> None:
-    settings = read(finished[0] / "settings.json")
+    settings = read(finished[0] / "state.json")
     assert settings["given"] == {
-        "model": "Small", "data": "digits", "budget": "50%", "recipe": "auto", "train": SHORT["train"], "search": SHORT["search"],
+        "model": "Small", "data": "digits", "budget": "50%", "recipe": "auto", "train": SHORT["train"], "backbone": SHORT["search"],
     }  # fmt: skip
     resolved = settings["resolved"]
     assert resolved["seed"] == 3
@@ -83,12 +83,12 @@ def test_metrics_have_one_line_per_epoch_in_the_order_of_the_stages(finished: tu
 
 def test_the_costs_in_the_table_are_those_of_the_saved_networks(finished: tuple[Path, Result]) -> None:
     folder, result = finished
-    assert [row["name"] for row in result.rows] == ["original", "uniform", "peel"]
+    assert [row.name for row in result.rows] == ["original", "uniform", "peel"]
     for row in result.rows:
-        network = peel.load(folder / row["file"], model=Small())
-        assert row["params"] == sum(parameter.numel() for parameter in network.parameters())
-        assert row["macs"] == count_macs(network, (torch.zeros(1, 3, 8, 8),), {})
-    assert max(row["macs"] for row in result.rows[1:]) <= result.rows[0]["macs"] / 2
+        network = peel.load(folder / row.file, model=Small())
+        assert row.params == sum(parameter.numel() for parameter in network.parameters())
+        assert row.macs == count_macs(network, (torch.zeros(1, 3, 8, 8),), {})
+    assert max(row.macs for row in result.rows[1:]) <= result.rows[0].macs / 2
     assert result.rows == read(folder / "result.json")["rows"]
 
 
@@ -96,14 +96,14 @@ def test_the_accuracy_in_the_table_is_that_of_the_saved_networks(finished: tuple
     folder, result = finished
     images, labels, _ = next(iter(few_digits().test.batches(torch.arange(90), 90, EVAL, CPU.device)))
     for row in result.rows:
-        network = peel.load(folder / row["file"], model=Small()).eval()
+        network = peel.load(folder / row.file, model=Small()).eval()
         with torch.no_grad():
             scores = network(images)
-        assert row["top1"] == (scores.argmax(1) == labels).sum().item() / 90
-        assert row["top5"] == pytest.approx(
+        assert row.top1 == (scores.argmax(1) == labels).sum().item() / 90
+        assert row.top5 == pytest.approx(
             (scores.argsort(1, descending=True)[:, :5] == labels[:, None]).any(1).float().mean().item()
         )
-        assert row["loss"] == pytest.approx(nn.functional.cross_entropy(scores, labels).item(), rel=1e-4)
+        assert row.loss == pytest.approx(nn.functional.cross_entropy(scores, labels).item(), rel=1e-4)
 
 
 def test_the_result_is_the_trained_slim_network_with_or_without_a_folder(
@@ -153,9 +153,9 @@ def test_only_the_steps_that_were_asked_for_are_done(
     steps: list[str], settings: dict[str, Any], trained: dict[str, int]
 ) -> None:
     reporter = Counting()
-    result = small_run(steps=steps, reporter=reporter, **settings)
+    result = small_run(steps=steps, callbacks=[reporter], **settings)
     assert reporter.steps == trained
-    assert [row["name"] for row in result.rows] == [name for name in trained if name != "backbone"]
+    assert [row.name for row in result.rows] == [name for name in trained if name != "backbone"]
     assert (result.model is not None) == ("peel" in steps)
     assert (result.plan is not None) == ("plan" in steps or "plan" in settings)
 
@@ -175,7 +175,7 @@ def test_steps_that_cannot_work_are_refused_before_anything_is_trained(
 ) -> None:
     reporter = Counting()
     with pytest.raises(ConfigError, match=message):
-        small_run(steps=steps, reporter=reporter, output=tmp_path / "run")
+        small_run(steps=steps, callbacks=[reporter], output=tmp_path / "run")
     assert reporter.steps == {}
     assert not (tmp_path / "run").exists()
 
@@ -184,14 +184,14 @@ def test_a_dry_run_trains_and_writes_nothing(tmp_path: Path) -> None:
     reporter = Counting()
     model = Small()
     before = copy.deepcopy(model)
-    result = small_run(model, dry_run=True, output=tmp_path / "run", reporter=reporter)
+    result = small_run(model, dry_run=True, output=tmp_path / "run", callbacks=[reporter])
     assert reporter.steps == {}
     assert same_weights(model, before)
     assert not list(tmp_path.iterdir())
     assert result.model is None
     assert result.rows == []
     assert result.plan is not None
-    assert result.plan["rounds"][0]["shares"] == {"8x8": 0.5, "4x4": 0.5}
+    assert result.plan.rounds[0]["shares"] == {"8x8": 0.5, "4x4": 0.5}
     assert result.plan["macs"] <= result.plan["budget"]
     assert result.estimate is not None
     assert list(result.estimate) == ["original", "backbone", "uniform", "peel"]
@@ -200,10 +200,10 @@ def test_a_dry_run_trains_and_writes_nothing(tmp_path: Path) -> None:
 
 def test_groups_of_ones_own_are_the_ones_that_grow() -> None:
     groups = {"outer": ["conv1", "conv4"], "inner": ["conv2", "conv3"]}
-    result = small_run(groups=groups, steps=["backbone", "plan"], policy="winner-take-all")
+    result = small_run(groups=groups, stages=["backbone", "plan"], policy="winner-take-all")
     assert result.plan is not None
     assert result.plan["groups"] == groups
-    found = result.plan["rounds"][0]
+    found = result.plan.rounds[0]
     winner = max(found["shares"], key=lambda group: found["shares"][group])
     loser = "inner" if winner == "outer" else "outer"
     assert found["factors"][loser] == 1.0 < found["factors"][winner]
@@ -228,7 +228,7 @@ def model(num_classes=10):
 """
 
 
-COMMAND = ["run", "own.py:model", "--train.epochs", "1", "--train.batch-size", "256", "--search.epochs", "1"]
+COMMAND = ["run", "own.py:model", "--train.epochs", "1", "--train.batch-size", "256", "--backbone.epochs", "1"]
 
 
 @pytest.fixture
@@ -256,25 +256,25 @@ def test_the_command_runs_from_nothing_to_a_table_and_finds_its_folder_again(
         assert expected in first.out
     assert "stage 2 of 4: training the over-pruned backbone" in first.err
     assert "epoch 1/1: loss" in first.err
-    assert read(folder / "settings.json")["command"] == " ".join(["peel", *COMMAND])
+    assert read(folder / "state.json")["command"] == " ".join(["peel", *COMMAND])
     assert main(COMMAND) == 0
     second = capsys.readouterr()
     assert "finished before" in second.err
     assert "epoch 1/1" not in second.err
     assert second.out == first.out
-    assert main([*COMMAND, "--seed", "1", "--steps", "original"]) == 0
+    assert main([*COMMAND, "--seed", "1", "--stages", "original"]) == 0
     assert len(list((place / "runs").iterdir())) == 2
 
 
 def test_the_command_finds_its_folder_again_with_what_may_change(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*COMMAND, "--steps", "original"]) == 0
-    more = [*COMMAND, "--steps", "original,backbone", "--train.retries", "1", "--search.retries", "2"]
+    assert main([*COMMAND, "--stages", "original"]) == 0
+    more = [*COMMAND, "--stages", "original,backbone", "--train.retries", "1", "--backbone.retries", "2"]
     assert main(more) == 0
     assert "the original: finished before" in capsys.readouterr().err
     (folder,) = (place / "runs").iterdir()
-    settings = read(folder / "settings.json")
+    settings = read(folder / "state.json")
     assert settings["command"] == " ".join(["peel", *more]), "that of the last start"
     resolved = settings["resolved"]
     assert (resolved["steps"], resolved["train"]["retries"], resolved["search"]["retries"]) == (
@@ -308,7 +308,7 @@ def test_the_command_as_json_and_quiet_prints_the_result_and_nothing_else(
     assert document["plan"]["groups"] == {"first": ["0"], "rest": ["3", "6"]}
     assert document["plan"]["macs"] <= 0.4 * document["plan"]["original"]["macs"]
     assert document["folder"] == "out"
-    settings = read(place / "out" / "settings.json")["resolved"]
+    settings = read(place / "out" / "state.json")["resolved"]
     assert (settings["train"]["epochs"], settings["train"]["batch_size"], settings["method"]["distill"]) == (
         1,
         256,
@@ -324,9 +324,9 @@ def test_every_field_of_a_recipe_can_be_given_on_the_command_line(
         "warmup-from": "0.01", "schedule": "steps", "milestones": "0.4", "gamma": "0.3", "label-smoothing": "0.2", "augment": "none",
     }  # fmt: skip
     options = [part for name, value in fields.items() for part in (f"--train.{name}", value)]
-    options += ["--train.no-nesterov", "--train.decay-norms", "--search.lr", "0.07"]
-    assert main(["run", "own.py:model", "--steps", "original", "--output", "out", "--quiet", *options]) == 0
-    resolved = read(place / "out" / "settings.json")["resolved"]
+    options += ["--train.no-nesterov", "--train.decay-norms", "--backbone.lr", "0.07"]
+    assert main(["run", "own.py:model", "--stages", "original", "--output", "out", "--quiet", *options]) == 0
+    resolved = read(place / "out" / "state.json")["resolved"]
     for name, value in {**fields, "nesterov": False, "decay-norms": True}.items():
         found = resolved["train"][name.replace("-", "_")]
         assert found == (
@@ -349,7 +349,7 @@ def test_a_dry_run_of_the_command_shows_the_plan_and_the_time_and_leaves_nothing
 
 @pytest.mark.slow
 def test_output_of_a_run_into_a_pipe_has_no_escape_codes(place: Path) -> None:
-    command = [sys.executable, "-m", "peel", *COMMAND, "--steps", "original"]
+    command = [sys.executable, "-m", "peel", *COMMAND, "--stages", "original"]
     found = subprocess.run(
         command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
@@ -387,10 +387,10 @@ def test_parameters_that_were_frozen_are_said_to_be_trained() -> None:
     net = Small()
     net.conv1.weight.requires_grad_(False)
     assert any(
-        "Frozen parameters (conv1.weight)" in note for note in small_run(net, steps=["original"]).notes
+        "Frozen parameters (conv1.weight)" in note for note in small_run(net, stages=["original"]).notes
     )
     assert not any(
-        "Frozen" in note for note in small_run(net.requires_grad_(False), steps=["original"]).notes
+        "Frozen" in note for note in small_run(net.requires_grad_(False), stages=["original"]).notes
     )
 
 
@@ -401,7 +401,7 @@ def test_names_in_brackets_are_shown_as_they_are(tmp_path: Path, capsys: pytest.
     options = [
         "--train.epochs",
         "1",
-        "--search.epochs",
+        "--backbone.epochs",
         "1",
         "--device",
         "cpu",

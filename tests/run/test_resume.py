@@ -11,10 +11,10 @@ import pytest
 from helpers.folders import content
 from helpers.small import Counting, same_weights, small_run
 from peel.errors import CorruptFileError, RunError, StoreError
-from peel.run.callbacks import NoCallback
+from peel.train.callbacks import Callback
 from peel.run.folder import RunFolder
 from peel.run.result import Result
-from peel.train.history import Epoch
+from peel.train.history import EpochRecord
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -23,7 +23,7 @@ def test_the_same_call_again_trains_nothing_and_gives_the_same_result(
     finished: tuple[Path, Result], own: Path
 ) -> None:
     before, reporter = content(own), Counting()
-    again = small_run(output=own, seed=3, reporter=reporter)
+    again = small_run(output=own, seed=3, callbacks=[reporter])
     assert reporter.steps == {}
     assert list(again.rows) == list(finished[1].rows)
     assert again.history == finished[1].history
@@ -33,7 +33,7 @@ def test_the_same_call_again_trains_nothing_and_gives_the_same_result(
     after = content(own)
     assert set(after) == set(before)
     for name in before:
-        if name.startswith("stages/") or name in ("settings.json", "plan.json", "metrics.jsonl"):
+        if name.startswith("stages/") or name in ("state.json", "plan.json", "metrics.jsonl"):
             assert after[name] == before[name], f"{name} was written again"
         elif name not in (".lock", "report.html"):
             assert after[name][1] == before[name][1], f"{name} changed"
@@ -41,7 +41,7 @@ def test_the_same_call_again_trains_nothing_and_gives_the_same_result(
 
 def test_what_does_not_change_the_result_may_change(own: Path) -> None:
     reporter = Counting()
-    small_run(output=own, seed=3, device="cpu", workers=1, checkpoint_seconds=5.0, reporter=reporter)
+    small_run(output=own, seed=3, device="cpu", workers=1, checkpoint_seconds=5.0, callbacks=[reporter])
     assert reporter.steps == {}
 
 
@@ -50,7 +50,7 @@ def test_stages_that_finished_are_kept_when_a_later_one_is_lost(own: Path) -> No
     for name in ("stages/peel.record.json", "result.json", "slim.json"):
         (own / name).unlink()
     reporter = Counting()
-    small_run(output=own, seed=3, reporter=reporter)
+    small_run(output=own, seed=3, callbacks=[reporter])
     assert reporter.steps == {"peel": 6}
     after = content(own)
     assert all(
@@ -86,28 +86,28 @@ def test_strange_lines_among_the_metrics_do_not_stop_a_run(own: Path) -> None:
 
 def test_an_error_that_nobody_foresaw_is_kept_until_the_run_goes_on(tmp_path: Path) -> None:
     class Broken(NoCallback):
-        def epoch(self, epoch: Epoch) -> None:
+        def epoch(self, epoch: EpochRecord) -> None:
             raise ValueError("this was not foreseen")
 
     with pytest.raises(ValueError, match="not foreseen"):
-        small_run(output=tmp_path / "run", reporter=Broken())
+        small_run(output=tmp_path / "run", callbacks=[Broken]())
     assert (
-        json.loads((tmp_path / "run" / "stopped.json").read_text())["error"]
+        json.loads((tmp_path / "run" / "error.json").read_text())["error"]
         == "ValueError: this was not foreseen"
     )
     assert "this was not foreseen" in (tmp_path / "run" / "report.html").read_text()
     small_run(output=tmp_path / "run")
-    assert not (tmp_path / "run" / "stopped.json").exists()
+    assert not (tmp_path / "run" / "error.json").exists()
 
 
 @pytest.mark.parametrize("steps", [["original"], ["backbone", "plan"]])
 def test_fewer_steps_lose_nothing_of_what_is_done(steps: list[str], own: Path) -> None:
     before = {name: json.loads((own / name).read_text()) for name in ("result.json", "slim.json")}
     reporter = Counting()
-    result = small_run(output=own, seed=3, steps=steps, reporter=reporter)
+    result = small_run(output=own, seed=3, steps=steps, callbacks=[reporter])
     assert reporter.steps == {}
     assert {name: json.loads((own / name).read_text()) for name in before} == before
-    assert [row["name"] for row in result.rows] == ["original", "uniform", "peel"]
+    assert [row.name for row in result.rows] == ["original", "uniform", "peel"]
 
 
 def test_a_damaged_result_is_made_anew(own: Path) -> None:
@@ -132,7 +132,7 @@ def test_stages_that_were_finished_before_are_all_named(own: Path) -> None:
             self.named.append(name)
 
     reporter = Naming()
-    small_run(output=own, seed=3, reporter=reporter)
+    small_run(output=own, seed=3, callbacks=[reporter])
     assert reporter.named == reporter.planned == ["original", "backbone", "uniform", "peel"]
 
 
@@ -175,7 +175,7 @@ def test_a_damaged_stage_is_said_to_be_damaged(own: Path) -> None:
             "its 'rounds' are not those of a plan",
         ),
         ("plan.json", '{"widths": {"other": 3}, "rounds": []}', ".*other.*"),
-        ("settings.json", "[]", "expected an object, found list"),
+        ("state.json", "[]", "expected an object, found list"),
     ],
 )
 def test_a_file_with_something_else_in_it_is_said_to_be_damaged(
@@ -234,8 +234,8 @@ GOOD = RECORD.replace("NOTES", "[]")
             RECORD.replace("NOTES", '[], "input": 5'),
             "its 'input' does not say how to feed the network",
         ),
-        ("settings.json", '{"resolved": 1}', "its 'resolved' is of the kind int, not dict"),
-        ("settings.json", "[" * 100_000, "it is nested too deeply"),
+        ("state.json", '{"resolved": 1}', "its 'resolved' is of the kind int, not dict"),
+        ("state.json", "[" * 100_000, "it is nested too deeply"),
         ("environment.json", "3", "expected an object, found int"),
     ],
 )

@@ -32,11 +32,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         ({"seed": 4}, ["seed: 3 -> 4"]),
         ({"budget": "40%"}, ["method.budget: '50%' -> '40%'"]),
         (
-            {"criterion": "weight", "keep": 0.7},
+            {"criterion": "weight", "backbone_ratio": 0.7},
             ["method.criterion: 'bn' -> 'weight'", "method.keep: 0.8 -> 0.7"],
         ),
         ({"train": {"epochs": 3, "batch_size": 64}}, ["train.epochs: 2 -> 3"]),
-        ({"search": {"epochs": 1, "lr": 0.05}}, ["search.lr: 0.1 -> 0.05"]),
+        ({"backbone": {"epochs": 1, "lr": 0.05}}, ["search.lr: 0.1 -> 0.05"]),
         ({"groups": {"all": ["conv1", "conv2", "conv3", "conv4"]}}, ["groups.all: None -> ['conv1'"]),
         ({"data": few_digits(199)}, ["images: [200, 90] -> [199, 90]", "fingerprint: "]),
         ({"plan": {"conv1": 4, "conv2": 4, "conv3": 8, "conv4": 8}}, ["plan: None -> {'conv1': 4"]),
@@ -58,9 +58,9 @@ def test_other_settings_on_an_existing_folder_are_refused_with_the_difference(
 
 
 def test_a_run_with_zero_channels_that_only_one_kind_of_device_adds_names_the_device(own: Path) -> None:
-    settings = read(own / "settings.json")
+    settings = read(own / "state.json")
     settings["resolved"].update(pad_channels=True, device="cuda")
-    (own / "settings.json").write_text(json.dumps(settings))
+    (own / "state.json").write_text(json.dumps(settings))
     with pytest.raises(
         RunError, match=r"pads: True -> False .*go on with the kind of --device that began the run"
     ):
@@ -74,8 +74,8 @@ def test_a_whole_run_and_a_teacher_alone_are_not_taken_for_two_versions(
     """The settings of a teacher that runs share are fewer."""
     (own / "stages" / "original.record.json").unlink()
     if role == "output":
-        settings = read(own / "settings.json")
-        (own / "settings.json").write_text(
+        settings = read(own / "state.json")
+        (own / "state.json").write_text(
             json.dumps({**settings, "resolved": {"seed": settings["resolved"]["seed"]}})
         )
     said = {
@@ -105,7 +105,7 @@ def test_a_run_does_not_go_on_with_another_batch_or_rate(
     assert weights(killed) == whole
 
 
-@pytest.mark.parametrize("options", [["--parts", "2"], ["--train.retries", "1"]])
+@pytest.mark.parametrize("options", [["--accumulate", "2"], ["--train.retries", "1"]])
 def test_a_run_goes_on_with_what_its_errors_advise(options: list[str], killed: Path) -> None:
     """More parts where memory was short, retries where it diverged."""
     before = kept(killed)
@@ -113,7 +113,7 @@ def test_a_run_goes_on_with_what_its_errors_advise(options: list[str], killed: P
     code, said = run(killed, *options)
     assert code == 0
     assert "of another run" not in said, "its checkpoints are still its own"
-    assert ("parts 2 instead of 1" in said) == (options[0] == "--parts")
+    assert ("parts 2 instead of 1" in said) == (options[0] == "--accumulate")
 
 
 # The model
@@ -308,10 +308,10 @@ def test_a_run_does_not_go_on_with_images_that_changed(side: int, kind: str, tmp
 
 def test_a_folder_of_another_version_of_peel_with_other_settings_is_said_to_be_one(own: Path) -> None:
     """What only the other version knows cannot be given to this one."""
-    settings = read(own / "settings.json")
+    settings = read(own / "state.json")
     resolved = settings["resolved"]
     del resolved["pad_channels"], resolved["method"]["keep"]
-    (own / "settings.json").write_text(json.dumps({**settings, "resolved": {"align": 1, **resolved}}))
+    (own / "state.json").write_text(json.dumps({**settings, "resolved": {"align": 1, **resolved}}))
     with pytest.raises(RunError, match="was begun by another version of peel") as caught:
         small_run(output=own, seed=3)
     said = str(caught.value)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 #: Two epochs of three steps in every stage.
 BASE: dict[str, Any] = {
     "train": {"epochs": 2, "batch_size": 64},
-    "search": {"epochs": 2},
+    "backbone": {"epochs": 2},
     "checkpoint_seconds": 0.0,
 }
 STAGES = ("original", "backbone", "uniform", "peel")
@@ -33,7 +33,7 @@ def outcome(folder: Path) -> dict[str, Any]:
         if path.suffix == ".safetensors" or path.name in (
             "plan.json",
             "slim.json",
-            "settings.json",
+            "state.json",
             "environment.json",
         ):
             found[str(path.relative_to(folder))] = path.read_bytes()
@@ -59,7 +59,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 #: Twelve steps in every stage.
-LONGER: dict[str, Any] = {"train": {"epochs": 4, "batch_size": 64}, "search": {"epochs": 4}}
+LONGER: dict[str, Any] = {"train": {"epochs": 4, "batch_size": 64}, "backbone": {"epochs": 4}}
 
 VARIANTS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "a checkpoint after every step, ten times in every stage": (LONGER, "Small", STAGES),
@@ -174,7 +174,7 @@ def test_half_a_line_of_metrics_and_lines_ahead_of_the_checkpoint_are_put_right(
 @pytest.mark.slow
 def test_the_command_line_killed_at_random_times_ends_bit_identical(tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "peel", "run", "cifar_resnet20", "--train.epochs", "1", "--train.batch-size", "128", "--search.epochs", "1",
+        sys.executable, "-m", "peel", "run", "cifar_resnet20", "--train.epochs", "1", "--train.batch-size", "128", "--backbone.epochs", "1",
         "--checkpoint-seconds", "0", "--quiet", "--output",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -190,5 +190,5 @@ def test_the_command_line_killed_at_random_times_ends_bit_identical(tmp_path: Pa
     killed, whole = outcome(tmp_path / "killed"), outcome(tmp_path / "straight")
     for found in (killed, whole):
         # The command names the folder.
-        del found["settings.json"]
+        del found["state.json"]
     assert killed == whole

@@ -30,7 +30,7 @@ def test_a_plan_from_elsewhere_is_trained_as_it_is(form: str, tmp_path: Path) ->
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"widths": WIDTHS, "budget": 1} if form == "plan file" else WIDTHS))
     plan: Any = WIDTHS if form == "mapping" else peel.Widths(WIDTHS) if form == "widths" else str(path)
-    result = small_run(plan=plan, steps=["peel"], distill="none")
+    result = small_run(plan=plan, stages=["peel"], distill="none")
     assert isinstance(result.model, nn.Module)
     assert [result.model.get_submodule(name).out_channels for name in WIDTHS] == list(WIDTHS.values())
     assert list(result.history) == ["peel"]
@@ -38,11 +38,11 @@ def test_a_plan_from_elsewhere_is_trained_as_it_is(form: str, tmp_path: Path) ->
 
 def test_a_run_with_a_plan_from_elsewhere_keeps_it_and_trains_nothing_again(tmp_path: Path) -> None:
     result = small_run(plan=WIDTHS, output=tmp_path / "run")
-    assert [row["name"] for row in result.rows] == ["original", "uniform", "peel"]
+    assert [row.name for row in result.rows] == ["original", "uniform", "peel"]
     assert "backbone" not in result.history
     assert read(tmp_path / "run" / "plan.json")["widths"] == WIDTHS
     reporter = Counting()
-    small_run(plan=WIDTHS, output=tmp_path / "run", reporter=reporter)
+    small_run(plan=WIDTHS, output=tmp_path / "run", callbacks=[reporter])
     assert reporter.steps == {}
 
 
@@ -64,16 +64,16 @@ def test_the_plan_of_one_run_is_trained_by_another(finished: tuple[Path, Result]
 
 def test_a_teacher_at_a_path_is_trained_once_and_used_by_every_run_that_names_it(tmp_path: Path) -> None:
     first, second = Counting(), Counting()
-    one = small_run(teacher=tmp_path / "teacher", output=tmp_path / "one", reporter=first)
+    one = small_run(teacher=tmp_path / "teacher", output=tmp_path / "one", callbacks=[first])
     kept = content(tmp_path / "teacher")
     assert first.steps["original"] == 6
     assert {"stages/original.json", "stages/original.safetensors", "stages/original.record.json"} <= set(kept)
     two = small_run(
-        teacher=str(tmp_path / "teacher"), output=tmp_path / "two", seed=9, budget="40%", reporter=second
+        teacher=str(tmp_path / "teacher"), output=tmp_path / "two", seed=9, budget="40%", callbacks=[second]
     )
     assert "original" not in second.steps
     assert content(tmp_path / "teacher") == kept
-    assert two.rows[0]["top1"] == one.rows[0]["top1"]
+    assert two.rows[0].top1 == one.rows[0].top1
     straight = small_run()
     assert one.model is not None
     assert straight.model is not None
@@ -82,9 +82,9 @@ def test_a_teacher_at_a_path_is_trained_once_and_used_by_every_run_that_names_it
 
 def test_the_folder_of_a_run_is_a_teacher(finished: tuple[Path, Result]) -> None:
     reporter = Counting()
-    result = small_run(teacher=finished[0], steps=["original"], reporter=reporter)
+    result = small_run(teacher=finished[0], stages=["original"], callbacks=[reporter])
     assert reporter.steps == {}
-    assert result.rows[0]["top1"] == finished[1].rows[0]["top1"]
+    assert result.rows[0].top1 == finished[1].rows[0].top1
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ def test_a_trained_teacher_is_taken_from_a_checkpoint_or_a_module(
     else:
         torch.save(weights if form == "plain" else {form: weights, "epoch": 3}, path)
     reporter = Counting()
-    result = small_run(teacher=teacher, steps=["original"], reporter=reporter)
+    result = small_run(teacher=teacher, stages=["original"], callbacks=[reporter])
     assert reporter.steps == {}
     expected = evaluate(trained, few_digits().test, CPU)
-    assert (result.rows[0]["top1"], result.rows[0]["loss"]) == (expected.top1, expected.loss)
+    assert (result.rows[0].top1, result.rows[0].loss) == (expected.top1, expected.loss)
 
 
 # Teachers that cannot be used
@@ -208,7 +208,7 @@ def test_a_run_does_not_go_on_with_another_teacher(tmp_path: Path) -> None:
     """The two networks that are compared would have been taught by different ones."""
     weights, run = tmp_path / "weights.pt", tmp_path / "run"
     torch.save(Small().state_dict(), weights)
-    small_run(teacher=weights, output=run, steps=["original", "backbone", "plan", "uniform"])
+    small_run(teacher=weights, output=run, stages=["original", "backbone", "plan", "uniform"])
     moved = weights.rename(tmp_path / "moved.pt")
     torch.save({name: tensor + 1 for name, tensor in Small().state_dict().items()}, weights)
     before = content(run / "stages")
@@ -232,7 +232,7 @@ def test_a_run_does_not_go_on_with_another_teacher(tmp_path: Path) -> None:
 
 
 def test_a_run_is_no_place_to_train_a_teacher_in(tmp_path: Path) -> None:
-    small_run(teacher=tmp_path / "teacher", output=tmp_path / "one", steps=["original"])
+    small_run(teacher=tmp_path / "teacher", output=tmp_path / "one", stages=["original"])
     with pytest.raises(
         RunError,
         match=r"one is the folder of a run that has not trained its original\..* name its teacher \(.*teacher\)",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,6 @@ from .teacher import Teacher, find_teacher, weights_hash
 from .trainer import Trainer
 
 __all__ = ["Pipeline"]
-
-log = logging.getLogger("peel")
 
 
 @dataclass
@@ -284,9 +281,7 @@ class Pipeline:
     ) -> nn.Module:
         images = self.problem.data.train if images is None else images
         trained = self.trainer.train(name, network, objective, self.recipe, images)
-        last = self.trainer.records[name].history[-1].test
-        assert last is not None
-        self._add_row(name, widths, Metrics(**last))
+        self._add_row(name, widths)
         return trained
 
     def _with_teacher_logits(self, teacher: nn.Module) -> Split:
@@ -300,12 +295,13 @@ class Pipeline:
             )
         return images if self.logit_cache is None else CachedTeacher(images, self.logit_cache)
 
-    def _add_row(self, name: str, widths: Widths, metrics: Metrics) -> None:
+    def _add_row(self, name: str, widths: Widths, metrics: Metrics | None = None) -> None:
+        """`metrics` are by default those of the last epoch."""
         graph, record = self.problem.graph, self.trainer.records[name]
         files = {"peel": "slim.json", "original": self.teacher_file}
         self.rows[name] = Row(
             name,
-            **asdict(metrics),
+            **(asdict(metrics) if metrics is not None else record.history[-1].test or {}),
             macs=graph.macs(widths),
             params=graph.params(widths),
             seconds=record.seconds,
@@ -316,12 +312,14 @@ class Pipeline:
     # The end
 
     def _finish(self, plan: Plan | None, slimmed: nn.Module | None) -> Result:
-        earlier_rows, earlier_notes = self._earlier_result()
-        found = {**earlier_rows, **self.rows}
-        rows = [found[name] for name in ("original", "uniform", "peel") if name in found]
+        networks = {"original": self.problem.graph.widths, "uniform": self.problem.uniform()}
+        for name, widths in {**networks, **({"peel": plan.widths} if plan is not None else {})}.items():
+            if name not in self.rows and self.folder is not None and self.folder.finished(name) is not None:
+                # A stage that an earlier start finished, and that this one leaves out.
+                self.trainer.recall(name)
+                self._add_row(name, widths)
+        rows = [self.rows[name] for name in ("original", "uniform", "peel") if name in self.rows]
         told = [note for record in self.trainer.records.values() for note in record.notes]
-        if len(rows) > len(self.rows):
-            told += earlier_notes
         forced = self.state.forced if self.state is not None else []
         self.notes = list(dict.fromkeys([*self.notes, *told, *forced, *self._teacher_notes()]))
         for callback in self.trainer.callbacks:
@@ -357,17 +355,6 @@ class Pipeline:
         }
         folder.write_json("result.json", result)
 
-    def _earlier_result(self) -> tuple[dict[str, Row], list[str]]:
-        """Rows and notes of an earlier start that ran other stages."""
-        if self.folder is None or not self.folder.has("result.json"):
-            return {}, []
-        try:
-            found = read_json(self.folder.path("result.json"), _EarlierResult)
-        except PeelError as error:
-            log.warning("%s Rows of earlier stages are not taken over.", error)
-            return {}, []
-        return {row.name: row for row in found.rows}, found.notes
-
     def _teacher_notes(self) -> list[str]:
         """What `--force` changed while the teacher was trained."""
         path = self.teacher_folder / "state.json" if self.teacher_folder is not None else None
@@ -377,9 +364,3 @@ class Pipeline:
             return [f"The teacher: {note}" for note in read_json(path, RunState, "--teacher").forced]
         except PeelError as error:
             return [str(error)]
-
-
-@dataclass(frozen=True)
-class _EarlierResult:
-    rows: list[Row]
-    notes: list[str]

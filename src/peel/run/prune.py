@@ -58,8 +58,8 @@ def prune(
     `model` is a name of `peel.zoo` or a module; `data` a name, a folder or a `peel.Data`. All other settings
     are fields of `peel.Config`: `budget`, `seed`, `criterion`, `train={"epochs": 20}`, ... `teacher` may be a
     trained module, `criterion` an object with a `measure` method, `plan` and `backbone_init` mappings from
-    tie names to channels. `force` resumes although the recipe, the images or the code of the model changed; the
-    result says so. `dry_run` returns the plan with equal shares and the estimated time.
+    tie names to channels. `force` resumes although the recipe, the images or the code of the model changed;
+    the result says so. `dry_run` returns the plan with equal shares and the estimated time.
 
     The process is left as it was: random states, deterministic and precision flags, threads.
 
