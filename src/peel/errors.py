@@ -4,14 +4,14 @@
     ├── TraceError    the model cannot be captured, or the example input does not fit it
     ├── WidthsError   unknown ties, impossible widths, a fixed tie changed
     ├── BudgetError   a budget that cannot be read or cannot be reached
-    ├── ModelError    a model name or reference that leads nowhere
-    ├── StoreError    a saved file that is missing, damaged, unsafe or does not fit
-    ├── ConfigError   a setting that does not exist or cannot have that value
+    ├── ModelError    an unknown model name, or a model that cannot be built or pruned
+    ├── StoreError    a saved model that is missing, damaged, unsafe or does not fit
+    ├── ConfigError   an unknown setting or a wrong value
     ├── DataError     images or labels that are missing, unreadable or do not fit the model
     ├── RunError      a run folder that cannot be used
-    │   └── DamagedError  what a run has kept in its folder is damaged
-    ├── DivergedError training that produced numbers that are not finite
-    └── MemoryShortError not even the smallest part of a batch fits into memory
+    │   └── CorruptFileError  a damaged file in a run folder
+    ├── DivergedError the loss or the weights are not finite
+    └── OutOfMemoryError  the smallest micro-batch does not fit into memory
 
 A message names the thing, the value and the way out.
 """
@@ -53,15 +53,15 @@ class BudgetError(PeelError):
 
 
 class ModelError(PeelError):
-    """The model name or reference leads nowhere."""
+    """The model name is unknown, or the model cannot be built or pruned."""
 
 
 class StoreError(PeelError):
-    """The saved file is missing, damaged, unsafe or does not fit."""
+    """The saved model is missing, damaged, unsafe or does not fit."""
 
 
 class ConfigError(PeelError):
-    """The setting does not exist or cannot have that value."""
+    """The setting is unknown or its value is wrong."""
 
 
 class DataError(PeelError):
@@ -73,18 +73,18 @@ class RunError(PeelError):
 
 
 class CorruptFileError(RunError):
-    """What a run has kept in its folder is damaged, or belongs to another run."""
+    """A file in a run folder is damaged or belongs to another run."""
 
 
 class DivergedError(PeelError):
-    """Training produced numbers that are not finite."""
+    """The loss or the weights are not finite."""
 
 
 class OutOfMemoryError(PeelError):
-    """Not even the smallest part of a batch fits into memory."""
+    """The smallest micro-batch does not fit into memory."""
 
 
 def did_you_mean(name: str, known: Iterable[str], limit: int = 3) -> str:
-    """A hint with the names nearest to an unknown one; empty where nothing is near."""
+    """A hint with the known names closest to a wrong one; empty where none is close."""
     near = get_close_matches(name, sorted(set(known)), n=limit, cutoff=0.6)
     return f" Did you mean {' or '.join(near)}?" if near else ""

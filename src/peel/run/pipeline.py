@@ -168,8 +168,9 @@ class Pipeline:
         seed_everything(derive_seed("init", "original", self.problem.seed))
         graph = self.problem.graph
         network = slim(self.problem.model, graph.widths, graph=graph).requires_grad_(True)
+        objective = CrossEntropy(self.recipe.label_smoothing)
         if self.config.teacher == "train" or not self.world.is_main_process:
-            return self._train("original", network, CrossEntropy(self.recipe.label_smoothing), graph.widths)
+            return self._train("original", network, objective, graph.widths)
         if self.state is not None and self.state.teacher_hash is not None:
             raise RunError(
                 f"there is no teacher at {self.config.teacher}, but this run had one (hash of its "
@@ -180,10 +181,11 @@ class Pipeline:
             open_or_resume(shared, "the teacher of another run", own, self.environment, force=self.force)
             self.teacher_file = str(Path(self.config.teacher) / "stages" / "original.json")
             self.teacher_folder = Path(self.config.teacher)
-            with self.trainer.storing_in(shared):
-                return self._train(
-                    "original", network, CrossEntropy(self.recipe.label_smoothing), graph.widths
-                )
+            self.trainer.folder = shared
+            try:
+                return self._train("original", network, objective, graph.widths)
+            finally:
+                self.trainer.folder = self.folder
 
     def _check_teacher(self, teacher: nn.Module) -> None:
         """A run keeps its teacher: it is known by the hash of its weights."""

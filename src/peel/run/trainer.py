@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,15 +57,6 @@ class Trainer:
     folder: RunFolder | None = None
     records: dict[str, StageRecord] = field(default_factory=dict)
     """Of the finished stages."""
-
-    @contextlib.contextmanager
-    def storing_in(self, folder: RunFolder) -> Iterator[None]:
-        """Store what is trained in another folder for a while."""
-        before, self.folder = self.folder, folder
-        try:
-            yield
-        finally:
-            self.folder = before
 
     def begin_stage(self, stage: str, prefix: str = "", suffix: str = "") -> None:
         for callback in self.callbacks:
@@ -134,33 +124,24 @@ class Trainer:
         varies = [] if self.problem.engine.deterministic else [NOT_DETERMINISTIC]
         return StageRecord(history, passes, self.problem.data.input_spec(), [*varies, *notes])
 
-    def _load(self, stage: str, expected: Widths) -> nn.Module:
+    def _load(self, stage: str, widths: Widths) -> nn.Module:
         """The network of a finished stage. The main process reads it and sends the weights to the others."""
-        problem, world = self.problem, self.problem.engine.world
-        network: nn.Module | None = None
+        problem, stored = self.problem, None
         if self.folder is not None:
-            network = self.folder.load_model(stage, problem.model)
-            stored = _widths_of(network)
-            for tie in problem.graph.widths:
-                if stored.get(tie) != expected[tie]:
+            loaded = self.folder.load_model(stage, problem.model)
+            for tie, width in _widths_of(loaded).items():
+                if width != widths[tie]:
                     raise CorruptFileError(
-                        f"{self.folder.folder}/stages/{stage}.json is of another network: {tie} has "
-                        f"{stored.get(tie)} channels there, not {expected[tie]}. Restore it from a copy, or "
-                        f"start a new run with another {self.folder.option}."
+                        f"{self.folder.folder}/stages/{stage}.json is of another network: {tie} has {width} "
+                        f"channels there, not {widths[tie]}. Restore it from a copy, or start a new run with "
+                        f"another {self.folder.option}."
                     )
-        if world.size == 1:
-            assert network is not None
-            return network
-        sent = None
-        if network is not None:
-            sent = (dict(_widths_of(network)), network.state_dict(), non_persistent_buffers(network))
-        widths, weights, buffers = world.broadcast(sent)
-        if network is None:
-            own = {tie: widths[tie] for tie in problem.graph.widths}
-            network = slim(problem.model, own, graph=problem.graph)
-            network.load_state_dict(weights)
-            for name, buffer in non_persistent_buffers(network).items():
-                buffer.copy_(buffers[name])
+            stored = loaded.state_dict(), non_persistent_buffers(loaded)
+        weights, buffers = problem.engine.world.broadcast(stored)
+        network = slim(problem.model, widths, graph=problem.graph)
+        network.load_state_dict(weights)
+        for name, buffer in non_persistent_buffers(network).items():
+            buffer.copy_(buffers[name])
         return network
 
     def _pad(self, network: nn.Module) -> tuple[Padded | None, list[str]]:
