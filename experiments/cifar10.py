@@ -1,18 +1,18 @@
-"""PEEL against the uniform network of exactly the same budget, on CIFAR-10, with paired seeds.
+"""PEEL against the uniform network of exactly the same budget, on CIFAR-10, over several seeds.
 
-    python experiments/cifar10.py --data CIFAR_FOLDER --net cifar_resnet18 --budgets 50% 25% --seeds 0 1 2 --results results.jsonl
+    python experiments/cifar10.py --data CIFAR_FOLDER --net cifar_resnet18 --seeds 0 1 2 --results results.jsonl
     python experiments/cifar10.py --render docs/results.md --results results.jsonl
 
-CIFAR_FOLDER holds train/CLASS/*.jpg and test/CLASS/*.jpg, or is the word cifar10 (torchvision downloads it). For each network one teacher
-is trained; for each budget and seed, these plans:
+CIFAR_FOLDER holds train/CLASS/*.jpg and test/CLASS/*.jpg, or is the word cifar10 (torchvision downloads it). One
+teacher is trained for each network. For each budget and seed there are these plans:
 
-    uniform     one factor for all layers, the same budget: what everything is compared with
+    uniform     one factor for all layers, the same budget: the baseline
     peel        as published: |gamma| with the L1 coefficient 1e-4, mean over a group, lambda 0.8
-    peel-pull   the same with the L1 term as strong over the short schedule as in the paper's (pull 12.5)
+    peel-pull   the same with the L1 term as strong over the short schedule as in the paper's (l1_strength 12.5)
     gradient    the gradient criterion, summed over a group, lambda 0.5, no L1 term
 
-Each plan is trained from scratch without and with distillation, with the same recipe, seed and order of images. The accuracy of the last
-epoch counts. A run that is stopped goes on where it was.
+Each plan is trained from scratch without and with distillation, with the same recipe, seed and order of images. The
+accuracy of the last epoch counts. An interrupted experiment resumes with the same command.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 PLANS: dict[str, dict[str, Any]] = {
     "peel": {},
-    "peel-pull": {"pull": 12.5},
-    "gradient": {"criterion": "gradient", "reduce": "sum", "keep": 0.5},
+    "peel-pull": {"l1_strength": 12.5},
+    "gradient": {"criterion": "gradient", "reduce": "sum", "backbone_ratio": 0.5},
 }
 
 #: Quantiles of Student's t for 95 % intervals, by degrees of freedom.
@@ -49,7 +50,7 @@ def main() -> None:
     parser.add_argument("--plans", nargs="+", default=["uniform", *PLANS])
     parser.add_argument("--distill", nargs="+", default=["none", "teacher"])
     parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--search-epochs", type=int, default=10)
+    parser.add_argument("--backbone-epochs", type=int, default=10)
     parser.add_argument("--jobs", type=int, default=1, help="budgets and seeds at a time, on one GPU")
     parser.add_argument(
         "--teachers", type=Path, default=Path("teachers"), help="where the trained originals are kept"
@@ -122,20 +123,27 @@ def settings(options: argparse.Namespace, seed: int) -> dict[str, Any]:
         "seed": seed,
         "recipe": "cifar-fast",
         "train": {"epochs": options.epochs},
-        "search": {"epochs": options.search_epochs},
+        "backbone": {"epochs": options.backbone_epochs},
     }
 
 
 def train_teacher(options: argparse.Namespace) -> None:
-    from peel.run.prune import prune
+    import peel
 
     folder = options.teachers / f"{options.net}-{options.epochs}"
-    result = prune(
-        options.net, load(options), teacher=folder, steps=["original"], distill="none", **settings(options, 0)
+    result = peel.prune(
+        options.net,
+        load(options),
+        teacher=folder,
+        stages=["original"],
+        distill="none",
+        **settings(options, 0),
     )
     row = result.rows[0]
-    print(f"teacher {options.net}: {row['top1']:.2%} in {row['seconds']:.0f} s", flush=True)
-    write(options, {"net": options.net, "plan": "original", "seed": 0, "epochs": options.epochs, **row})
+    print(f"teacher {options.net}: {row.top1:.2%} in {row.seconds:.0f} s", flush=True)
+    write(
+        options, {"net": options.net, "plan": "original", "seed": 0, "epochs": options.epochs, **asdict(row)}
+    )
 
 
 def run_cell(options: argparse.Namespace, budget: str, seed: int) -> None:
@@ -144,7 +152,6 @@ def run_cell(options: argparse.Namespace, budget: str, seed: int) -> None:
 
     import peel
     from peel import zoo
-    from peel.run.prune import prune
 
     began = time.time()
     data = load(options)
@@ -177,19 +184,19 @@ def run_cell(options: argparse.Namespace, budget: str, seed: int) -> None:
             plan = plans[budget, seed, name]
             widths = plan["widths"]
         else:
-            searched = prune(
-                options.net, data, steps=["backbone", "plan"], distill="none", **common, **PLANS[name]
+            searched = peel.prune(
+                options.net, data, stages=["backbone", "plan"], distill="none", **common, **PLANS[name]
             )
             assert searched.plan is not None
-            widths, plan = searched.plan["widths"], searched.plan["rounds"][0]
+            widths, plan = searched.plan.widths, asdict(searched.plan.rounds[0])
         for kind in missing:
             if time.time() - began > options.deadline:
                 break
-            result = prune(
+            result = peel.prune(
                 options.net,
                 data,
                 plan=widths,
-                steps=["original", "peel"],
+                stages=["original", "peel"],
                 teacher=teacher,
                 distill=kind,
                 **common,
@@ -204,9 +211,11 @@ def run_cell(options: argparse.Namespace, budget: str, seed: int) -> None:
                 "distill": kind,
             }
             extra = {key: plan[key] for key in ("shares", "factors", "distinct") if key in plan}
-            write(options, {**line, **row, "name": name, **extra, "widths": dict(widths), **hardware()})
+            write(
+                options, {**line, **asdict(row), "name": name, **extra, "widths": dict(widths), **hardware()}
+            )
             print(
-                f"{options.net} {budget} seed {seed} {name} {kind}: {row['top1']:.2%} in {row['seconds']:.0f} s",
+                f"{options.net} {budget} seed {seed} {name} {kind}: {row.top1:.2%} in {row.seconds:.0f} s",
                 flush=True,
             )
 

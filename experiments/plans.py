@@ -1,4 +1,4 @@
-"""The networks of the paper, planned at every budget of its tables, before anything is trained: every group counts the same.
+"""The networks of the paper at every budget of its tables, with equal shares for all groups; nothing is trained.
 
 python experiments/plans.py --render docs/plans.md
 """
