@@ -1,18 +1,18 @@
 """PEEL against the uniform network of exactly the same budget, on CIFAR-10, over several seeds.
 
-    python experiments/cifar10.py --data CIFAR_FOLDER --net cifar_resnet18 --seeds 0 1 2 --results results.jsonl
+    python experiments/cifar10.py --data CIFAR_FOLDER --net cifar_resnet18 --results results.jsonl
     python experiments/cifar10.py --render docs/results.md --results results.jsonl
 
-CIFAR_FOLDER holds train/CLASS/*.jpg and test/CLASS/*.jpg, or is the word cifar10 (torchvision downloads it). One
-teacher is trained for each network. For each budget and seed there are these plans:
+CIFAR_FOLDER holds train/CLASS/*.jpg and test/CLASS/*.jpg, or is the word cifar10 (torchvision downloads it).
+One teacher is trained for each network. For each budget and seed there are these plans:
 
     uniform     one factor for all layers, the same budget: the baseline
     peel        as published: |gamma| with the L1 coefficient 1e-4, mean over a group, lambda 0.8
-    peel-pull   the same with the L1 term as strong over the short schedule as in the paper's (l1_strength 12.5)
+    peel-pull   the same with the L1 term as strong in all as with the paper's schedule (l1_strength 12.5)
     gradient    the gradient criterion, summed over a group, lambda 0.5, no L1 term
 
-Each plan is trained from scratch without and with distillation, with the same recipe, seed and order of images. The
-accuracy of the last epoch counts. An interrupted experiment resumes with the same command.
+Each plan is trained from scratch without and with distillation, with the same recipe, seed and order of images.
+The accuracy of the last epoch counts. An interrupted experiment resumes with the same command.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def render(results: Path, target: Path) -> None:
-    """The table: mean and deviation over seeds, and the paired difference to uniform with its 95 % interval."""
+    """The table: mean and deviation over seeds, and the paired difference to uniform with its interval."""
     lines = read(results)
     order = ["uniform", *PLANS]
 
@@ -255,7 +255,8 @@ def render(results: Path, target: Path) -> None:
         return net, -float(budget.rstrip("%")), kind, order.index(plan)
 
     rows = [
-        "| network | budget | distillation | plan | top-1, mean ± sd | seeds | minus uniform, paired (95 % interval) |",
+        "| network | budget | distillation | plan | top-1, mean ± sd | seeds "
+        "| minus uniform, paired (95 % interval) |",
         "|---|---|---|---|---|---|---|",
     ]
     cells: dict[tuple[Any, ...], dict[int, float]] = {}
@@ -270,7 +271,8 @@ def render(results: Path, target: Path) -> None:
         gain = "" if plan == "uniform" or len(pairs) < 2 else interval(pairs)
         spread = f" ± {statistics.stdev(scores.values()):.2f}" if len(scores) > 1 else ""
         rows.append(
-            f"| {net} | {budget} | {kind} | {plan} | {statistics.mean(scores.values()):.2f}{spread} | {len(scores)} | {gain} |"
+            f"| {net} | {budget} | {kind} | {plan} | {statistics.mean(scores.values()):.2f}{spread} "
+            f"| {len(scores)} | {gain} |"
         )
     text = target.read_text()
     before, _, rest = text.partition("<!-- cifar10 -->\n")

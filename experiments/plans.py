@@ -1,4 +1,4 @@
-"""The networks of the paper at every budget of its tables, with equal shares for all groups; nothing is trained.
+"""The networks of the paper at every budget of its tables, with equal shares; nothing is trained.
 
 python experiments/plans.py --render docs/plans.md
 """
@@ -38,9 +38,11 @@ def table(name: str) -> list[str]:
         uniform = peel.uniform(graph, budget, freeze=freeze)
         lines += [
             f"**{budget}**: backbone {graph.macs(backbone):,} MACs; plan {graph.macs(plan.widths):,} MACs, "
-            f"{graph.params(plan.widths):,} parameters; uniform {graph.macs(uniform):,} MACs, {graph.params(uniform):,} parameters.",
+            f"{graph.params(plan.widths):,} parameters; uniform {graph.macs(uniform):,} MACs, "
+            f"{graph.params(uniform):,} parameters.",
             "",
-            "| group | factor | MACs: backbone, plan, uniform | widths of the plan, in the order of `graph.groups` (original) |",
+            "| group | factor | MACs: backbone, plan, uniform "
+            "| widths of the plan, in the order of `graph.groups` (original) |",
             "|---|---|---|---|",
         ]
         costs = [graph.macs_by_group(widths) for widths in (backbone, plan.widths, uniform)]
