@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..cost.budget import format_count
@@ -93,7 +94,7 @@ def _parse_shape(text: str | None) -> tuple[int, ...] | None:
 
 
 def inspection(name: str, graph: ChannelGraph) -> dict[str, Any]:
-    """Groups, ties and what is fixed, as numbers and words that go into JSON."""
+    """Groups, ties and what is fixed, as plain values for JSON."""
     macs_by_group, params_by_group = graph.macs_by_group(), graph.params_by_group()
     group_of = {tie: group for group, ties in graph.groups.items() for tie in ties}
     return {
@@ -129,16 +130,7 @@ def inspection(name: str, graph: ChannelGraph) -> dict[str, Any]:
                 "inexact": tie.inexact,
                 "layers": list(tie.layers),
                 "tied_by": list(tie.causes),
-                "members": [
-                    {
-                        "tensor": member.tensor,
-                        "axis": member.axis,
-                        "offset": member.offset,
-                        "size": member.size,
-                        "multiplicity": member.multiplicity,
-                    }
-                    for member in tie.members
-                ],
+                "members": [asdict(member) for member in tie.members],
             }
             for tie in graph.ties.values()
         ],
@@ -202,25 +194,16 @@ def _ties_table(ties: list[dict[str, Any]]) -> Any:
     table.add_column("layers", overflow="fold")
     table.add_column("tied by, remarks", overflow="fold")
     for tie in ties:
-        remarks = [_shorten(cause) for cause in tie["tied_by"] if _is_telling(cause)]
+        remarks = [_shorten(cause) for cause in tie["tied_by"] if _is_news(cause)]
         if tie["step"] > 1:
             remarks.insert(0, f"multiple of {tie['step']}")
         if tie["inexact"]:
             remarks.insert(0, f"cutting is not exactly zeroing: {tie['inexact']}")
         others = [layer for layer in tie["layers"] if layer != tie["name"]]
         layers = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-        table.add_row(
-            *map(
-                escape,
-                (
-                    tie["name"],
-                    tie["group"],
-                    str(tie["width"]),
-                    layers and f"+ {layers}",
-                    "; ".join(list(dict.fromkeys(remarks))[:4]),
-                ),
-            )
-        )
+        remark = "; ".join(list(dict.fromkeys(remarks))[:4])
+        cells = (tie["name"], tie["group"], str(tie["width"]), layers and f"+ {layers}", remark)
+        table.add_row(*map(escape, cells))
     return table
 
 
@@ -237,8 +220,8 @@ def _fixed_table(ties: list[dict[str, Any]]) -> Any:
     return table
 
 
-def _is_telling(cause: str) -> bool:
-    """Norms and convolutions along the way tie what everyone expects them to tie."""
+def _is_news(cause: str) -> bool:
+    """That norms and convolutions tie their channels is no news."""
     return not cause.startswith(("batch_norm", "conv", "linear", "layer_norm"))
 
 

@@ -146,56 +146,40 @@ def _tiles(rows: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str]]:
 
 
 def _outcome_table(rows: Mapping[str, Mapping[str, Any]]) -> Table | None:
+    if not rows:
+        return None
     original = rows.get("original", {})
-    names = {"original": "original", "uniform": "uniform, same budget", "peel": "PEEL"}
 
     def cost(row: Mapping[str, Any], key: str) -> str:
         return _cell(row, key, lambda count: f"{count:,} ({_share(count, original.get(key))})")
 
-    def cells(name: str, row: Mapping[str, Any]) -> list[str]:
-        work = [
+    cells = [
+        [
+            "uniform, same budget" if name == "uniform" else label(name),
+            *(_cell(row, key, _percent) for key in ("top1", "top5")),
+            *(cost(row, key) for key in ("macs", "params")),
             _cell(row, "seconds", _duration),
             _cell(row, "image_passes", format_count),
             row.get("file") or NONE,
         ]
-        return [
-            names.get(name, name),
-            _cell(row, "top1", _percent),
-            _cell(row, "top5", _percent),
-            cost(row, "macs"),
-            cost(row, "params"),
-            *work,
-        ]
-
-    columns = (
-        "network",
-        "top-1",
-        "top-5",
-        "MACs (of original)",
-        "params",
-        "time",
-        "image passes",
-        "saved as",
-    )
-    return Table(columns, [cells(name, row) for name, row in rows.items()]) if rows else None
+        for name, row in rows.items()
+    ]
+    columns = "network,top-1,top-5,MACs (of original),params,time,image passes,saved as"
+    return Table(columns.split(","), cells)
 
 
 def _comparison(record: RunRecord, rows: Mapping[str, Mapping[str, Any]]) -> str:
     peel, uniform = rows.get("peel", {}), rows.get("uniform", {})
-    gains = [
-        f"{gain} points {name}"
-        for key, name in (("top1", "top-1"), ("top5", "top-5"))
-        if (gain := _points(peel, uniform, key))
-    ]
+    names = {"top1": "top-1", "top5": "top-5"}
+    gains = [f"{gain} points {name}" for key, name in names.items() if (gain := _points(peel, uniform, key))]
     if not gains:
         return "PEEL and the uniform network can be compared once both are trained."
-    seed = (record.result or {}).get("seed")
     forced = ""
     if record.state.get("forced"):
         forced = " Settings were changed with --force (see the notes): they may not have been trained alike."
     return (
-        f"PEEL minus uniform: {', '.join(gains)}. Each is one training with seed {seed}. The difference of "
-        f"one seed is no evidence in either direction: repeat the run with other seeds.{forced}"
+        f"PEEL minus uniform: {', '.join(gains)}. Each is one training with seed {record.config.get('seed')}. "
+        f"The difference of one seed is no evidence in either direction: repeat it with other seeds.{forced}"
     )
 
 
@@ -313,36 +297,28 @@ def _training(stages: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
         for title, (part, key, scale) in quantities.items()
     }
     rows = [_training_row(stage, epochs) for stage, epochs in stages.items()]
-    columns = (
-        "stage",
-        "terms of the loss",
-        "epochs",
-        "training loss",
-        "training top-1",
-        "test loss",
-        "test top-1",
-        "images/s",
-        "time",
-    )
-    return {"curves_svg": curves_chart(panels), "training_table": Table(columns, rows, words=2)}
+    columns = "stage,loss terms,epochs,training loss,training top-1,test loss,test top-1,images/s,time"
+    return {"curves_svg": curves_chart(panels), "training_table": Table(columns.split(","), rows, words=2)}
 
 
 def _training_row(stage: str, epochs: Sequence[Mapping[str, Any]]) -> list[str]:
     last = epochs[-1]
     train, test = last.get("train", {}), last.get("test", {})
-    terms = (
-        ", ".join(f"{name} {_short(value)}" for name, value in train.items() if name not in ("loss", "top1"))
-        or NONE
-    )
-    losses = [
-        _cell(train, "loss", _short),
-        _cell(train, "top1", _percent),
-        _cell(test, "loss", _short),
-        _cell(test, "top1", _percent),
+    terms = [f"{name} {_short(value)}" for name, value in train.items() if name not in ("loss", "top1")]
+    metrics = [
+        (train, "loss", _short),
+        (train, "top1", _percent),
+        (test, "loss", _short),
+        (test, "top1", _percent),
     ]
-    speed = _cell(last, "images_per_second", "{:,.0f}".format)
-    seconds = sum(line.get("seconds", 0) for line in epochs)
-    return [label(stage), terms, f"{last['epoch']} of {last['epochs']}", *losses, speed, _duration(seconds)]
+    return [
+        label(stage),
+        ", ".join(terms) or NONE,
+        f"{last['epoch']} of {last['epochs']}",
+        *(_cell(row, key, words) for row, key, words in metrics),
+        _cell(last, "images_per_second", "{:,.0f}".format),
+        _duration(sum(line.get("seconds", 0) for line in epochs)),
+    ]
 
 
 def _settings_table(settings: Mapping[str, Any]) -> Table:
@@ -387,9 +363,7 @@ def _number(value: float | None) -> float:
 def _duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
     minutes = round(seconds / 60)
-    return (
-        f"{minutes // 60} h {minutes % 60} min"
-        if minutes >= 60
-        else f"{int(seconds // 60)} min {int(seconds % 60)} s"
-    )
+    return f"{minutes // 60} h {minutes % 60} min"
