@@ -178,7 +178,7 @@ def _comparison(record: RunRecord, rows: Mapping[str, Mapping[str, Any]]) -> str
     if record.state.get("forced"):
         forced = " Settings were changed with --force (see the notes): they may not have been trained alike."
     return (
-        f"PEEL minus uniform: {', '.join(gains)}. Each is one training with seed {record.config.get('seed')}. "
+        f"PEEL minus uniform: {', '.join(gains)}, from one training each (seed {record.config.get('seed')}). "
         f"The difference of one seed is no evidence in either direction: repeat it with other seeds.{forced}"
     )
 
@@ -305,7 +305,7 @@ def _training_row(stage: str, epochs: Sequence[Mapping[str, Any]]) -> list[str]:
     last = epochs[-1]
     train, test = last.get("train", {}), last.get("test", {})
     terms = [f"{name} {_short(value)}" for name, value in train.items() if name not in ("loss", "top1")]
-    metrics = [
+    metrics: list[tuple[Mapping[str, Any], str, Callable[[float], str]]] = [
         (train, "loss", _short),
         (train, "top1", _percent),
         (test, "loss", _short),
