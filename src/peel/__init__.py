@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .cost.budget import parse_budget
     from .cost.rounding import round_to_budget, uniform
     from .cost.widths import Widths
-    from .data.datasets import load_data
+    from .data.datasets import Data, load_data
     from .errors import (
         BudgetError,
         ConfigError,
@@ -48,6 +48,7 @@ _HOME = {
     "ChannelGraph": "graph",
     "ConfigError": "errors",
     "CorruptFileError": "errors",
+    "Data": "data.datasets",
     "DataError": "errors",
     "DivergedError": "errors",
     "OutOfMemoryError": "errors",
@@ -80,6 +81,7 @@ __all__ = [
     "ChannelGraph",
     "ConfigError",
     "CorruptFileError",
+    "Data",
     "DataError",
     "DivergedError",
     "ModelError",

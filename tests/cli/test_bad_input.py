@@ -304,7 +304,7 @@ def test_broken_images_of_both_splits_are_named_at_once_and_left_out_on_request(
         load_data(str(tmp_path))
     for name in broken:
         assert name in str(caught.value)
-    assert "--skip-bad" in str(caught.value)
+    assert "--skip-corrupt" in str(caught.value)
     left = load_data(str(tmp_path), skip_corrupt=True)
     assert (left.train.size, left.test.size) == (12, 12)
     assert left.train.labels.tolist() == [0] * 6 + [1] * 6
@@ -371,7 +371,7 @@ def test_the_command_stops_at_broken_images_and_runs_without_them(
 def test_in_a_huge_set_the_beginning_and_the_end_of_each_file_are_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peel.data.image_folder.FULL_SCAN", 10)
+    monkeypatch.setattr("peel.data.datasets.FULL_CHECK", 10)
     write_set(tmp_path, SIZE["large"])
     broken = spoil(tmp_path)
     with pytest.raises(DataError, match=r"5 of 29") as caught:
@@ -383,7 +383,7 @@ def test_an_image_that_is_broken_in_its_middle_is_named_in_a_huge_set_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such small images are all read before training, so that it shows."""
-    monkeypatch.setattr("peel.data.image_folder.FULL_SCAN", 10)
+    monkeypatch.setattr("peel.data.datasets.FULL_CHECK", 10)
     write_set(tmp_path)
     broken = tmp_path / "train" / "dog" / "3.png"
     data = bytearray(broken.read_bytes())

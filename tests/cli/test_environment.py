@@ -254,7 +254,7 @@ def test_a_run_goes_on_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "result.json").exists()
 
 
-@pytest.mark.parametrize("variable", ["PEEL_PATIENCE", "WORLD_SIZE"])
+@pytest.mark.parametrize("variable", ["PEEL_TIMEOUT", "WORLD_SIZE"])
 def test_a_variable_that_is_no_number_is_named(variable: str, tmp_path: Path) -> None:
     said = tmp_path / "said"
     variables = {

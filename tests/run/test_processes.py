@@ -172,7 +172,7 @@ def test_when_a_process_fails_all_end_soon_and_the_run_can_go_on(place: Path, ki
     whole = start(place, "--gpus", "2", "--output", "whole")
     finished(whole)
     began = time.monotonic()
-    broken = start(place, "--gpus", "2", "--output", "broken", PEEL_FAULT=f"7:{kind}:1", PEEL_PATIENCE="10")
+    broken = start(place, "--gpus", "2", "--output", "broken", PEEL_FAULT=f"7:{kind}:1", PEEL_TIMEOUT="10")
     output = finished(broken, expected=1, seconds=90)
     assert time.monotonic() - began < 60
     if kind == "error":

@@ -181,7 +181,7 @@ class Pipeline:
         if self.workspace is not None:
             if slimmed is not None:
                 # That of its training, which may not be that of now.
-                fed = self.trainer.records["peel"].input or self.problem.data.described()
+                fed = self.trainer.records["peel"].input or self.problem.data.input_spec()
                 slimmed.peel_record = {**slimmed.peel_record, "input": fed}  # type: ignore[assignment, dict-item]
                 self.workspace.save_model("slim", slimmed)
             search = self._search()

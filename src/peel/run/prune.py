@@ -148,7 +148,7 @@ def prune(
         "fingerprint": fingerprint_of_images(loaded)
         if output is not None or isinstance(teacher, str | Path)
         else "",
-        "input": loaded.described(),
+        "input": loaded.input_spec(),
         "seed": seed,
         "device": engine.device.type,
         "processes": engine.world.size,

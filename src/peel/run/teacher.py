@@ -14,7 +14,6 @@ from ..errors import DataError, RunError, StoreError
 from ..methods.problem import Problem
 from ..surgery.serialization import load
 from ..train.objective import get_logits
-from ..utils.files import is_compressed
 from ..utils.fingerprint import fingerprint
 from .resume import NO_PATHS
 from .stage_record import StageRecord, read_object, read_record
@@ -129,17 +128,12 @@ def load_teacher(path: Path, original: nn.Module) -> nn.Module:
         return load(path, model=original)
     try:
         with path.open("rb") as file:
-            packed = is_compressed(file)
-            stored: Any = None if packed else torch.load(file, map_location="cpu", weights_only=True)
+            stored: Any = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise StoreError(
             f"{path} cannot be read as weights without running code from it, so it is refused ({type(error).__name__}). Save the model's "
             "state_dict() with torch.save, or the model with peel.save."
         ) from error
-    if packed:
-        raise StoreError(
-            f"{path} is compressed: unpacked, it could fill the memory, so it is refused. torch.save never compresses."
-        )
     for key in ("state_dict", "model", "model_state_dict"):
         if isinstance(stored, dict) and isinstance(stored.get(key), dict):
             stored = stored[key]

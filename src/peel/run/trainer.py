@@ -133,7 +133,7 @@ class Trainer:
         # Of every epoch as many images as it had: some may have been lost on the way.
         passes = sum(round(epoch.images_per_second * epoch.seconds) for epoch in history)
         varies = [] if self.problem.engine.deterministic else [VARIES]
-        return StageRecord(history, passes, self.problem.data.described(), (*varies, *notes))
+        return StageRecord(history, passes, self.problem.data.input_spec(), (*varies, *notes))
 
     def _kept(self, stage: str, expected: Widths) -> nn.Module:
         """What the stage has trained. The first process reads it; the others build it with their own code, from its weights."""

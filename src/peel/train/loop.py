@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..data.augmentation import EVAL, View
 from ..data.datasets import Split
-from ..data.view import EVAL, View
 from ..errors import DataError, DivergedError
 from ..utils.rng import derive_seed, epoch_order, seed_everything
 from .checkpoint import Checkpoints
