@@ -97,7 +97,7 @@ def files(place: Path) -> None:
 FILES: list[tuple[list[str], list[str]]] = [
     (["--data", "nowhere"], ["'nowhere'", "digits, cifar10"]),
     (["--data", "digit"], ["Did you mean digits"]),
-    (["--data", "file"], ["file is a file", "train/ and val/"]),
+    (["--data", "file"], ["'file' is neither a dataset nor a folder", "train/ and val/"]),
     (["--data", "empty"], ["empty needs the folders train/ and val/", "it holds nothing"]),
     (["--data", "halves"], ["halves needs the folders train/ and val/", "it holds train"]),
     (["--data", "bare"], ["bare/train has no folders", "one folder of images per class"]),

@@ -43,12 +43,12 @@ class View:
         return View(augment, derive_seed("augment", seed, epoch))
 
 
-#: No augmentation (large images: the center crop), for evaluation.
+#: No augmentation; of large images, the center crop.
 EVAL = View()
 
 
 def augment_image(image: Tensor, index: int, view: View, size: Sequence[int], *, jitter: bool) -> Tensor:
-    """Crop and augment one image (uint8, channels x height x width). Returns uint8, height x width x channels.
+    """Crop and augment one image (uint8, channels x height x width); returns height x width x channels.
 
     `jitter=False` leaves out the color jitter and the flip of `imagenet`, for a kernel on the GPU.
     """
@@ -122,19 +122,11 @@ def crop_windows(windows: Windows, images: Tensor) -> Tensor:
 # Resized crops
 
 
-def resize(images: Tensor, size: Sequence[int]) -> Tensor:
-    """Resize uint8 images (images x channels x height x width), computed in float32."""
-    resized = nn.functional.interpolate(images.float(), list(size), mode="bilinear", antialias=True)
-    return resized.round().clamp(0, 255).to(torch.uint8)
-
-
 def random_resized_crop(image: Tensor, size: Sequence[int], seed: int, index: int) -> Tensor:
-    """A random part of a uint8 image (channels x height x width), resized to `size`."""
+    """A random part of a uint8 image (channels x height x width) on the CPU, resized to `size`."""
     top, left, height, width = draw_crop(image.shape[1], image.shape[2], seed, index)
     part = image[None, :, top : top + height, left : left + width]
     part = part.contiguous(memory_format=torch.channels_last)
-    if image.device.type != "cpu":  # only the CPU resizes uint8
-        return resize(part, size)[0]
     return nn.functional.interpolate(part, list(size), mode="bilinear", antialias=True)[0]
 
 
@@ -194,7 +186,7 @@ def color_jitter_and_flip(images: Tensor, index: Tensor, seed: int) -> Tensor:
 
 
 def color_jitter(image: Tensor, strengths: Sequence[float], order: Sequence[int]) -> Tensor:
-    """Change brightness, contrast, saturation and hue (0 to 3) of an RGB image (channels first) in this order."""
+    """Change brightness, contrast, saturation and hue (0 to 3) of an RGB image (channels first)."""
     for kind in order:
         if kind == 3:
             image = _rotate_hue(image, strengths[3])
@@ -215,5 +207,5 @@ def _rotate_hue(image: Tensor, turn: float) -> Tensor:
     safe = chroma + (chroma == 0)
     not_red = torch.where(largest == green, 2 + (blue - red) / safe, 4 + (red - green) / safe)
     sixth = torch.where(largest == red, (green - blue) / safe, not_red) + 6 * turn
-    place = (torch.tensor([5, 3, 1], device=image.device)[:, None, None] + sixth) % 6
+    place = (torch.tensor([5, 3, 1])[:, None, None] + sixth) % 6
     return largest - chroma * torch.minimum(place, 4 - place).clamp(0, 1)

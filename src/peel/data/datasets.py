@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import ConfigError, DataError, PeelError, did_you_mean
 from ..utils.rng import derive_seed
-from .augmentation import View, resize
+from .augmentation import View
 from .batch import Batch
 from .image_folder import ImageFolder, check_image, find_images, load_image, read_all
 from .in_memory import InMemoryImages
@@ -107,12 +107,9 @@ class Data:
 
     def input_spec(self) -> dict[str, Any]:
         """How to feed a network that was trained on these images: classes, shape, mean and std."""
-        return {
-            "classes": list(self.classes),
-            "shape": list(self.shape),
-            "mean": list(self.train.mean),
-            "std": list(self.train.std),
-        }
+        mean, std = self.train.mean, self.train.std
+        spec = {"classes": self.classes, "shape": self.shape, "mean": mean, "std": std}
+        return {name: list(values) for name, values in spec.items()}
 
     def to(self, device: torch.device) -> Data:
         return replace(self, train=self.train.to(device), test=self.test.to(device))
@@ -128,9 +125,9 @@ def load_data(
 ) -> Data:
     """The dataset called `name`, or the folder of images at that path.
 
-    Images are converted to `channels` (gray ones are repeated) and to `image_size`. By default they keep their
-    size; those of a folder become 224 pixels if they are large or differ in size. torchvision downloads to
-    `root`. `skip_corrupt` leaves out the files of a folder that cannot be read.
+    Images are converted to `channels` (gray ones repeated) and `image_size`: by default their own size, or
+    224 for a folder of images that are large or differ in size. torchvision downloads to `root`.
+    `skip_corrupt` leaves out the files of a folder that cannot be read.
     """
     if image_size is not None and (type(image_size) is not int or image_size < 1):
         raise ConfigError(f"image_size must be a whole number of at least 1, not {image_size!r}.")
@@ -141,18 +138,14 @@ def load_data(
     folder = Path(name).expanduser()
     if folder.is_dir():
         return _folder(folder, channels, image_size, skip_corrupt)
-    known = ", ".join(DATA)
-    if folder.exists():
-        raise DataError(
-            f"{name} is a file; data is a folder with train/ and val/ (or test/) in it, or one of {known}."
-        )
     raise DataError(
-        f"there is no dataset and no folder called {name!r}.{did_you_mean(name, DATA)} Known are {known}."
+        f"{name!r} is neither a dataset nor a folder.{did_you_mean(name, DATA)} "
+        f"Give one of {', '.join(DATA)}, or a folder with train/ and val/ (or test/)."
     )
 
 
 def hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:
-    """The split without a random share of its images, and this share, to make decisions without test images."""
+    """The split without a random share of its images, and this share: for decisions without test images."""
     count = held_out_size(split.size, share)
     if count >= split.size:
         raise DataError(f"cannot hold {count} of {split.size} images out of the training data.")
@@ -167,7 +160,7 @@ def held_out_size(size: int, share: float) -> int:
 def _digits(channels: int, image_size: int | None) -> Data:
     stored = np.load(str(resources.files("peel.data") / "embedded" / "digits.npz"))
     pixels = torch.from_numpy(np.minimum(stored["images"].astype(np.int64) * 16, 255).astype(np.uint8))
-    pixels = _convert(pixels[..., None], channels, image_size)
+    pixels = _convert(pixels, channels, image_size)
     labels = torch.from_numpy(stored["labels"].astype(np.int64))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     train, test = ((pixels[index], labels[index]) for index in (order[:1437], order[1437:]))
@@ -190,14 +183,10 @@ def _torchvision(name: str, channels: int, image_size: int | None, root: str | P
             f"{name} is not in {folder} and could not be downloaded ({error}). Put torchvision's copy there, "
             "name another folder with --data-root, or give a folder of images."
         ) from error
-
-    def tensors(split: Any) -> Labelled:
-        pixels = torch.as_tensor(np.asarray(split.data), dtype=torch.uint8)
-        pixels = _convert(pixels if pixels.ndim == 4 else pixels[..., None], channels, image_size)
-        return pixels, torch.as_tensor(split.targets, dtype=torch.int64)
-
-    train, test = splits
-    return Data.from_tensors(name, tuple(train.classes), tensors(train), tensors(test))
+    pixels = (_convert(torch.as_tensor(split.data), channels, image_size) for split in splits)
+    labels = (torch.as_tensor(split.targets) for split in splits)
+    train, test = zip(pixels, labels, strict=True)
+    return Data.from_tensors(name, tuple(splits[0].classes), train, test)
 
 
 def _require_torchvision(name: str) -> None:
@@ -238,8 +227,8 @@ def _folder(folder: Path, channels: int, image_size: int | None, skip_corrupt: b
             place = folder / name / classes[missing]
             raise DataError(f"none of the images in {place} can be read. Replace them, or remove the class.")
     if images:
-        tensors = [(torch.stack(images[part]), found[part]) for part in parts.values()]
-        return Data.from_tensors(str(folder), tuple(classes), *tensors)
+        in_memory = ((torch.stack(images[part]), found[part]) for part in parts.values())
+        return Data.from_tensors(str(folder), tuple(classes), next(in_memory), next(in_memory))
     mean, std = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((0.45,) * channels, (0.225,) * channels)
     names = [str(paths[i]) for i in readable]
     train, test = (ImageFolder(names[part], found[part], shape, mean, std) for part in parts.values())
@@ -264,9 +253,7 @@ def _common_size(paths: list[Path], image_size: int | None) -> tuple[int, int]:
 def _mean_and_std(pixels: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of each channel, on a scale from 0 to 1, rounded to four digits."""
     levels = torch.arange(256, dtype=torch.float64) / 255
-    counts = (
-        torch.stack([torch.bincount(c.flatten(), minlength=256) for c in pixels.unbind(-1)]).cpu().double()
-    )
+    counts = torch.stack([torch.bincount(part.flatten(), minlength=256) for part in pixels.cpu().unbind(-1)])
     mean = (counts * levels).sum(1, keepdim=True) / counts.sum(1, keepdim=True)
     variance = (counts * (levels - mean) ** 2).sum(1) / counts.sum(1)
     std = variance.sqrt().clamp(min=1e-3)
@@ -274,11 +261,15 @@ def _mean_and_std(pixels: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]
 
 
 def _convert(images: Tensor, channels: int, image_size: int | None) -> Tensor:
-    """Convert images to this number of channels and this size."""
+    """Convert images to this number of channels and this size. Gray ones may lack the axis of channels."""
+    if images.ndim == 3:
+        images = images[..., None]
     if images.shape[-1] != channels:
         if images.shape[-1] != 1:
             images = images.float().mean(-1, keepdim=True).round().to(torch.uint8)
         images = images.expand(*images.shape[:-1], channels)
     if image_size is not None and images.shape[1:3] != (image_size, image_size):
-        images = resize(images.permute(0, 3, 1, 2), (image_size, image_size)).permute(0, 2, 3, 1)
+        images = images.permute(0, 3, 1, 2).float()
+        images = nn.functional.interpolate(images, (image_size, image_size), mode="bilinear", antialias=True)
+        images = images.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
     return images.contiguous()

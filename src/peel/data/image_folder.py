@@ -170,7 +170,7 @@ def _decode_any(path: Path, channels: int) -> Tensor:
     with Image.open(path) as opened:
         image: Image.Image = opened
         if opened.mode.startswith(("I", "F")):
-            # PIL would clip 16-bit images at 255. White of a float image is unknown: guess it from the maximum.
+            # PIL would clip 16-bit images at 255. White of float images is a guess from their maximum.
             values = np.asarray(opened, dtype=np.float64)
             guesses = (1, 255) if opened.mode == "F" else ()
             white = next((value for value in guesses if values.max() <= value), 65535)
@@ -237,7 +237,7 @@ def load_image(path: Path, shape: tuple[int, int, int]) -> Tensor:
 
 
 def check_image(path: Path, *, fully: bool) -> None:
-    """Decode the image, or read only its header and the end marker of JPEG and PNG, to find truncated files."""
+    """Decode the image, or read only the header and the end marker of JPEG and PNG: finds truncated files."""
     if fully:
         decode(path, 3)
         return
@@ -252,7 +252,7 @@ def check_image(path: Path, *, fully: bool) -> None:
 
 
 def fingerprint_of(paths: Sequence[str]) -> bytes:
-    """A hash of the names and sizes of all files, and of the contents of some: reading all could take hours."""
+    """A hash of the names and sizes of all files, and of the contents of some: all would take hours."""
     digest = hashlib.sha256()
     sample = paths[:: max(1, -(-len(paths) // FINGERPRINTED))]
     try:

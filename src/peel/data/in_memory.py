@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .augmentation import View, color_jitter_and_flip, crop_windows, draw_windows, random_resized_crop
+from .augmentation import View, augment_image, crop_windows, draw_windows
 from .batch import Batch
 from .kernels import has_triton
 
@@ -20,7 +20,7 @@ class InMemoryImages:
     """A split of small images. `mean` and `std` normalize each channel, on a scale from 0 to 1."""
 
     pixels: Tensor
-    """uint8, images x height x width x channels, so that batches are in channels-last memory without a copy."""
+    """uint8, images x height x width x channels, so that batches are channels-last without a copy."""
     labels: Tensor
     """int64 class numbers, from 0."""
     mean: tuple[float, ...]
@@ -66,8 +66,9 @@ class InMemoryImages:
             return images
         if view.augment != "imagenet":
             return crop_windows(draw_windows(index, view, self.shape[1]), images)
-        parts = [
-            random_resized_crop(image.permute(2, 0, 1), self.shape[1:], view.seed, place)
-            for image, place in zip(images, index.tolist(), strict=True)
-        ]
-        return color_jitter_and_flip(torch.stack(parts), index, view.seed).permute(0, 2, 3, 1)
+        # Rare for small images: one by one on the CPU.
+        pairs = zip(images.cpu(), index.tolist(), strict=True)
+        size = self.shape[1:]
+        return torch.stack(
+            [augment_image(image.permute(2, 0, 1), i, view, size, jitter=True) for image, i in pairs]
+        ).to(images.device)

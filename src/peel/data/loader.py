@@ -45,8 +45,8 @@ class _Worker(NamedTuple):
 class WorkerPool:
     """Worker processes that stay from one epoch to the next.
 
-    Unlike those of `DataLoader`, a worker that dies raises an error only where its result is awaited, not in
-    the middle of a training step. Workers ignore the signals that stop a run: it still finishes its step.
+    Unlike with a `DataLoader`, the death of a worker is an error where its result is awaited, not in the
+    middle of a training step. Workers ignore the signals that stop a run, so that it can finish its step.
     """
 
     def __init__(self, count: int, shape: tuple[int, ...]) -> None:
@@ -71,17 +71,21 @@ class WorkerPool:
                     return
                 request, slot, worker = pending[0]
                 if not worker.connection.poll(timeout):
-                    raise DataError(_message(f"did not answer for {timeout:.0f} s", request))
+                    raise TimeoutError
                 answer = worker.connection.recv()
                 if isinstance(answer, Exception):
                     raise answer
-                yield worker.buffer[slot, :answer]
                 pending.popleft()
-        except (EOFError, ConnectionError) as error:
-            raise DataError(_message("died", pending[0][0])) from error
+                yield worker.buffer[slot, :answer]
+        except (EOFError, ConnectionError, TimeoutError) as error:
+            fault = f"did not answer for {timeout:.0f} s" if isinstance(error, TimeoutError) else "died"
+            raise DataError(
+                f"a worker process {fault} while reading {pending[0][0]}. The run can be resumed with the "
+                "same command. If memory was short, use fewer --workers; 0 reads in the main process."
+            ) from error
         finally:
             if pending:
-                self.stop()
+                self._kill()
 
     def _start(self) -> None:
         for _ in range(self.count):
@@ -93,32 +97,19 @@ class WorkerPool:
             other_end.close()
             self._workers.append(_Worker(process, connection, buffer))
         # At exit, multiprocessing runs this before it waits for its daemons: these ignore SIGTERM.
-        self._kill = Finalize(self, _kill, args=(list(self._workers),), exitpriority=0)
-
-    def stop(self) -> None:
-        if self._workers:
-            self._kill()
-            self._workers = []
+        self._kill = Finalize(self, _kill, args=(self._workers,), exitpriority=0)
 
 
 def _kill(workers: list[_Worker]) -> None:
     for worker in workers:
         worker.process.kill()
-    for worker in workers:
         worker.process.join()
-
-
-def _message(what: str, request: Request) -> str:
-    return (
-        f"a worker process {what} while reading {request}. The run can be resumed with the same command. "
-        "If the worker ran out of memory, use fewer --workers; 0 reads the images in the main process."
-    )
+    workers.clear()
 
 
 def _work(connection: Connection, buffer: Tensor) -> None:
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM)}:
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -6,8 +6,8 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,27 +16,19 @@ __all__ = ["name_missing_space", "parse_object", "write_bytes", "write_json"]
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write atomically and durably: after a crash, `path` holds the old content or the new one, never a part."""
+    """Write atomically and durably: after a crash, `path` holds the old content or the new, never a part."""
+    temporary = path.with_name(f".writing-{secrets.token_hex(8)}")
     with name_missing_space(path, len(data)):
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
         try:
-            with os.fdopen(handle, "wb") as file:
+            with temporary.open("xb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, path)
+            temporary.replace(path)
         except BaseException:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
     _sync_folder(path.parent)
-
-
-def _umask() -> int:
-    """The umask, which can only be read by setting it."""
-    umask = os.umask(0o077)
-    os.umask(umask)
-    return umask
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ __all__ = ["fingerprint"]
 
 
 def fingerprint(parts: Iterable[str | bytes | Tensor]) -> str:
-    """Sixteen hexadecimal digits of the SHA-256 of all parts; a tensor counts by its values, on any device."""
+    """Sixteen hexadecimal digits of the SHA-256 of all parts; tensors count by their values."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, Tensor):
