@@ -67,6 +67,13 @@ def test_results_are_not_overwritten_by_later_ones(split: ImageFolder) -> None:
     assert torch.equal(images_of(split, order, 7, EVAL, 1), images_of(split, order, 48, EVAL, 0))
 
 
+def test_two_iterations_at_the_same_time_do_not_mix(split: ImageFolder) -> None:
+    first, second = (split.batches(ORDER, 8, View("imagenet", seed), CPU_DEVICE, 1) for seed in (3, 4))
+    pairs = [(one.images, other.images) for one, other in zip(first, second)]
+    for seed, images in zip((3, 4), zip(*pairs)):
+        assert torch.equal(torch.cat(images), images_of(split, ORDER, 8, View("imagenet", seed)))
+
+
 def test_signals_to_the_process_group_do_not_end_the_workers(split: ImageFolder) -> None:
     batches = split.batches(ORDER, 4, VIEW, CPU_DEVICE, 2)
     for _ in range(2):
@@ -86,8 +93,8 @@ def test_a_worker_that_dies_is_an_error_that_names_its_files(
         replace_decode(patch, "21.png", lambda: os.kill(os.getpid(), signal.SIGKILL))
         batches = split.batches(ORDER, 8, VIEW, CPU_DEVICE, 1)
         got = [next(batches), next(batches)]
-        files = ", ".join(split.paths[16:19])
-        with pytest.raises(DataError, match=rf"died while reading {files} and 5 more\. .*resumed.*--workers"):
+        message = rf"died while reading {split.paths[16]} and 7 other files\. .*resumed.*--workers"
+        with pytest.raises(DataError, match=message):
             list(batches)
     assert not children()
     again = images_of(split, ORDER, 8, VIEW, 1)

@@ -17,9 +17,7 @@ from .augmentation import LUMA, ColorJitter
 __all__ = ["fused_color_jitter"]
 
 #: Pixels per program.
-BLOCK = 1024
-
-_BLOCK = tl.constexpr(BLOCK)
+BLOCK = tl.constexpr(1024)
 _RED, _GREEN, _BLUE = (tl.constexpr(part) for part in LUMA)
 
 
@@ -27,7 +25,7 @@ def fused_color_jitter(images: Tensor, changes: ColorJitter, mean: Tensor, scale
     """Images (uint8, images x height x width x 3) changed and normalized, as float32."""
     images = images.contiguous()
     count, height, width, _ = images.shape
-    pixels, blocks = height * width, triton.cdiv(height * width, BLOCK)
+    pixels, blocks = height * width, triton.cdiv(height * width, BLOCK.value)
     out = torch.empty(images.shape, device=images.device)
     # Contrast needs the mean gray value. One sum per block, without atomics, gives the same bits every time.
     sums = torch.empty(count, blocks, device=images.device)
@@ -89,7 +87,7 @@ def _change(red, green, blue, kind, strength, mean_gray):
 def _sum_gray(images, strengths, order, sums, pixels: tl.constexpr, blocks: tl.constexpr):
     """Sums of the gray values as they are before the change of contrast."""
     number = tl.program_id(0).to(tl.int64)
-    pixel = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
+    pixel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     red, green, blue = _load(images, number, pixel, pixels)
     is_before = 1
     for slot in tl.static_range(4):
@@ -117,7 +115,7 @@ def _jitter(
     padded_blocks: tl.constexpr,
 ):
     number = tl.program_id(0).to(tl.int64)
-    pixel = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
+    pixel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     block = tl.arange(0, padded_blocks)
     mean_gray = tl.sum(tl.load(sums + number * blocks + block, mask=block < blocks, other=0.0)) / pixels
     red, green, blue = _load(images, number, pixel, pixels)

@@ -15,16 +15,15 @@ from .augmentation import DRAWS, View, padding_of
 __all__ = ["fused_crop"]
 
 #: Values per program.
-BLOCK = 1024
-
-_BLOCK, _DRAWS = tl.constexpr(BLOCK), tl.constexpr(DRAWS)
+BLOCK = tl.constexpr(1024)
+_DRAWS = tl.constexpr(DRAWS)
 
 
 def fused_crop(pixels: Tensor, index: Tensor, view: View, mean: Tensor, scale: Tensor) -> Tensor:
     """The images at these indices, augmented and normalized: float32, images x height x width x channels."""
     height, width, channels = pixels.shape[1:]
     out = torch.empty(len(index), height, width, channels, device=pixels.device)
-    grid = (len(index), triton.cdiv(height * width * channels, BLOCK))
+    grid = (len(index), triton.cdiv(height * width * channels, BLOCK.value))
     sizes = height, width, channels, padding_of(height)
     _crop[grid](pixels, index, mean, scale, out, view.seed, *sizes, view.augment)
     return out
@@ -56,7 +55,7 @@ def _crop(
 ):
     number = tl.program_id(0).to(tl.int64)
     place = tl.load(index + number)
-    offset = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
+    offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_real = offset < height * width * channels
     channel = offset % channels
     column = (offset // channels) % width

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,9 +33,6 @@ DATA: dict[str, str] = {
 
 #: The images of a folder are kept in memory up to this height and width, and this many bytes in total.
 IN_MEMORY_SIDE, IN_MEMORY_BYTES = 96, 4 * 2**30
-
-#: Of folders with more large images than this, only the start and the end of each file are checked.
-FULL_CHECK = 20_000
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -133,15 +131,17 @@ def load_data(
         raise ConfigError(f"image_size must be a whole number of at least 1, not {image_size!r}.")
     if name == "digits":
         return _digits(channels, image_size)
+    folder = Path(name).expanduser()
+    if name not in DATA and not folder.is_dir():
+        raise DataError(
+            f"{name!r} is neither a dataset nor a folder.{did_you_mean(name, DATA)} "
+            f"Give one of {', '.join(DATA)}, or a folder with train/ and val/ (or test/)."
+        )
+    if find_spec("torchvision") is None:
+        raise PeelError(f"the data {name} needs torchvision: pip install peel-pruning[vision]")
     if name in DATA:
         return _torchvision(name, channels, image_size, root)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return _folder(folder, channels, image_size, skip_corrupt)
-    raise DataError(
-        f"{name!r} is neither a dataset nor a folder.{did_you_mean(name, DATA)} "
-        f"Give one of {', '.join(DATA)}, or a folder with train/ and val/ (or test/)."
-    )
+    return _folder(folder, channels, image_size, skip_corrupt)
 
 
 def hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:
@@ -168,7 +168,6 @@ def _digits(channels: int, image_size: int | None) -> Data:
 
 
 def _torchvision(name: str, channels: int, image_size: int | None, root: str | Path | None) -> Data:
-    _require_torchvision(name)
     from torchvision import datasets
 
     classes = {"cifar10": "CIFAR10", "cifar100": "CIFAR100", "fashion-mnist": "FashionMNIST"}
@@ -189,15 +188,7 @@ def _torchvision(name: str, channels: int, image_size: int | None, root: str | P
     return Data.from_tensors(name, tuple(splits[0].classes), train, test)
 
 
-def _require_torchvision(name: str) -> None:
-    try:
-        import torchvision  # noqa: F401
-    except ImportError as error:
-        raise PeelError(f"the data {name} needs torchvision: pip install peel-pruning[vision]") from error
-
-
 def _folder(folder: Path, channels: int, image_size: int | None, skip_corrupt: bool) -> Data:
-    _require_torchvision(str(folder))
     evaluations = (name for name in ("val", "test", "validation", "valid") if (folder / name).is_dir())
     evaluation = next(evaluations, None)
     if not (folder / "train").is_dir() or evaluation is None:
@@ -217,8 +208,7 @@ def _folder(folder: Path, channels: int, image_size: int | None, skip_corrupt: b
     if is_small and len(paths) * channels * height * width <= IN_MEMORY_BYTES:
         readable, images = read_all(paths, partial(load_image, shape=shape), skip=skip_corrupt)
     else:
-        check = partial(check_image, fully=len(paths) <= FULL_CHECK)
-        readable, images = read_all(paths, check, skip=skip_corrupt)[0], []
+        readable, images = read_all(paths, check_image, skip=skip_corrupt)[0], []
     count = sum(i < count for i in readable)
     found = torch.tensor([labels[i] for i in readable])
     parts = {"train": slice(None, count), evaluation: slice(count, None)}

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,13 +32,10 @@ SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff", "
 
 #: Images that a worker decodes at a time: several workers share a batch.
 PIECE = 16
-
 #: Number of files per split whose contents go into the fingerprint.
 FINGERPRINTED = 1_000
-
 #: Threads decode files below this size three times more slowly: decoding them rarely releases the GIL.
 TINY_FILE = 16_384
-
 #: Seconds before a file is read again: a network disk may be away for a moment.
 RETRY_AFTER = (0.5, 1.0)
 
@@ -96,45 +94,33 @@ class ImageFolder:
         """uint8 batches (images x height x width x channels), decoded in pieces by the workers."""
         channels, *size = self.shape
         requests = (
-            _Request([self.paths[i] for i in piece.tolist()], piece.tolist(), view, self.shape, jitter)
+            partial(_load, [self.paths[i] for i in piece], piece, view, self.shape, jitter)
             for index in indices
-            for piece in torch.split(index, PIECE)
+            for piece in map(Tensor.tolist, torch.split(index, PIECE))
         )
-        if workers:
-            pool = self._pools.setdefault(workers, WorkerPool(workers, (PIECE, *size, channels)))
-            results = pool.run(requests)
-        else:
-            results = (torch.stack(request()) for request in requests)
+        # Two iterations at the same time do not share a pool.
+        pool = self._pools.pop(workers, None) or WorkerPool(workers, (PIECE, *size, channels))
+        results = pool.run(requests)
         for index in indices:
             batch = torch.empty(len(index), *size, channels, dtype=torch.uint8, pin_memory=pin)
             for part in torch.split(batch, PIECE):
                 part.copy_(next(results))
             yield batch
+        self._pools[workers] = pool
 
 
-@dataclass(frozen=True)
-class _Request:
-    """Some images of a batch, for a worker to decode."""
-
-    paths: list[str]
-    index: list[int]
-    view: View
-    shape: tuple[int, int, int]
-    jitter: bool
-
-    def __str__(self) -> str:
-        return ", ".join(self.paths[:3]) + (f" and {len(self.paths) - 3} more" if len(self.paths) > 3 else "")
-
-    def __call__(self) -> list[Tensor]:
-        channels, *size = self.shape
-        images = (_read(path, channels, RETRY_AFTER) for path in self.paths)
-        return [
-            augment_image(image, index, self.view, size, jitter=self.jitter)
-            for image, index in zip(images, self.index, strict=True)
-        ]
+def _load(
+    paths: list[str], index: list[int], view: View, shape: tuple[int, ...], jitter: bool
+) -> list[Tensor]:
+    """Some images of a batch, decoded and augmented by a worker."""
+    channels, *size = shape
+    images = (_decode_or_retry(path, channels, RETRY_AFTER) for path in paths)
+    return [
+        augment_image(image, i, view, size, jitter=jitter) for image, i in zip(images, index, strict=True)
+    ]
 
 
-def _read(path: str, channels: int, pauses: Sequence[float]) -> Tensor:
+def _decode_or_retry(path: str, channels: int, pauses: Sequence[float]) -> Tensor:
     try:
         return decode(Path(path), channels)
     except Exception as error:
@@ -142,7 +128,7 @@ def _read(path: str, channels: int, pauses: Sequence[float]) -> Tensor:
             text = f"{path} was readable before training, but is not any more"
             raise DataError(f"{text}: {type(error).__name__}: {error}") from error
         time.sleep(pauses[0])
-        return _read(path, channels, pauses[1:])
+        return _decode_or_retry(path, channels, pauses[1:])
 
 
 def decode(path: Path, channels: int) -> Tensor:
@@ -236,11 +222,8 @@ def load_image(path: Path, shape: tuple[int, int, int]) -> Tensor:
     return (image if image.shape == shape else center_crop(image, shape[1:])).permute(1, 2, 0)
 
 
-def check_image(path: Path, *, fully: bool) -> None:
-    """Decode the image, or read only the header and the end marker of JPEG and PNG: finds truncated files."""
-    if fully:
-        decode(path, 3)
-        return
+def check_image(path: Path) -> None:
+    """Read the header, and the end marker of JPEG and PNG: finds truncated files and files of other types."""
     from PIL import Image
 
     with Image.open(path) as image:

@@ -67,8 +67,6 @@ class InMemoryImages:
         if view.augment != "imagenet":
             return crop_windows(draw_windows(index, view, self.shape[1]), images)
         # Rare for small images: one by one on the CPU.
-        pairs = zip(images.cpu(), index.tolist(), strict=True)
-        size = self.shape[1:]
-        return torch.stack(
-            [augment_image(image.permute(2, 0, 1), i, view, size, jitter=True) for image, i in pairs]
-        ).to(images.device)
+        pairs, size = zip(images.cpu().permute(0, 3, 1, 2), index.tolist(), strict=True), self.shape[1:]
+        augmented = [augment_image(image, i, view, size, jitter=True) for image, i in pairs]
+        return torch.stack(augmented).to(index.device)

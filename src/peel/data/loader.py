@@ -7,7 +7,7 @@ import multiprocessing
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import cycle, islice, product
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -24,15 +24,13 @@ __all__ = ["WorkerPool", "copy_ahead"]
 
 #: Seconds after which a worker that does not answer counts as hanging; PEEL_TIMEOUT changes it.
 TIMEOUT = 300.0
-
 #: Requests per worker that are under way.
 PREFETCH = 8
-
 #: How many steps the GPU may be behind: more would fill its memory with batches.
 STEPS_AHEAD = 2
 
-#: Returns uint8 tensors of one shape; it is pickled for the worker, and its str() names what it reads.
-Request = Callable[[], list[Tensor]]
+#: A function that returns uint8 tensors of one shape, with its arguments: first the files that it reads.
+Request = partial[list[Tensor]]
 
 
 class _Worker(NamedTuple):
@@ -50,12 +48,15 @@ class WorkerPool:
     """
 
     def __init__(self, count: int, shape: tuple[int, ...]) -> None:
-        """`shape`: the largest number of tensors that a request returns, and their shape."""
+        """`count` may be 0. `shape`: the largest number of results of a request, and their shape."""
         self.count, self.shape = count, shape
         self._workers: list[_Worker] = []
 
     def run(self, requests: Iterable[Request]) -> Iterator[Tensor]:
         """The results of the requests in order, stacked. Each is valid until the next one is taken."""
+        if not self.count:
+            yield from (torch.stack(request()) for request in requests)
+            return
         if not self._workers:
             self._start()
         timeout = env_number("PEEL_TIMEOUT", TIMEOUT)
@@ -79,9 +80,10 @@ class WorkerPool:
                 yield worker.buffer[slot, :answer]
         except (EOFError, ConnectionError, TimeoutError) as error:
             fault = f"did not answer for {timeout:.0f} s" if isinstance(error, TimeoutError) else "died"
+            first, *others = pending[0][0].args[0]
             raise DataError(
-                f"a worker process {fault} while reading {pending[0][0]}. The run can be resumed with the "
-                "same command. If memory was short, use fewer --workers; 0 reads in the main process."
+                f"a worker process {fault} while reading {first} and {len(others)} other files. The run can "
+                "be resumed with the same command. If memory was short, use fewer --workers (or 0)."
             ) from error
         finally:
             if pending:
