@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
+from ..utils.fingerprint import fingerprint
 from .augmentation import View, augment_image, center_crop, draw_color_jitter
 from .batch import Batch
 from .kernels import has_triton
@@ -234,17 +235,14 @@ def check_image(path: Path) -> None:
             raise ValueError("the end of the file is missing")
 
 
-def fingerprint_of(paths: Sequence[str]) -> bytes:
+def fingerprint_of(paths: Sequence[str]) -> str:
     """A hash of the names and sizes of all files, and of the contents of some: all would take hours."""
-    digest = hashlib.sha256()
     sample = paths[:: max(1, -(-len(paths) // FINGERPRINTED))]
     try:
-        for path in paths:
-            digest.update(os.fsencode(f"{os.path.basename(path)}:{os.stat(path).st_size};"))
+        sizes = [os.fsencode(f"{os.path.basename(path)}:{os.stat(path).st_size};") for path in paths]
         with ThreadPoolExecutor() as pool:
-            for content in pool.map(lambda path: hashlib.sha256(Path(path).read_bytes()).digest(), sample):
-                digest.update(content)
+            contents = pool.map(lambda path: hashlib.sha256(Path(path).read_bytes()).digest(), sample)
+            return fingerprint([*sizes, *contents])
     except OSError as error:
         text = f"{error.filename} was readable before, but is not any more"
         raise DataError(f"{text}: {error.strerror}.") from error
-    return digest.digest()

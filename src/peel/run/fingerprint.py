@@ -24,7 +24,7 @@ __all__ = ["code_of", "environment_of", "fingerprint_of_images"]
 
 def fingerprint_of_images(data: Data) -> str:
     """Tells whether the images are still the same ones."""
-    parts: list[Tensor | bytes] = []
+    parts: list[Tensor | str] = []
     for split in (data.train, data.test):
         parts.append(split.labels)
         if isinstance(split, InMemoryImages):
