@@ -457,7 +457,11 @@ class Bench:
         paths, labels, _ = find_images(place)
         times = max(1, self.options.reads // count)
         return ImageFolder(
-            [str(path) for path in paths] * times, torch.tensor(labels * times), (3, size, size), IMAGENET_MEAN, IMAGENET_STD
+            [str(path) for path in paths] * times,
+            torch.tensor(labels * times),
+            (3, size, size),
+            IMAGENET_MEAN,
+            IMAGENET_STD,
         )
 
     def decoding(self, split: ImageFolder, batch: int) -> float:

@@ -368,7 +368,9 @@ def photographs(tmp_path: Path) -> ImageFolder:
         small = torch.randint(0, 256, (6, 8, 3), dtype=torch.uint8, generator=chance).numpy()
         paths.append(tmp_path / f"{number}.png")
         Image.fromarray(small).resize((160, 120), Image.Resampling.BICUBIC).save(paths[-1])
-    return ImageFolder([str(path) for path in paths], torch.arange(70), (3, 96, 96), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2))
+    return ImageFolder(
+        [str(path) for path in paths], torch.arange(70), (3, 96, 96), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2)
+    )
 
 
 def test_images_from_a_folder_arrive_on_the_gpu_as_on_the_cpu(photographs: ImageFolder) -> None:
