@@ -38,10 +38,10 @@ from torch import Tensor, nn
 
 import peel
 from peel import zoo
+from peel.data.augmentation import View
 from peel.data.datasets import Data, load_data
-from peel.data.image_folder import ImageFolder, Paths, find_images
+from peel.data.image_folder import ImageFolder, find_images
 from peel.data.in_memory import InMemoryImages
-from peel.data.view import View
 from peel.steps.distillation import Distillation
 from peel.steps.importance import WithL1
 from peel.surgery.fast_widths import fast_widths
@@ -457,7 +457,11 @@ class Bench:
         paths, labels, _ = find_images(place)
         times = max(1, self.options.reads // count)
         return ImageFolder(
-            Paths(paths * times), torch.tensor(labels * times), (3, size, size), IMAGENET_MEAN, IMAGENET_STD
+            [str(path) for path in paths] * times,
+            torch.tensor(labels * times),
+            (3, size, size),
+            IMAGENET_MEAN,
+            IMAGENET_STD,
         )
 
     def decoding(self, split: ImageFolder, batch: int) -> float:

@@ -18,13 +18,18 @@ from torch import nn
 import peel
 from helpers.small import Small, few_digits, same_weights, small_run
 from peel import zoo
+from peel.data.augmentation import (
+    EVAL,
+    View,
+    color_jitter_and_flip,
+    crop_windows,
+    draw_color_jitter,
+    draw_windows,
+)
 from peel.data.batch import Batch
-from peel.data.crops import crop_windows, draw_windows
 from peel.data.datasets import load_data
-from peel.data.image_folder import ImageFolder, Paths
+from peel.data.image_folder import ImageFolder
 from peel.data.in_memory import InMemoryImages
-from peel.data.transforms import color_jitter_and_flip, draw_color_jitter
-from peel.data.view import EVAL, View
 from peel.steps.distillation import Distillation
 from peel.surgery.fast_widths import fast_widths
 from peel.surgery.padding import pad
@@ -363,7 +368,9 @@ def photographs(tmp_path: Path) -> ImageFolder:
         small = torch.randint(0, 256, (6, 8, 3), dtype=torch.uint8, generator=chance).numpy()
         paths.append(tmp_path / f"{number}.png")
         Image.fromarray(small).resize((160, 120), Image.Resampling.BICUBIC).save(paths[-1])
-    return ImageFolder(Paths(paths), torch.arange(70), (3, 96, 96), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2))
+    return ImageFolder(
+        [str(path) for path in paths], torch.arange(70), (3, 96, 96), (0.5, 0.4, 0.3), (0.2, 0.2, 0.2)
+    )
 
 
 def test_images_from_a_folder_arrive_on_the_gpu_as_on_the_cpu(photographs: ImageFolder) -> None:
@@ -397,13 +404,13 @@ def test_small_images_may_be_augmented_as_large_ones(engine: Engine) -> None:
         break
 
 
-def test_the_colour_kernel_shows_what_the_cpu_shows() -> None:
+def test_the_color_kernel_agrees_with_the_cpu() -> None:
     images = torch.randint(
         0, 256, (100, 224, 224, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
     index, mean, scale = torch.arange(100) * 3, torch.tensor([120.0, 110.0, 100.0]), torch.full((3,), 0.02)
     wanted = color_jitter_and_flip(images.permute(0, 3, 1, 2), index, 5).permute(0, 2, 3, 1)
-    from peel.data.colour_kernel import fused_color_jitter
+    from peel.data.color_kernel import fused_color_jitter
 
     made = fused_color_jitter(images.cuda(), draw_color_jitter(index.cuda(), 5), mean.cuda(), scale.cuda())
     gap = (made.cpu() / scale + mean - wanted).abs()

@@ -1,4 +1,4 @@
-"""Crops, colours and mirrored images: the same wherever they are made, and as torchvision makes them."""
+"""Augmentation: the same on CPU and GPU, and distributed as by torchvision."""
 
 from __future__ import annotations
 
@@ -6,89 +6,96 @@ import itertools
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
-from torchvision.transforms.v2 import RandomResizedCrop
+from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as reference
 
-from peel.data.crops import count_windows, draw_windows, padding_of
-from peel.data.transforms import color_jitter, color_jitter_and_flip, draw_crop, random_resized_crop
-from peel.data.view import View
+from helpers.images import images_of
+from helpers.small import few_digits
+from peel.data.augmentation import (
+    View,
+    color_jitter,
+    color_jitter_and_flip,
+    count_windows,
+    crop_windows,
+    draw_crop,
+    draw_windows,
+    padding_of,
+    random_resized_crop,
+)
+from peel.data.in_memory import InMemoryImages
 
-pytest.importorskip("torchvision")
-
-VIEWS = """
+CROPS = """
 import torch
-from peel.train.crops import draw_windows, seen_through
-from peel.train.kernels import fused_view
-from peel.train.view import View
-chance = torch.Generator().manual_seed(0)
+from peel.data.augmentation import View, crop_windows, draw_windows
+from peel.data.crop_kernel import fused_crop
+generator = torch.Generator().manual_seed(0)
 for height, width, channels in ((8, 8, 1), (32, 32, 3), (12, 20, 3)):
-    pixels = torch.randint(0, 256, (50, height, width, channels), dtype=torch.uint8, generator=chance)
-    index = torch.randperm(50, generator=chance)[:20]
-    mean, scale = torch.rand(channels, generator=chance) * 255, torch.rand(channels, generator=chance) / 50
+    pixels = torch.randint(0, 256, (50, height, width, channels), dtype=torch.uint8, generator=generator)
+    index = torch.randperm(50, generator=generator)[:20]
+    mean = torch.rand(channels, generator=generator) * 255
+    scale = torch.rand(channels, generator=generator) / 50
     for augment in ("none", "crop", "crop-flip"):
         for seed in (0, 1, 2**62 + 12345):
             view = View(augment, seed)
-            wanted = (seen_through(draw_windows(index, view, height), pixels[index]) - mean) * scale
-            assert torch.equal(fused_view(pixels, index, view, mean, scale), wanted), (height, augment, seed)
-print("the same views")
+            expected = (crop_windows(draw_windows(index, view, height), pixels[index]) - mean) * scale
+            assert torch.equal(fused_crop(pixels, index, view, mean, scale), expected), view
+print("equal crops")
 """
 
-COLOURS = """
+COLORS = """
 import torch
-from peel.train.colour_kernel import fused_colours
-from peel.train.transforms import draw_changes, jittered_and_mirrored
-chance = torch.Generator().manual_seed(0)
-mean, scale = torch.rand(3, generator=chance) * 255, torch.rand(3, generator=chance)
+from peel.data.augmentation import color_jitter_and_flip, draw_color_jitter
+from peel.data.color_kernel import fused_color_jitter
+generator = torch.Generator().manual_seed(0)
+mean, scale = torch.rand(3, generator=generator) * 255, torch.rand(3, generator=generator)
 for height, width in ((40, 40), (33, 64)):
-    images = torch.randint(0, 256, (30, height, width, 3), dtype=torch.uint8, generator=chance)
-    images[0, :5] = 100  # grey has no hue
-    index = torch.randperm(1000, generator=chance)[:30]
-    changes = draw_changes(index, 7)
-    assert len(changes.order.unique(dim=0)) > 15 and 5 < changes.mirrored.sum() < 25
-    made = fused_colours(images, changes, mean, scale) / scale + mean
-    # Where a level of brightness lies just between two, either is right.
-    gap = (made - jittered_and_mirrored(images.permute(0, 3, 1, 2), index, 7).permute(0, 2, 3, 1)).abs()
+    images = torch.randint(0, 256, (30, height, width, 3), dtype=torch.uint8, generator=generator)
+    images[0, :5] = 100  # gray has no hue
+    index = torch.randperm(1000, generator=generator)[:30]
+    changes = draw_color_jitter(index, 7)
+    assert len(changes.order.unique(dim=0)) > 15 and 5 < changes.flipped.sum() < 25
+    made = fused_color_jitter(images, changes, mean, scale) / scale + mean
+    # A value halfway between two levels may be rounded to either.
+    gap = (made - color_jitter_and_flip(images.permute(0, 3, 1, 2), index, 7).permute(0, 2, 3, 1)).abs()
     assert gap.max() < 1.01 and (gap > 0.01).float().mean() < 1e-3, (gap.max(), gap.mean())
-print("the same colours")
+print("equal colors")
 """
 
 
-def test_the_kernels_make_what_the_cpu_makes() -> None:
-    """Run by Triton's interpreter; test_gpu.py has it on a GPU."""
+def test_the_kernels_agree_with_the_cpu() -> None:
+    """In Triton's interpreter; test_gpu.py does it on a GPU."""
     pytest.importorskip("triton")
     variables = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(
-        [sys.executable, "-c", VIEWS + COLOURS], env=variables, capture_output=True, text=True, check=False
+        [sys.executable, "-c", CROPS + COLORS], env=variables, capture_output=True, text=True, check=False
     )
-    assert result.stdout.split("\n")[:-1] == ["the same views", "the same colours"], result.stderr
+    assert result.stdout.split("\n")[:-1] == ["equal crops", "equal colors"], result.stderr
 
 
-def test_colours_change_as_torchvision_changes_them_in_every_order() -> None:
-    chance = torch.Generator().manual_seed(0)
-    images = torch.rand(24, 3, 20, 30, generator=chance) * 255
-    images[0, :, :5] = 100  # grey has no hue
-    orders = torch.tensor(list(itertools.permutations(range(4))))
-    strengths = torch.cat(
-        [0.8 + 0.4 * torch.rand(24, 3, generator=chance), 0.2 * torch.rand(24, 1, generator=chance) - 0.1], 1
-    )
-    changed = color_jitter(images, strengths, orders)
+def test_color_jitter_equals_that_of_torchvision_in_every_order() -> None:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(24, 3, 20, 30, generator=generator) * 255
+    images[0, :, :5] = 100  # gray has no hue
     adjust = [
         reference.adjust_brightness,
         reference.adjust_contrast,
         reference.adjust_saturation,
         reference.adjust_hue,
     ]
-    for number, order in enumerate(orders.tolist()):
-        wanted = images[number] / 255
+    for image, order in zip(images, itertools.permutations(range(4))):
+        factors = (0.8 + 0.4 * torch.rand(3, generator=generator)).tolist()
+        strengths = [*factors, float(0.2 * torch.rand(1, generator=generator) - 0.1)]
+        expected = image / 255
         for kind in order:
-            wanted = adjust[kind](wanted, float(strengths[number, kind]))
-        assert torch.allclose(changed[number], wanted * 255, atol=0.01), order
+            expected = adjust[kind](expected, strengths[kind])
+        assert torch.allclose(color_jitter(image, strengths, order), expected * 255, atol=0.01), order
 
 
-def test_colours_and_mirroring_depend_on_seed_and_index_alone() -> None:
+def test_color_jitter_and_flip_depend_only_on_seed_and_index() -> None:
     images = torch.randint(
         0, 256, (80, 3, 10, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
@@ -101,18 +108,17 @@ def test_colours_and_mirroring_depend_on_seed_and_index_alone() -> None:
     assert torch.equal(whole, whole.round().clamp(0, 255))
 
 
-def test_colours_do_not_depend_on_the_number_of_threads() -> None:
+def test_color_jitter_does_not_depend_on_the_number_of_threads() -> None:
     images = torch.randint(
-        0, 256, (40, 3, 224, 224), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+        0, 256, (8, 3, 224, 224), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
     before = torch.get_num_threads()
     try:
         seen = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            # One at a time, as they are decoded.
             seen.append(
-                torch.cat([color_jitter_and_flip(images[i : i + 1], torch.tensor([i]), 5) for i in range(40)])
+                torch.cat([color_jitter_and_flip(images[i : i + 1], torch.tensor([i]), 5) for i in range(8)])
             )
     finally:
         torch.set_num_threads(before)
@@ -120,7 +126,7 @@ def test_colours_do_not_depend_on_the_number_of_threads() -> None:
     assert torch.equal(seen[0], seen[2])
 
 
-def test_half_of_the_images_are_mirrored_and_grey_ones_keep_their_levels() -> None:
+def test_half_of_the_images_are_flipped_and_gray_ones_keep_their_values() -> None:
     ramp = torch.arange(10, dtype=torch.uint8).expand(4000, 1, 3, 10)
     seen = color_jitter_and_flip(ramp, torch.arange(4000), 1)
     flipped = seen[:, 0, 0, 0] == 9
@@ -130,9 +136,9 @@ def test_half_of_the_images_are_mirrored_and_grey_ones_keep_their_levels() -> No
 
 
 @pytest.mark.parametrize(("height", "width"), [(375, 500), (300, 90), (40, 400)])
-def test_random_parts_are_distributed_as_those_of_torchvision(height: int, width: int) -> None:
+def test_random_crops_are_distributed_as_those_of_torchvision(height: int, width: int) -> None:
     torch.manual_seed(0)
-    crop, image = RandomResizedCrop(224), torch.zeros(3, height, width)
+    crop, image = v2.RandomResizedCrop(224), torch.zeros(3, height, width)
     drawn = [crop.make_params([image]) for _ in range(4000)]
     theirs = torch.tensor([[params[name] for name in ("top", "left", "height", "width")] for params in drawn])
     mine = torch.tensor([draw_crop(height, width, 1, index) for index in range(4000)])
@@ -151,7 +157,7 @@ def test_random_parts_are_distributed_as_those_of_torchvision(height: int, width
     assert not torch.equal(mine, torch.tensor([draw_crop(height, width, 2, index) for index in range(4000)]))
 
 
-def test_a_random_part_is_what_torchvision_makes_of_that_part() -> None:
+def test_a_random_crop_is_resized_as_by_torchvision() -> None:
     image = torch.randint(0, 256, (3, 90, 120), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     for index in range(20):
         wanted = reference.resized_crop(image, *draw_crop(90, 120, 3, index), [64, 48], antialias=True)
@@ -159,7 +165,7 @@ def test_a_random_part_is_what_torchvision_makes_of_that_part() -> None:
 
 
 @pytest.mark.parametrize("augment", ["none", "crop", "crop-flip"])
-def test_every_window_has_a_number_of_its_own(augment: str) -> None:
+def test_every_window_has_its_own_number(augment: str) -> None:
     pad = padding_of(8)
     numbers = {}
     for epoch in range(40):
@@ -176,3 +182,40 @@ def test_every_window_has_a_number_of_its_own(augment: str) -> None:
     most = count_windows(augment, 8)
     assert most is not None
     assert augment == "none" or max(numbers) < most
+
+
+@pytest.mark.parametrize("augment", ["crop", "crop-flip"])
+def test_crops_are_those_of_torchvision_and_equally_frequent(augment: str) -> None:
+    size, draws = 8, 9_000
+    image = torch.arange(1, size * size + 1, dtype=torch.uint8).reshape(size, size, 1)
+    padded = torch.nn.functional.pad(image.permute(2, 0, 1), [1, 1, 1, 1])
+    windows = [padded[:, top : top + size, left : left + size] for top in range(3) for left in range(3)]
+    possible = windows + ([window.flip(2) for window in windows] if augment == "crop-flip" else [])
+    keys = {window.numpy().tobytes(): i for i, window in enumerate(possible)}
+    ours: Counter[int] = Counter()
+    for epoch in range(3):
+        index = torch.arange(draws // 3)
+        seen = crop_windows(
+            draw_windows(index, View.of_epoch(augment, 0, epoch), size),
+            image.expand(len(index), size, size, 1),
+        ).permute(0, 3, 1, 2)
+        ours.update(keys[window.contiguous().numpy().tobytes()] for window in seen)
+    transforms = v2.Compose(
+        [v2.RandomCrop(size, padding=1), *([v2.RandomHorizontalFlip()] if augment == "crop-flip" else [])]
+    )
+    torch.manual_seed(0)
+    theirs = {keys[transforms(image.permute(2, 0, 1)).numpy().tobytes()] for _ in range(300)}
+    assert set(ours) == theirs == set(range(len(possible)))
+    expected = draws / len(possible)
+    chi_square = sum((ours[i] - expected) ** 2 / expected for i in range(len(possible)))
+    # The 99.99 % quantiles of chi-square with 8 and 17 degrees of freedom.
+    assert chi_square < (31.8 if augment == "crop" else 46.0)
+
+
+def test_two_images_of_an_epoch_are_augmented_differently() -> None:
+    digits = few_digits().train
+    assert isinstance(digits, InMemoryImages)
+    same = InMemoryImages(digits.pixels[:1].repeat(12, 1, 1, 1), digits.labels[:12], digits.mean, digits.std)
+    for augment in ("crop", "imagenet"):
+        seen = images_of(same, torch.arange(12), 12, View.of_epoch(augment, 0, 0))
+        assert len({image.contiguous().numpy().tobytes() for image in seen}) > 4

@@ -1,167 +1,83 @@
-"""Processes that decode images: they stay, they are replaced when they die, and what cannot be read is named."""
+"""Worker processes: they stay, ignore signals, end with the program, and their failure is a clear error."""
 
 from __future__ import annotations
 
 import gc
-import logging
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader
 
+from helpers.images import CPU_DEVICE, images_of, noise
 from peel.data import image_folder as folder_module
-from peel.data import loader as loader_module
-from peel.data.image_folder import ImageFolder, Paths
-from peel.data.loader import Loader
-from peel.data.view import EVAL, View
+from peel.data.augmentation import EVAL, View
+from peel.data.image_folder import ImageFolder
 from peel.errors import DataError
 
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dead processes are looked for every second instead of every fifth; none is done with all its work before it dies."""
-    monkeypatch.setattr(loader_module, "LOOK_SECONDS", 1.0)
-    monkeypatch.setattr(loader_module, "PIECES_AHEAD", 1)
+ORDER, VIEW = torch.arange(48), View("imagenet", 3)
 
 
 @pytest.fixture
 def split(tmp_path: Path) -> ImageFolder:
-    chance = torch.Generator().manual_seed(0)
-    paths = []
-    for number in range(48):
-        paths.append(tmp_path / f"{number}.png")
-        Image.fromarray(torch.randint(0, 256, (40, 50, 3), dtype=torch.uint8, generator=chance).numpy()).save(
-            paths[-1]
-        )
-    return ImageFolder(Paths(paths), torch.arange(48), (3, 32, 32), (0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
+    paths = [str(tmp_path / f"{number}.png") for number in range(48)]
+    for number, path in enumerate(paths):
+        Image.fromarray(noise(40, 50, number)).save(path)
+    return ImageFolder(paths, torch.arange(48), (3, 32, 32), (0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
 
 
 def children() -> set[int]:
     return {process.pid for process in multiprocessing.active_children() if process.pid is not None}
 
 
-def test_the_processes_stay_from_one_epoch_to_the_next(split: ImageFolder) -> None:
+def replace_decode(monkeypatch: pytest.MonkeyPatch, name: str, action: object) -> None:
+    """Call `action` in the process that decodes the file called `name`."""
+    decode = folder_module.decode
+
+    def decode_or_act(path: Path, channels: int) -> Tensor:
+        if path.name == name:
+            action()  # type: ignore[operator]
+        return decode(path, channels)
+
+    monkeypatch.setattr(folder_module, "decode", decode_or_act)
+
+
+def test_workers_stay_and_give_the_images_of_the_main_process(split: ImageFolder) -> None:
     seen = []
     for epoch in range(2):
-        images = [
-            batch.images
-            for batch in split.batches(torch.arange(48), 8, View.of_epoch("imagenet", 0, epoch), CPU, 2)
-        ]
-        seen.append((children(), torch.cat(images)))
+        view = View.of_epoch("imagenet", 0, epoch)
+        images = images_of(split, ORDER, 20, view, 2)
+        assert torch.equal(images, images_of(split, ORDER, 20, view, 0))
+        seen.append((children(), images))
     assert len(seen[0][0]) == 2
     assert seen[0][0] == seen[1][0]
-    assert not torch.equal(seen[0][1], seen[1][1]), "each epoch has views of its own"
+    assert not torch.equal(seen[0][1], seen[1][1])
 
 
-def test_a_process_that_is_killed_is_replaced_and_nothing_is_lost(
-    split: ImageFolder, caplog: pytest.LogCaptureFixture
-) -> None:
-    view = View("imagenet", 3)
-    whole = list(split.batches(torch.arange(48), 4, view, CPU, 0))
-    got = []
-    with caplog.at_level(logging.WARNING, "peel"):
-        for number, batch in enumerate(split.batches(torch.arange(48), 4, view, CPU, 2)):
-            got.append(batch)
-            if number == 1:
-                os.kill(min(children()), signal.SIGKILL)
-    assert "it is replaced" in caplog.text
-    assert len(got) == len(whole)
-    for mine, theirs in zip(got, whole, strict=True):
-        assert torch.equal(mine.images, theirs.images)
-        assert torch.equal(mine.labels, theirs.labels)
+def test_results_are_not_overwritten_by_later_ones(split: ImageFolder) -> None:
+    """More requests than the workers have slots, of different sizes."""
+    order = torch.arange(48).repeat(20)[:-5]
+    assert torch.equal(images_of(split, order, 7, EVAL, 1), images_of(split, order, 48, EVAL, 0))
 
 
-def test_ending_our_processes_does_not_disturb_whoever_uses_loaders_of_torch() -> None:
-    """Theirs makes the death of a process an error in the main thread, wherever that is."""
-    before = signal.getsignal(signal.SIGCHLD)
-    theirs: Any = iter(DataLoader(torch.arange(4), num_workers=1))  # type: ignore[arg-type]
-    try:
-        ours = Loader(float_of, 1, pin=False)
-        assert [batch.item() for batch in ours.batches([[1], [2]])] == [1.0, 2.0]
-        ours._end()
-        assert [batch.item() for batch in theirs] == [0, 1, 2, 3]
-    finally:
-        theirs._shutdown_workers()
-        signal.signal(signal.SIGCHLD, before)
+def test_two_iterations_at_the_same_time_do_not_mix(split: ImageFolder) -> None:
+    first, second = (split.batches(ORDER, 8, View("imagenet", seed), CPU_DEVICE, 1) for seed in (3, 4))
+    pairs = [(one.images, other.images) for one, other in zip(first, second)]
+    for seed, images in zip((3, 4), zip(*pairs)):
+        assert torch.equal(torch.cat(images), images_of(split, ORDER, 8, View("imagenet", seed)))
 
 
-def test_a_process_that_dies_while_something_is_computed_does_not_disturb_it(split: ImageFolder) -> None:
-    """Torch would raise an error in the middle of it, with the weights half updated; at the latest where a loader of torch's is in use."""
-    before = signal.getsignal(signal.SIGCHLD)
-    theirs: Any = iter(DataLoader(torch.arange(4), num_workers=1))  # type: ignore[arg-type]
-    try:
-        others, got = children(), 0
-        for number, batch in enumerate(split.batches(torch.arange(48), 4, View("imagenet", 3), CPU, 2)):
-            got += len(batch.labels)
-            if number == 1:
-                os.kill(min(children() - others), signal.SIGKILL)
-                until = time.monotonic() + 1
-                while time.monotonic() < until:
-                    torch.randn(100, 100).square().sum().item()
-        assert got == 48
-        assert [batch.item() for batch in theirs] == [0, 1, 2, 3]
-    finally:
-        theirs._shutdown_workers()
-        signal.signal(signal.SIGCHLD, before)
-
-
-def test_whoever_listens_to_their_own_processes_hears_of_them() -> None:
-    heard = []
-    before = signal.signal(signal.SIGCHLD, lambda *_: heard.append(True))
-    try:
-        ours = Loader(float_of, 1, pin=False)
-        assert [batch.item() for batch in ours.batches([[1], [2]])] == [1.0, 2.0]
-        heard.clear()
-        subprocess.run(["true"], check=True)
-        assert heard
-    finally:
-        ours._end()
-        signal.signal(signal.SIGCHLD, before)
-
-
-@pytest.mark.parametrize("between", [False, True], ids=["at work", "between two epochs"])
-def test_a_process_that_hangs_is_replaced_and_nothing_is_lost(
-    between: bool, split: ImageFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("PEEL_PATIENCE", "2")
-    view = View("imagenet", 3)
-    whole = torch.cat([batch.images for batch in split.batches(torch.arange(48), 4, view, CPU, 0)])
-    others = children()
-    if between:
-        assert len(list(split.batches(torch.arange(48), 4, view, CPU, 2))) == 12
-        os.kill(min(children() - others), signal.SIGSTOP)
-    got = []
-    for number, batch in enumerate(split.batches(torch.arange(48), 4, view, CPU, 2)):
-        got.append(batch.images)
-        if number == 1 and not between:
-            os.kill(min(children() - others), signal.SIGSTOP)
-    assert torch.equal(torch.cat(got), whole)
-    assert "it is replaced" in caplog.text
-
-
-def float_of(key: int) -> Tensor:
-    return torch.tensor(float(key))
-
-
-def test_signals_to_the_whole_group_do_not_end_the_processes(split: ImageFolder) -> None:
-    batches = split.batches(torch.arange(48), 4, View("imagenet", 3), CPU, 2)
+def test_signals_to_the_process_group_do_not_end_the_workers(split: ImageFolder) -> None:
+    batches = split.batches(ORDER, 4, VIEW, CPU_DEVICE, 2)
     for _ in range(2):
-        next(batches)  # one of each process: both listen
+        next(batches)  # one of each worker: both are initialized
     before = children()
     for pid in before:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -170,159 +86,97 @@ def test_signals_to_the_whole_group_do_not_end_the_processes(split: ImageFolder)
     assert children() == before
 
 
-def test_a_process_that_dies_between_two_epochs_is_replaced(split: ImageFolder) -> None:
-    view = View("imagenet", 3)
-    first = [batch.images for batch in split.batches(torch.arange(48), 8, view, CPU, 2)]
-    os.kill(min(children()), signal.SIGKILL)
+def test_a_worker_that_dies_is_an_error_that_names_its_files(
+    split: ImageFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        replace_decode(patch, "21.png", lambda: os.kill(os.getpid(), signal.SIGKILL))
+        batches = split.batches(ORDER, 8, VIEW, CPU_DEVICE, 1)
+        got = [next(batches), next(batches)]
+        message = rf"died while reading {split.paths[16]} and 7 other files\. .*resumed.*--workers"
+        with pytest.raises(DataError, match=message):
+            list(batches)
+    assert not children()
+    again = images_of(split, ORDER, 8, VIEW, 1)
+    assert torch.equal(again[:16], torch.cat([batch.images for batch in got]))
+    assert len(again) == 48
+
+
+def test_a_worker_that_hangs_is_an_error(split: ImageFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEEL_TIMEOUT", "1")
+    replace_decode(monkeypatch, "21.png", lambda: time.sleep(60))
+    began = time.monotonic()
+    with pytest.raises(DataError, match=r"did not answer for 1 s while reading .*16\.png.*resumed"):
+        images_of(split, ORDER, 8, VIEW, 2)
+    assert not children()
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_a_worker_that_dies_or_hangs_between_epochs_is_an_error_at_the_next_batch(
+    number: signal.Signals, split: ImageFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PEEL_TIMEOUT", "2")
+    whole = images_of(split, ORDER, 8, VIEW, 2)
+    os.kill(min(children()), number)
     time.sleep(0.2)
-    second = [batch.images for batch in split.batches(torch.arange(48), 8, view, CPU, 2)]
-    assert torch.equal(torch.cat(first), torch.cat(second))
+    with pytest.raises(DataError, match="a worker process"):
+        images_of(split, ORDER, 8, VIEW, 2)
+    assert not children()
+    assert torch.equal(images_of(split, ORDER, 8, VIEW, 2), whole)
 
 
-def test_an_epoch_that_is_given_up_leaves_no_process_at_work(split: ImageFolder) -> None:
-    batches = split.batches(torch.arange(48), 8, View("imagenet", 3), CPU, 2)
+def test_an_epoch_that_is_abandoned_leaves_no_process(split: ImageFolder) -> None:
+    batches = split.batches(ORDER, 8, VIEW, CPU_DEVICE, 2)
     next(batches)
     assert len(children()) == 2
     batches.close()
     assert not children()
-    assert sum(len(batch.labels) for batch in split.batches(torch.arange(48), 8, EVAL, CPU, 2)) == 48
+    assert len(images_of(split, ORDER, 8, EVAL, 2)) == 48
 
 
-def test_processes_end_with_the_images_they_are_for(split: ImageFolder) -> None:
-    some = split.subset(torch.arange(16))
-    list(some.batches(torch.arange(16), 8, EVAL, CPU, 2))
+def test_workers_end_with_their_split(split: ImageFolder) -> None:
+    part = split.subset(torch.arange(16))
+    images_of(part, torch.arange(16), 8, EVAL, 2)
     assert len(children()) == 2
-    del some
+    del part
     gc.collect()
     assert not children()
 
 
-def test_a_forked_copy_of_the_program_leaves_the_processes_alone(split: ImageFolder) -> None:
-    list(split.batches(torch.arange(48), 8, EVAL, CPU, 2))
-    before = children()
-    copy = os.fork()
-    if copy == 0:
-        for loader in split._loaders.values():
-            loader._end()
-        os._exit(0)
-    os.waitpid(copy, 0)
-    assert sum(len(batch.labels) for batch in split.batches(torch.arange(48), 8, EVAL, CPU, 2)) == 48
-    assert children() == before
-
-
-AN_ERROR = """
-import sys, torch
+PROGRAM = """
+import multiprocessing, os, signal, sys, time, torch
 from pathlib import Path
-from peel.train.folder import Folder, Paths
-from peel.train.view import AS_IT_IS
-split = Folder(Paths(sorted(Path(sys.argv[1]).glob("*.png"))), torch.arange(48), (3, 32, 32), (0.5,) * 3, (0.2,) * 3)
-seen = list(split.batches(torch.arange(48), 8, AS_IT_IS, torch.device("cpu"), 2))
-raise KeyError("what nobody expected")
+from peel.data.augmentation import EVAL
+from peel.data.image_folder import ImageFolder
+paths = sorted(map(str, Path(sys.argv[1]).glob("*.png")))
+split = ImageFolder(paths, torch.arange(48), (3, 32, 32), (0.5,) * 3, (0.2,) * 3)
+seen = list(split.batches(torch.arange(48), 8, EVAL, torch.device("cpu"), 2))
+print(*(process.pid for process in multiprocessing.active_children()), flush=True)
+if sys.argv[2] == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+raise KeyError("unexpected")
 """
 
 
-def test_an_error_that_nobody_expected_ends_the_program(split: ImageFolder) -> None:
-    """The processes are deaf to the request to end that Python sends, and it would wait for them for ever."""
+@pytest.mark.parametrize("end", ["error", "kill"])
+def test_no_process_is_left_behind_when_the_program_ends(end: str, split: ImageFolder) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(Path(split.paths[0]).parent), end]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", AN_ERROR, str(split.paths[0].parent)]
     result = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=60)
-    assert result.returncode == 1
-    assert "what nobody expected" in result.stderr
+    assert result.returncode == (1 if end == "error" else -signal.SIGKILL)
+    assert ("unexpected" in result.stderr) == (end == "error")
+    workers = [Path("/proc") / pid for pid in result.stdout.split()]
+    assert len(workers) == 2
+    until = time.monotonic() + 10
+    while any(is_running(worker) for worker in workers) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(is_running(worker) for worker in workers)
 
 
-class Dying:
-    def __call__(self, key: int) -> Tensor:
-        if key == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return torch.tensor(key)
-
-
-class Hanging:
-    def __call__(self, key: int) -> Tensor:
-        if key == 5:
-            time.sleep(60)
-        return torch.tensor(key)
-
-
-@pytest.mark.parametrize("make", [Dying(), Hanging()])
-def test_processes_that_die_or_hang_every_time_are_an_error_not_a_wait(
-    make: Dying | Hanging, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PEEL_PATIENCE", "1")
-    monkeypatch.setattr(loader_module, "TRIES", 2)
-    got = []
-    began = time.monotonic()
-    with pytest.raises(DataError, match=r"at the batch of 4.*2 times.*--workers"):
-        for batch in Loader(make, 2, pin=False).batches([[0, 1], [2, 3], [4, 5], [6, 7]]):
-            got.append(batch.tolist())  # noqa: PERF401 -- what came before the error is looked at
-    assert got == [[0, 1], [2, 3]]
-    assert not children(), "none that would be waited for when the program ends"
-    assert time.monotonic() - began < 30
-
-
-@pytest.mark.parametrize(("size", "more"), [(8, " and 5 more"), (2, "")])
-def test_the_files_that_processes_die_at_are_named(
-    size: int, more: str, split: ImageFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = folder_module.decode
-
-    def deadly(path: Path, channels: int) -> Tensor:
-        if path.name == "21.png":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return whole(path, channels)
-
-    monkeypatch.setattr(folder_module, "decode", deadly)
-    monkeypatch.setattr(loader_module, "LOOK_SECONDS", 0.2)
-    monkeypatch.setattr(loader_module, "TRIES", 2)
-    order = torch.arange(48).flip(0)
-    first = order[order.tolist().index(21) // size * size :][: min(size, 3)].tolist()
-    names = ", ".join(str(split.paths[number]) for number in first)
-    with pytest.raises(
-        DataError, match=rf"at the batch of image {first[0]} \({names}{more}\), 2 times\. Fewer --workers"
-    ):
-        list(split.batches(order, size, EVAL, CPU, 1))
-
-
-@pytest.mark.parametrize("channels", [1, 2, 4])
-def test_other_numbers_of_channels_are_grey(split: ImageFolder, channels: int) -> None:
-    other = ImageFolder(split.paths, split.labels, (channels, 32, 32), (0.5,) * channels, (0.2,) * channels)
-    (batch,) = other.batches(torch.arange(48), 48, EVAL, CPU)
-    assert batch.images.shape == (48, channels, 32, 32)
-    assert (batch.images == batch.images[:, :1]).all()
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_file_that_is_gone_is_named(
-    split: ImageFolder, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(folder_module, "READ_PAUSE", 0.01)
-    split.paths[17].unlink()
-    with pytest.raises(
-        DataError, match=r"17\.png could be read before training, but not any more: FileNotFoundError"
-    ):
-        list(split.batches(torch.arange(48), 8, EVAL, CPU, workers))
-
-
-@pytest.fixture
-def away(split: ImageFolder) -> Iterator[None]:
-    """The folder disappears for a moment, as when a network disk is disconnected."""
-    home = split.paths[0].parent
-    home.rename(home.with_name("away"))
-    timer = threading.Timer(0.7, lambda: home.with_name("away").rename(home))
-    timer.start()
-    yield
-    timer.join()
-    shutil.rmtree(home, ignore_errors=True)
-
-
-@pytest.mark.usefixtures("away")
-def test_files_that_come_back_after_a_moment_are_read(split: ImageFolder) -> None:
-    assert sum(len(batch.labels) for batch in split.batches(torch.arange(48), 48, EVAL, CPU, 0)) == 48
-
-
-def test_many_paths_take_little_memory_and_come_back_as_they_were(tmp_path: Path) -> None:
-    odd = [tmp_path / "a b" / "ä.png", tmp_path / os.fsdecode(b"\xff\xfe.png"), tmp_path / "plain.png"]
-    paths = Paths(odd)
-    assert list(paths) == odd
-    assert list(paths[1:]) == odd[1:]
-    assert list(paths.chosen(torch.tensor([2, 0]))) == [odd[2], odd[0]]
+def is_running(process: Path) -> bool:
+    """An orphan may stay as a zombie where no init process collects it."""
+    try:
+        return (process / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

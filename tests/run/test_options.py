@@ -13,7 +13,7 @@ from torch import nn
 
 import peel
 from helpers.small import CPU, Small, few_digits, same_weights, small_run
-from peel.data.view import EVAL
+from peel.data.augmentation import EVAL
 from peel.errors import ConfigError
 from peel.methods.config import CRITERIA
 from peel.train.callbacks import Callback

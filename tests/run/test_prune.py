@@ -19,7 +19,7 @@ from helpers.folders import content, read
 from helpers.small import CPU, SHORT, WIDTHS, Counting, Small, few_digits, same_weights, small_run
 from peel.cli.main import main
 from peel.cost.count import count_macs
-from peel.data.view import EVAL
+from peel.data.augmentation import EVAL
 from peel.errors import ConfigError
 from peel.run.result import Result
 

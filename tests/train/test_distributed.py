@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from helpers.killing import exit_code, start
 from helpers.small import CPU, PLAIN, few_digits, fresh
+from peel.data.augmentation import View
 from peel.data.batch import Batch
-from peel.data.view import View
 from peel.errors import RunError
 from peel.train.distributed import World, init_distributed, shutdown_distributed
 from peel.train.engine import Engine

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from helpers.small import CPU, PLAIN, few_digits, fresh, same_weights, trained
+from peel.data.augmentation import EVAL
 from peel.data.batch import Batch
 from peel.data.datasets import Split
 from peel.data.in_memory import InMemoryImages
-from peel.data.view import EVAL
 from peel.errors import CorruptFileError, DataError
 from peel.train import auto_compile as pace_module
 from peel.train.auto_compile import AutoCompile

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from helpers.small import CPU, SHORT, Small, few_digits
+from peel.data.augmentation import View
 from peel.data.datasets import Split
-from peel.data.view import View
 from peel.run.prune import prune
 from peel.steps.distillation import Distillation
 from peel.train import teacher_cache as answers_module

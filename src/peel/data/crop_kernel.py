@@ -1,6 +1,6 @@
-"""Cropping, mirroring and normalising a batch in one kernel on a GPU: what `crops` and `chance` do, number by number.
+"""Crop, flip and normalization of small images in one GPU kernel, with the random numbers of `augmentation`.
 
-Imported only where there is a GPU and a compiler for it (Triton comes with torch).
+Import it only if `kernels.has_triton()`.
 """
 
 from __future__ import annotations
@@ -10,44 +10,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .crops import DRAWS, padding_of
-from .view import View
+from .augmentation import DRAWS, View, padding_of
 
 __all__ = ["fused_crop"]
 
-BLOCK = 1024
+#: Values per program.
+BLOCK = tl.constexpr(1024)
+_DRAWS = tl.constexpr(DRAWS)
 
 
 def fused_crop(pixels: Tensor, index: Tensor, view: View, mean: Tensor, scale: Tensor) -> Tensor:
-    """The images at these places as a view sees them, normalised: images x height x width x channels, float32."""
-    _, height, width, channels = pixels.shape
+    """The images at these indices, augmented and normalized: float32, images x height x width x channels."""
+    height, width, channels = pixels.shape[1:]
     out = torch.empty(len(index), height, width, channels, device=pixels.device)
-    grid = (len(index), triton.cdiv(height * width * channels, BLOCK))
-    is_moved, is_mirrored = view.augment != "none", view.augment == "crop-flip"
-    pad = padding_of(height)
-    _view[grid](
-        pixels,
-        index,
-        mean,
-        scale,
-        out,
-        view.seed,
-        height,
-        width,
-        channels,
-        pad,
-        DRAWS,
-        is_moved,
-        is_mirrored,
-        BLOCK,
-    )
+    grid = (len(index), triton.cdiv(height * width * channels, BLOCK.value))
+    sizes = height, width, channels, padding_of(height)
+    _crop[grid](pixels, index, mean, scale, out, view.seed, *sizes, view.augment)
     return out
 
 
 @triton.jit
-def _draw(place, number: tl.constexpr, seed, draws: tl.constexpr):
-    """One number of `chance.uniform`."""
-    state = ((place * draws + (number + 1)).to(tl.uint64) * 0x9E3779B97F4A7C15) ^ seed
+def _uniform(place, number: tl.constexpr, seed):
+    """One number of `rng.hashed_uniform`."""
+    state = ((place * _DRAWS + (number + 1)).to(tl.uint64) * 0x9E3779B97F4A7C15) ^ seed
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB
     state = state ^ (state >> 31)
@@ -55,7 +40,7 @@ def _draw(place, number: tl.constexpr, seed, draws: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["seed"])
-def _view(
+def _crop(
     pixels,
     index,
     mean,
@@ -66,25 +51,22 @@ def _view(
     width: tl.constexpr,
     channels: tl.constexpr,
     pad: tl.constexpr,
-    draws: tl.constexpr,
-    is_moved: tl.constexpr,
-    is_mirrored: tl.constexpr,
-    block: tl.constexpr,
+    augment: tl.constexpr,
 ):
     number = tl.program_id(0).to(tl.int64)
     place = tl.load(index + number)
-    offset = tl.program_id(1) * block + tl.arange(0, block)
+    offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_real = offset < height * width * channels
     channel = offset % channels
     column = (offset // channels) % width
     row = offset // (channels * width)
-    if is_moved:
+    if augment != "none":
         key = seed.to(tl.uint64)
         side = 2 * pad + 1
-        row += (_draw(place, 0, key, draws) * side).to(tl.int32) - pad
-        if is_mirrored:
-            column = tl.where(_draw(place, 2, key, draws) < 0.5, column, width - 1 - column)
-        column += (_draw(place, 1, key, draws) * side).to(tl.int32) - pad
+        row += (_uniform(place, 0, key) * side).to(tl.int32) - pad
+        if augment == "crop-flip":
+            column = tl.where(_uniform(place, 2, key) < 0.5, column, width - 1 - column)
+        column += (_uniform(place, 1, key) * side).to(tl.int32) - pad
     is_inside = is_real & (row >= 0) & (row < height) & (column >= 0) & (column < width)
     source = pixels + place * (height * width * channels) + (row * width + column) * channels + channel
     value = tl.load(source, mask=is_inside, other=0).to(tl.float32)

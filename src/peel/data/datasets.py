@@ -1,23 +1,26 @@
-"""Data sets by name: `digits` (embedded), `cifar10`, `cifar100`, `fashion-mnist` (torchvision), or a folder of images."""
+"""Datasets by name: `digits` (embedded), `cifar10`, `cifar100`, `fashion-mnist`, or a folder of images."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..errors import ConfigError, DataError, did_you_mean
+from ..errors import ConfigError, DataError, PeelError, did_you_mean
 from ..utils.rng import derive_seed
+from .augmentation import View
 from .batch import Batch
-from .image_folder import ImageFolder, Paths, find_images, image_size, load_images, scan
+from .image_folder import ImageFolder, check_image, find_images, load_image, read_all
 from .in_memory import InMemoryImages
-from .view import View
 
 __all__ = ["DATA", "Data", "Split", "held_out_size", "hold_out", "load_data"]
 
@@ -25,17 +28,25 @@ DATA: dict[str, str] = {
     "digits": "1,797 handwritten digits of 8x8 pixels, embedded (UCI, by way of scikit-learn)",
     "cifar10": "50,000 and 10,000 images of 32x32 pixels, 10 classes (torchvision downloads it)",
     "cifar100": "the same with 100 classes",
-    "fashion-mnist": "60,000 and 10,000 grey images of 28x28 pixels, 10 classes (torchvision downloads it)",
+    "fashion-mnist": "60,000 and 10,000 gray images of 28x28 pixels, 10 classes (torchvision downloads it)",
 }
 
-#: A folder becomes resident when its images are at most this large and take at most this many bytes.
+#: The images of a folder are kept in memory up to this height and width, and this many bytes in total.
 IN_MEMORY_SIDE, IN_MEMORY_BYTES = 96, 4 * 2**30
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
+#: Images (uint8, images x height x width x channels) and their labels.
+Labelled = tuple[Tensor, Tensor]
+
 
 class Split(Protocol):
-    """Labelled images that can be visited in any order, seen in any view."""
+    """The training or the test images of a `Data`: any object with these members.
+
+    `labels` are int64 class numbers, `shape` is (channels, height, width), `mean` and `std` normalize images.
+    `batches` yields the images with the indices `order`, augmented. What is drawn for an image must depend
+    only on `view` and its index.
+    """
 
     @property
     def size(self) -> int: ...
@@ -56,25 +67,47 @@ class Split(Protocol):
 
 @dataclass(frozen=True)
 class Data:
+    """Training and test images, and the names of their classes.
+
+    `load_data` returns one. To make one of your own images, give uint8 tensors (images x height x width x
+    channels) and class numbers from 0:
+
+        data = peel.Data.from_tensors(
+            "shapes", ("circle", "square"), train=(images, labels), test=(test_images, test_labels)
+        )
+        result = peel.prune(model, data, budget="50%")
+    """
+
     name: str
     classes: tuple[str, ...]
     train: Split
     test: Split
     augment: str
-    """The augmentation that suits these images."""
+    """The default augmentation: none, crop, crop-flip or imagenet."""
+
+    @staticmethod
+    def from_tensors(
+        name: str, classes: tuple[str, ...], train: Labelled, test: Labelled, augment: str = "crop-flip"
+    ) -> Data:
+        """Data in memory, normalized by the mean and the standard deviation of the training images."""
+        for pixels, labels in (train, test):
+            if pixels.dtype != torch.uint8 or pixels.ndim != 4 or len(pixels) != len(labels):
+                given = f"{pixels.dtype} of shape {tuple(pixels.shape)} with {len(labels)} labels"
+                wanted = "uint8, images x height x width x channels, with a label for each image"
+                raise DataError(f"the images of {name} are {given}; they must be {wanted}.")
+        mean, std = _mean_and_std(train[0])
+        split, test_split = (InMemoryImages(p, labels.long(), mean, std) for p, labels in (train, test))
+        return Data(name, classes, split, test_split, augment)
 
     @property
     def shape(self) -> tuple[int, int, int]:
         return self.train.shape
 
     def input_spec(self) -> dict[str, Any]:
-        """How to feed a network that was trained on these images."""
-        return {
-            "classes": list(self.classes),
-            "shape": list(self.shape),
-            "mean": list(self.train.mean),
-            "std": list(self.train.std),
-        }
+        """How to feed a network that was trained on these images: classes, shape, mean and std."""
+        mean, std = self.train.mean, self.train.std
+        spec = {"classes": self.classes, "shape": self.shape, "mean": mean, "std": std}
+        return {name: list(values) for name, values in spec.items()}
 
     def to(self, device: torch.device) -> Data:
         return replace(self, train=self.train.to(device), test=self.test.to(device))
@@ -88,33 +121,31 @@ def load_data(
     root: str | Path | None = None,
     skip_corrupt: bool = False,
 ) -> Data:
-    """The data set called `name`, or the folder at that path.
+    """The dataset called `name`, or the folder of images at that path.
 
-    Images are brought to `channels` (grey ones repeated) and to `image_size`, by default their own size (224 for folders of large
-    ones). torchvision keeps what it downloads in `root`.
+    Images are converted to `channels` (gray ones repeated) and `image_size`: by default their own size, or
+    224 for a folder of images that are large or differ in size. torchvision downloads to `root`.
+    `skip_corrupt` leaves out the files of a folder that cannot be read.
     """
-    if image_size is not None and (
-        isinstance(image_size, bool) or not isinstance(image_size, int) or image_size < 1
-    ):
+    if image_size is not None and (type(image_size) is not int or image_size < 1):
         raise ConfigError(f"image_size must be a whole number of at least 1, not {image_size!r}.")
     if name == "digits":
         return _digits(channels, image_size)
-    if name in ("cifar10", "cifar100", "fashion-mnist"):
-        return _torchvision(name, channels, image_size, root)
     folder = Path(name).expanduser()
-    if folder.is_dir():
-        return _folder(folder, channels, image_size, skip_corrupt)
-    if folder.exists():
+    if name not in DATA and not folder.is_dir():
         raise DataError(
-            f"{name} is a file; data is a folder with train/ and val/ (or test/) in it, or one of {', '.join(DATA)}."
+            f"{name!r} is neither a dataset nor a folder.{did_you_mean(name, DATA)} "
+            f"Give one of {', '.join(DATA)}, or a folder with train/ and val/ (or test/)."
         )
-    raise DataError(
-        f"there is no data set and no folder called {name!r}.{did_you_mean(name, DATA)} Known are {', '.join(DATA)}."
-    )
+    if find_spec("torchvision") is None:
+        raise PeelError(f"the data {name} needs torchvision: pip install peel-pruning[vision]")
+    if name in DATA:
+        return _torchvision(name, channels, image_size, root)
+    return _folder(folder, channels, image_size, skip_corrupt)
 
 
 def hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:
-    """The split without a random share of its samples, and that share: for whatever selects, so that it never looks at test images."""
+    """The split without a random share of its images, and this share: for decisions without test images."""
     count = held_out_size(split.size, share)
     if count >= split.size:
         raise DataError(f"cannot hold {count} of {split.size} images out of the training data.")
@@ -127,169 +158,108 @@ def held_out_size(size: int, share: float) -> int:
 
 
 def _digits(channels: int, image_size: int | None) -> Data:
-    with (
-        resources.files("peel.data").joinpath("embedded", "digits.npz").open("rb") as file,
-        np.load(file) as stored,
-    ):
-        pixels = torch.from_numpy(np.minimum(stored["images"].astype(np.int64) * 16, 255).astype(np.uint8))[
-            ..., None
-        ]
-        labels = torch.from_numpy(stored["labels"].astype(np.int64))
+    stored = np.load(str(resources.files("peel.data") / "embedded" / "digits.npz"))
+    pixels = torch.from_numpy(np.minimum(stored["images"].astype(np.int64) * 16, 255).astype(np.uint8))
+    pixels = _convert(pixels, channels, image_size)
+    labels = torch.from_numpy(stored["labels"].astype(np.int64))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    train, test = order[:1437], order[1437:]
-    names = tuple(str(digit) for digit in range(10))
-    return _in_memory_data(
-        "digits",
-        names,
-        pixels[train],
-        labels[train],
-        pixels[test],
-        labels[test],
-        channels,
-        image_size,
-        "crop",
-    )
+    train, test = ((pixels[index], labels[index]) for index in (order[:1437], order[1437:]))
+    return Data.from_tensors("digits", tuple("0123456789"), train, test, "crop")
 
 
 def _torchvision(name: str, channels: int, image_size: int | None, root: str | Path | None) -> Data:
     from torchvision import datasets
 
-    kind = {
-        "cifar10": datasets.CIFAR10,
-        "cifar100": datasets.CIFAR100,
-        "fashion-mnist": datasets.FashionMNIST,
-    }[name]
+    classes = {"cifar10": "CIFAR10", "cifar100": "CIFAR100", "fashion-mnist": "FashionMNIST"}
+    dataset = getattr(datasets, classes[name])
+    folder = Path("~/.cache/peel/data" if root is None else root)
     try:
-        place = Path(root).expanduser() if root is not None else Path.home() / ".cache" / "peel" / "data"
-    except RuntimeError as error:
-        raise DataError(
-            f"there is no home folder to keep {name} in ({error}). Name a folder with --data-root."
-        ) from error
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        train, test = kind(place, train=True, download=True), kind(place, train=False, download=True)
+        folder = folder.expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        splits = [dataset(folder, train=is_train, download=True) for is_train in (True, False)]
     except (OSError, RuntimeError) as error:
         raise DataError(
-            f"{name} is not in {place} and could not be downloaded ({error}). Put torchvision's copy there, name another folder with "
-            "--data-root, or give a folder of images."
+            f"{name} is not in {folder} and could not be downloaded ({error}). Put torchvision's copy there, "
+            "name another folder with --data-root, or give a folder of images."
         ) from error
-
-    def tensors(dataset: Any) -> tuple[Tensor, Tensor]:
-        pixels = torch.as_tensor(np.asarray(dataset.data), dtype=torch.uint8)
-        return pixels if pixels.ndim == 4 else pixels[..., None], torch.as_tensor(
-            dataset.targets, dtype=torch.int64
-        )
-
-    return _in_memory_data(
-        name, tuple(train.classes), *tensors(train), *tensors(test), channels, image_size, "crop-flip"
-    )
+    pixels = (_convert(torch.as_tensor(split.data), channels, image_size) for split in splits)
+    labels = (torch.as_tensor(split.targets) for split in splits)
+    train, test = zip(pixels, labels, strict=True)
+    return Data.from_tensors(name, tuple(splits[0].classes), train, test)
 
 
-def _folder(folder: Path, channels: int, wanted: int | None, skip_corrupt: bool) -> Data:
-    evaluation = next(
-        (name for name in ("val", "test", "validation", "valid") if (folder / name).is_dir()), None
-    )
+def _folder(folder: Path, channels: int, image_size: int | None, skip_corrupt: bool) -> Data:
+    evaluations = (name for name in ("val", "test", "validation", "valid") if (folder / name).is_dir())
+    evaluation = next(evaluations, None)
     if not (folder / "train").is_dir() or evaluation is None:
         inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:5]) or "nothing"
-        raise DataError(
-            f"{folder} needs the folders train/ and val/ (or test/), each with one folder of images per class; it holds {inside}."
-        )
+        needed = "the folders train/ and val/ (or test/), each with one folder of images per class"
+        raise DataError(f"{folder} needs {needed}; it holds {inside}.")
     paths, labels, classes = find_images(folder / "train")
     test_paths, test_labels, test_classes = find_images(folder / evaluation)
     if test_classes != classes:
-        odd = sorted(set(classes) ^ set(test_classes))
-        raise DataError(
-            f"{folder}: train/ and {evaluation}/ have different classes: {', '.join(odd[:5])} not in both."
-        )
-    shape = (channels, *_common_size(paths, wanted))
-    # Both splits together, so that whatever is broken is named at once.
-    every, every_label, count = [*paths, *test_paths], [*labels, *test_labels], len(paths)
-    is_resident = (
-        max(shape[1:]) <= IN_MEMORY_SIDE and len(every) * shape[0] * shape[1] * shape[2] <= IN_MEMORY_BYTES
-    )
-    pixels, good = (
-        load_images(every, shape, skip=skip_corrupt)
-        if is_resident
-        else (None, scan(every, skip=skip_corrupt))
-    )
-    sides = [i for i in good if i < count], [i for i in good if i >= count]
-    for side, name in zip(sides, ("train", evaluation), strict=True):
-        for gone in sorted({*range(len(classes))} - {every_label[i] for i in side}):
-            raise DataError(
-                f"none of the images in {folder / name / classes[gone]} can be read. Replace them, or remove the class."
-            )
-    kept, test_kept = (torch.tensor([every_label[i] for i in side]) for side in sides)
-    if pixels is not None:
-        seen, test_seen = pixels[: len(kept)], pixels[len(kept) :]
-        return _in_memory_data(
-            str(folder), tuple(classes), seen, kept, test_seen, test_kept, channels, None, "crop-flip"
-        )
+        odd = ", ".join(sorted(set(classes) ^ set(test_classes))[:5])
+        raise DataError(f"{folder}: train/ and {evaluation}/ have different classes: {odd} not in both.")
+    height, width = _common_size(paths, image_size)
+    shape = channels, height, width
+    # Both splits are read together, so that one error names all corrupt files.
+    count, paths, labels = len(paths), [*paths, *test_paths], [*labels, *test_labels]
+    is_small = max(height, width) <= IN_MEMORY_SIDE
+    if is_small and len(paths) * channels * height * width <= IN_MEMORY_BYTES:
+        readable, images = read_all(paths, partial(load_image, shape=shape), skip=skip_corrupt)
+    else:
+        readable, images = read_all(paths, check_image, skip=skip_corrupt)[0], []
+    count = sum(i < count for i in readable)
+    found = torch.tensor([labels[i] for i in readable])
+    parts = {"train": slice(None, count), evaluation: slice(count, None)}
+    for name, part in parts.items():
+        for missing in sorted({*range(len(classes))} - {*found[part].tolist()}):
+            place = folder / name / classes[missing]
+            raise DataError(f"none of the images in {place} can be read. Replace them, or remove the class.")
+    if images:
+        in_memory = ((torch.stack(images[part]), found[part]) for part in parts.values())
+        return Data.from_tensors(str(folder), tuple(classes), next(in_memory), next(in_memory))
     mean, std = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((0.45,) * channels, (0.225,) * channels)
-    train, test = (
-        ImageFolder(Paths(every[i] for i in side), found, shape, mean, std)
-        for side, found in zip(sides, (kept, test_kept), strict=True)
-    )
+    names = [str(paths[i]) for i in readable]
+    train, test = (ImageFolder(names[part], found[part], shape, mean, std) for part in parts.values())
     return Data(str(folder), tuple(classes), train, test, "imagenet")
 
 
-def _common_size(paths: list[Path], wanted: int | None) -> tuple[int, int]:
-    """The size asked for; else the one that the images have in common where they are small; else 224."""
-    if wanted is not None:
-        return wanted, wanted
+def _common_size(paths: list[Path], image_size: int | None) -> tuple[int, int]:
+    """The size asked for; else the common size of the images if they are small; else 224."""
+    if image_size is not None:
+        return image_size, image_size
+    from PIL import Image
+
     sizes = set()
     for path in paths[:: max(1, len(paths) // 64)]:
-        try:
-            sizes.add(image_size(path))
-        except Exception:
-            continue  # named by the scan that follows
+        # A corrupt file is reported when all files are read.
+        with contextlib.suppress(Exception), Image.open(path) as image:
+            sizes.add((image.height, image.width))
     common = sizes.pop() if len(sizes) == 1 else (224, 224)
     return common if max(common) <= IN_MEMORY_SIDE else (224, 224)
 
 
-def _in_memory_data(
-    name: str,
-    classes: tuple[str, ...],
-    pixels: Tensor,
-    labels: Tensor,
-    test_pixels: Tensor,
-    test_labels: Tensor,
-    channels: int,
-    image_size: int | None,
-    augment: str,
-) -> Data:
-    pixels, test_pixels = (_fitted(images, channels, image_size) for images in (pixels, test_pixels))
-    mean, std = _statistics(pixels)
-    return Data(
-        name,
-        classes,
-        InMemoryImages(pixels, labels, mean, std),
-        InMemoryImages(test_pixels, test_labels, mean, std),
-        augment,
-    )
-
-
-def _statistics(pixels: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and deviation of each channel, between 0 and 1; rounded, so that they can be written down and used elsewhere."""
+def _mean_and_std(pixels: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel, on a scale from 0 to 1, rounded to four digits."""
     levels = torch.arange(256, dtype=torch.float64) / 255
-    mean, std = [], []
-    for channel in range(pixels.shape[-1]):
-        counts = torch.bincount(pixels[..., channel].flatten(), minlength=256).double()
-        average = float((counts * levels).sum() / counts.sum())
-        variance = float((counts * (levels - average) ** 2).sum() / counts.sum())
-        mean.append(round(average, 4))
-        std.append(round(max(variance**0.5, 1e-3), 4))
-    return tuple(mean), tuple(std)
+    counts = torch.stack([torch.bincount(part.flatten(), minlength=256) for part in pixels.cpu().unbind(-1)])
+    mean = (counts * levels).sum(1, keepdim=True) / counts.sum(1, keepdim=True)
+    variance = (counts * (levels - mean) ** 2).sum(1) / counts.sum(1)
+    std = variance.sqrt().clamp(min=1e-3)
+    return tuple(round(x, 4) for x in mean[:, 0].tolist()), tuple(round(x, 4) for x in std.tolist())
 
 
-def _fitted(images: Tensor, channels: int, image_size: int | None) -> Tensor:
+def _convert(images: Tensor, channels: int, image_size: int | None) -> Tensor:
+    """Convert images to this number of channels and this size. Gray ones may lack the axis of channels."""
+    if images.ndim == 3:
+        images = images[..., None]
     if images.shape[-1] != channels:
         if images.shape[-1] != 1:
             images = images.float().mean(-1, keepdim=True).round().to(torch.uint8)
         images = images.expand(*images.shape[:-1], channels)
     if image_size is not None and images.shape[1:3] != (image_size, image_size):
-        planar = images.permute(0, 3, 1, 2).float()
-        resized = torch.nn.functional.interpolate(
-            planar, (image_size, image_size), mode="bilinear", align_corners=False, antialias=True
-        )
-        images = resized.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
+        images = images.permute(0, 3, 1, 2).float()
+        images = nn.functional.interpolate(images, (image_size, image_size), mode="bilinear", antialias=True)
+        images = images.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
     return images.contiguous()

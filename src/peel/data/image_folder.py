@@ -1,7 +1,6 @@
-"""Folders of images: `train/CLASS/IMAGE` and `val/CLASS/IMAGE` (or `test/`), ImageNet as it comes.
+"""Folders of images: `train/CLASS/IMAGE` and `val/CLASS/IMAGE` (or `test/`), the layout of ImageNet.
 
-Every file is looked at before training starts, so that a broken one is named up front. Small images of one size become resident; others
-are decoded by worker processes as training goes.
+Every file is checked before training starts. Large images are decoded by worker processes during training.
 """
 
 from __future__ import annotations
@@ -10,87 +9,50 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cache
-from itertools import islice
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import DataError
+from ..utils.fingerprint import fingerprint
+from .augmentation import View, augment_image, center_crop, draw_color_jitter
 from .batch import Batch
-from .crops import crop_windows, draw_windows
-from .kernels import fused_color_jitter
-from .loader import Loader, ahead
-from .transforms import center_crop, color_jitter_and_flip, draw_color_jitter, random_resized_crop
-from .view import View
+from .kernels import has_triton
+from .loader import WorkerPool, copy_ahead
 
-__all__ = ["ImageFolder", "Paths", "find_images", "fingerprint_of", "load_images", "scan"]
+__all__ = ["ImageFolder", "check_image", "decode", "find_images", "fingerprint_of", "load_image", "read_all"]
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff", ".gif"}
 
-#: Sets of up to this many files are decoded in full before training; of larger ones, the beginning and the end of each file.
-FULL_SCAN = 20_000
-
-#: Images of a batch that one process decodes at a time.
+#: Images that a worker decodes at a time: several workers share a batch.
 PIECE = 16
+#: Number of files per split whose contents go into the fingerprint.
+FINGERPRINTED = 1_000
+#: Threads decode files below this size three times more slowly: decoding them rarely releases the GIL.
+TINY_FILE = 16_384
+#: Seconds before a file is read again: a network disk may be away for a moment.
+RETRY_AFTER = (0.5, 1.0)
 
-#: Of so many files of a split, spread evenly over it, the contents are looked at to tell whether they are still the same.
-LOOKED_INTO = 1_000
-
-#: Files below this are decoded so fast that threads would only get in each other's way.
-SMALL_FILE = 16_384
-
-
-#: A file that cannot be read is tried so often, in case it is the way to it that is disturbed, with pauses that double.
-READ_TRIES, READ_PAUSE = 3, 0.5
-
-
-class Paths(Sequence[Path]):
-    """Many paths in little memory: a million of them as objects would be copied into every process that touches them."""
-
-    def __init__(self, paths: Iterable[Path] | np.ndarray) -> None:
-        self._bytes = (
-            paths
-            if isinstance(paths, np.ndarray)
-            else np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
-        )
-
-    def __len__(self) -> int:
-        return len(self._bytes)
-
-    @overload
-    def __getitem__(self, index: int) -> Path: ...
-    @overload
-    def __getitem__(self, index: slice) -> Paths: ...
-    def __getitem__(self, index: int | slice) -> Path | Paths:
-        return (
-            Paths(self._bytes[index])
-            if isinstance(index, slice)
-            else Path(os.fsdecode(bytes(self._bytes[index])))
-        )
-
-    def chosen(self, index: Tensor) -> Paths:
-        return Paths(self._bytes[index.numpy()])
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """One split that is read from disk as training goes."""
+    """A split of images that are read from disk during training."""
 
-    paths: Paths
+    paths: list[str]
     labels: Tensor
     shape: tuple[int, int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    _loaders: dict[tuple[int, bool], Loader[Key]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _pools: dict[int, WorkerPool] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def size(self) -> int:
@@ -100,146 +62,114 @@ class ImageFolder:
         return self
 
     def subset(self, index: Tensor) -> ImageFolder:
-        return replace(self, paths=self.paths.chosen(index), labels=self.labels[index])
+        return replace(self, paths=[self.paths[i] for i in index.tolist()], labels=self.labels[index])
 
     def batches(
         self, order: Tensor, batch_size: int, view: View, device: torch.device, workers: int = 0
     ) -> Iterator[Batch]:
-        on_gpu = device.type == "cuda"
-        if (workers, on_gpu) not in self._loaders:
-            decoder = _Decoder(self.paths, self.shape, finishes=not on_gpu)
-            self._loaders[workers, on_gpu] = Loader(decoder, workers, pin=on_gpu, file_of=decoder.file_of)
-        indices = torch.split(order, batch_size) if len(order) else ()
-        batches = [_pieces([Key(place, view) for place in index.tolist()]) for index in indices]
-        decoded = self._loaders[workers, on_gpu].batches([piece for pieces in batches for piece in pieces])
+        """Batches of augmented and normalized images in the given order."""
+        is_gpu = device.type == "cuda"
+        is_fused = is_gpu and view.augment == "imagenet" and self.shape[0] == 3 and has_triton()
         labels = self.labels.to(device)
         mean = torch.tensor(self.mean, device=device) * 255
         scale = 1 / (torch.tensor(self.std, device=device) * 255)
-        is_jittered = on_gpu and view.augment == "imagenet"
-        fused = fused_color_jitter() if is_jittered and self.shape[0] == 3 else None
 
         def prepare(images: Tensor, index: Tensor) -> tuple[Tensor, ...]:
-            if fused is not None:
-                images = fused(images, draw_color_jitter(index, view.seed), mean, scale)
+            if is_fused:
+                from .color_kernel import fused_color_jitter
+
+                images = fused_color_jitter(images, draw_color_jitter(index, view.seed), mean, scale)
             else:
-                if is_jittered:
-                    images = color_jitter_and_flip(images.permute(0, 3, 1, 2), index, view.seed).permute(
-                        0, 2, 3, 1
-                    )
                 images = ((images - mean) * scale).contiguous()
             return images.permute(0, 3, 1, 2), labels[index]
 
-        in_pieces = (list(islice(decoded, len(pieces))) for pieces in batches)
-        there = torch.split(order.to(device), batch_size)
-        for images, its_labels in ahead(zip(in_pieces, there, strict=False), device, prepare):
-            yield Batch(images, its_labels)
+        indices = torch.split(order, batch_size) if len(order) else ()
+        decoded = self._decode(indices, view, workers, jitter=not is_fused, pin=is_gpu)
+        on_device = torch.split(order.to(device), batch_size)
+        for images, batch_labels in copy_ahead(zip(decoded, on_device, strict=False), device, prepare):
+            yield Batch(images, batch_labels)
 
-
-def _pieces(keys: list[Key]) -> list[list[Key]]:
-    """A batch in pieces for several processes: a whole one would be long in coming from one of them, while the others wait to be next."""
-    return [keys[start : start + PIECE] for start in range(0, len(keys), PIECE)]
-
-
-class Key(NamedTuple):
-    """What a decoding process is asked for."""
-
-    place: int
-    view: View
-
-    def __str__(self) -> str:
-        return f"image {self.place}"
-
-
-@dataclass(frozen=True)
-class _Decoder:
-    """What the decoding processes run."""
-
-    paths: Paths
-    shape: tuple[int, int, int]
-    finishes: bool
-    """Whether colours and mirroring are changed here too; else on the device, batch by batch."""
-
-    def file_of(self, key: Key) -> Path:
-        return self.paths[key.place]
-
-    def __call__(self, key: Key) -> Tensor | str:
-        """An image as it goes to the device: uint8, height x width x channels."""
-        path, (index, view), (channels, *size) = self.file_of(key), key, self.shape
-        for number in range(READ_TRIES):
-            try:
-                image = decode(path, channels)
-                break
-            except Exception as error:
-                if number + 1 == READ_TRIES:
-                    return f"{path} could be read before training, but not any more: {type(error).__name__}: {error}"
-                time.sleep(READ_PAUSE * 2**number)
-        place = torch.tensor([index])
-        if view.augment == "imagenet":
-            image = random_resized_crop(image, (size[0], size[1]), view.seed, index)
-            if self.finishes:
-                image = color_jitter_and_flip(image[None], place, view.seed)[0].to(torch.uint8)
-            return image.permute(1, 2, 0)
-        image = center_crop(image, (size[0], size[1])).permute(1, 2, 0)
-        return (
-            image
-            if view.augment == "none"
-            else crop_windows(draw_windows(place, view, size[0]), image[None])[0]
+    def _decode(
+        self, indices: Sequence[Tensor], view: View, workers: int, *, jitter: bool, pin: bool
+    ) -> Iterator[Tensor]:
+        """uint8 batches (images x height x width x channels), decoded in pieces by the workers."""
+        channels, *size = self.shape
+        requests = (
+            partial(_load, [self.paths[i] for i in piece], piece, view, self.shape, jitter)
+            for index in indices
+            for piece in map(Tensor.tolist, torch.split(index, PIECE))
         )
+        # Two iterations at the same time do not share a pool.
+        pool = self._pools.pop(workers, None) or WorkerPool(workers, (PIECE, *size, channels))
+        results = pool.run(requests)
+        for index in indices:
+            batch = torch.empty(len(index), *size, channels, dtype=torch.uint8, pin_memory=pin)
+            for part in torch.split(batch, PIECE):
+                part.copy_(next(results))
+            yield batch
+        self._pools[workers] = pool
+
+
+def _load(
+    paths: list[str], index: list[int], view: View, shape: tuple[int, ...], jitter: bool
+) -> list[Tensor]:
+    """Some images of a batch, decoded and augmented by a worker."""
+    channels, *size = shape
+    images = (_decode_or_retry(path, channels, RETRY_AFTER) for path in paths)
+    return [
+        augment_image(image, i, view, size, jitter=jitter) for image, i in zip(images, index, strict=True)
+    ]
+
+
+def _decode_or_retry(path: str, channels: int, pauses: Sequence[float]) -> Tensor:
+    try:
+        return decode(Path(path), channels)
+    except Exception as error:
+        if not pauses:
+            text = f"{path} was readable before training, but is not any more"
+            raise DataError(f"{text}: {type(error).__name__}: {error}") from error
+        time.sleep(pauses[0])
+        return _decode_or_retry(path, channels, pauses[1:])
 
 
 def decode(path: Path, channels: int) -> Tensor:
-    """A file as a uint8 tensor, channels x height x width, whatever its mode (grey, palette, CMYK, 16 bit, transparent).
-
-    Three channels are colours; any other number is that many times grey.
-    """
-    image = _decoded(path, is_grey=channels != 3)
+    """A file as uint8, channels x height x width: RGB with 3 channels, else the gray image repeated."""
+    image = _decode_jpeg(path, channels) if path.suffix.lower() in (".jpg", ".jpeg") else None
+    if image is None:
+        image = _decode_any(path, channels)
     return image if channels == 3 else image.expand(channels, -1, -1)
 
 
-def _decoded(path: Path, *, is_grey: bool) -> Tensor:
-    fast = _fast_jpeg() if path.suffix.lower() in (".jpg", ".jpeg") else None
-    if fast is not None:
-        data = torch.frombuffer(bytearray(path.read_bytes()) or bytearray(1), dtype=torch.uint8)
-        with contextlib.suppress(RuntimeError):
-            tensor: Tensor = fast(data, 1 if is_grey else 3, False)
-            return tensor
+def _decode_jpeg(path: Path, channels: int) -> Tensor | None:
+    """torchvision's decoder is faster than PIL and releases the GIL. None if it refuses the file."""
+    import torchvision.io  # noqa: F401
+
+    data = torch.frombuffer(bytearray(path.read_bytes()) or bytearray(1), dtype=torch.uint8)
+    with contextlib.suppress(RuntimeError, AttributeError):
+        # Not torchvision.io.decode_jpeg, which warns at every call that it will be removed.
+        return torch.ops.image.decode_jpeg(data, 3 if channels == 3 else 1, False)  # type: ignore[no-any-return]
+    return None
+
+
+def _decode_any(path: Path, channels: int) -> Tensor:
     from PIL import Image
 
     with Image.open(path) as opened:
         image: Image.Image = opened
         if opened.mode.startswith(("I", "F")):
-            # 16-bit grey, which PIL's own conversion would clip at 255. All such images are scaled alike, dark ones too; numbers with a
-            # point do not say what white is, so there the largest one has to tell.
+            # PIL would clip 16-bit images at 255. White of float images is a guess from their maximum.
             values = np.asarray(opened, dtype=np.float64)
-            full = (
-                65535
-                if opened.mode != "F"
-                else next((full for full in (1, 255) if values.max() <= full), 65535)
-            )
-            image = Image.fromarray((values / full * 255).clip(0, 255).astype(np.uint8))
+            guesses = (1, 255) if opened.mode == "F" else ()
+            white = next((value for value in guesses if values.max() <= value), 65535)
+            image = Image.fromarray((values / white * 255).clip(0, 255).astype(np.uint8))
         elif "transparency" in opened.info:
             image = opened.convert("RGBA")
-        converted = np.array(image.convert("L" if is_grey else "RGB"))
-    tensor = torch.from_numpy(converted)
-    return tensor[None] if tensor.ndim == 2 else tensor.permute(2, 0, 1)
-
-
-@cache
-def _fast_jpeg() -> Any:
-    """torchvision's decoder of JPEG: faster than PIL, and other threads run meanwhile; what it does not take, PIL may.
-
-    The operator itself, not torchvision.io, which warns at every call that it will go away; where it is gone, None.
-    """
-    try:
-        import torchvision.io  # noqa: F401
-
-        return torch.ops.image.decode_jpeg
-    except (ImportError, AttributeError, RuntimeError):
-        return None
+        pixels = torch.from_numpy(np.array(image.convert("RGB" if channels == 3 else "L")))
+    return pixels.permute(2, 0, 1) if channels == 3 else pixels[None]
 
 
 def find_images(root: Path) -> tuple[list[Path], list[int], list[str]]:
-    """The files of one split, the class of each, and the class names in order."""
+    """The files of one split, the label of each, and the class names. Hidden folders are skipped."""
     classes = sorted(
         entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")
     )
@@ -248,126 +178,71 @@ def find_images(root: Path) -> tuple[list[Path], list[int], list[str]]:
     paths: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        found = _images_in(root / name)
+        # Broken links are kept: the check reports them with the other unreadable files.
+        files = (p for p in (root / name).rglob("*") if p.suffix.lower() in SUFFIXES and not p.is_dir())
+        found = sorted(p for p in files if "/." not in p.parent.relative_to(root).as_posix())
         if not found:
             raise DataError(
-                f"{root / name} holds no images. Remove the folder, or put images of that class into it."
+                f"{root / name} holds no images. Remove the folder, or put images of that class in it."
             )
         paths += found
         labels += [label] * len(found)
     return paths, labels, classes
 
 
-def _images_in(folder: Path) -> list[Path]:
-    """Also links that lead nowhere, which are named with all that cannot be read; not what hides, such as copies that an editor keeps."""
-    found = [path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and not path.is_dir()]
-    return sorted(
-        path
-        for path in found
-        if not any(part.startswith(".") for part in path.relative_to(folder).parts[:-1])
-    )
+def read_all(paths: Sequence[Path], read: Callable[[Path], T], *, skip: bool) -> tuple[list[int], list[T]]:
+    """Apply `read` to every file. Returns the positions of the readable files and the results.
 
-
-def scan(paths: Sequence[Path], *, skip: bool) -> list[int]:
-    """Positions of the files that can be read. Broken ones are all named at once, or left out with `skip`."""
-    check = _decodes if len(paths) <= FULL_SCAN else _looks_whole
-    with ThreadPoolExecutor() as pool:
-        faults = list(pool.map(check, paths))
-    if not skip:
-        _refuse_broken(paths, faults)
-    return [i for i, fault in enumerate(faults) if not fault]
-
-
-def _refuse_broken(paths: Sequence[Path], faults: Sequence[str | None]) -> None:
-    broken = [(path, fault) for path, fault in zip(paths, faults, strict=True) if fault]
-    if not broken:
-        return
-    shown = "\n".join(f"  {path}: {fault}" for path, fault in broken[:20])
-    more = f"\n  and {len(broken) - 20} more" if len(broken) > 20 else ""
-    raise DataError(
-        f"{len(broken)} of {len(paths)} images cannot be read:\n{shown}{more}\nReplace them, or leave them out with --skip-bad."
-    )
-
-
-def _decodes(path: Path) -> str | None:
-    try:
-        decode(path, 3)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def _looks_whole(path: Path) -> str | None:
-    """Open the header, and look for the end mark of the formats that have one: enough to find what is empty, cut or no image."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            form = image.format
-        with path.open("rb") as file:
-            file.seek(-min(64, path.stat().st_size), 2)
-            tail = file.read()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    if (form == "JPEG" and b"\xff\xd9" not in tail) or (form == "PNG" and b"IEND" not in tail):
-        return "the end of the file is missing"
-    return None
-
-
-def fingerprint_of(paths: Paths) -> bytes:
-    """Tells whether the files are still the same ones: by their names and sizes, and by what is in some of them.
-
-    A file that is replaced may have as many bytes as before (bitmaps do); but to read a million of them would take hours.
+    Files that cannot be read are left out with `skip`; else one error names them all.
     """
-    digest = hashlib.sha256()
-    looked_into = paths[:: max(1, -(-len(paths) // LOOKED_INTO))]
-    try:
-        for path in paths:
-            digest.update(os.fsencode(f"{path.name}:{path.stat().st_size};"))
-        with ThreadPoolExecutor() as pool:
-            for content in pool.map(_digest_of, looked_into):
-                digest.update(content)
-    except OSError as error:
+
+    def attempt(path: Path) -> T | Exception:
+        try:
+            return read(path)
+        except Exception as error:
+            return error
+
+    is_tiny = paths[0].is_file() and paths[0].stat().st_size < TINY_FILE
+    with ThreadPoolExecutor() as pool:
+        results = list((map if is_tiny else pool.map)(attempt, paths))
+    broken = [(p, error) for p, error in zip(paths, results, strict=True) if isinstance(error, Exception)]
+    if broken and not skip:
+        shown = [f"\n  {path}: {type(error).__name__}: {error}" for path, error in broken[:20]]
+        more = f"\n  and {len(broken) - 20} more" if len(broken) > 20 else ""
         raise DataError(
-            f"{error.filename} could be read just now, but not any more: {error.strerror}."
-        ) from error
-    return digest.digest()
+            f"{len(broken)} of {len(paths)} images cannot be read:{''.join(shown)}{more}\n"
+            "Replace them, or leave them out with --skip-corrupt."
+        )
+    good = {i: result for i, result in enumerate(results) if not isinstance(result, Exception)}
+    return list(good), list(good.values())
 
 
-def _digest_of(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
+def load_image(path: Path, shape: tuple[int, int, int]) -> Tensor:
+    """An image of this shape (channels, height, width): uint8, height x width x channels."""
+    image = decode(path, shape[0])
+    return (image if image.shape == shape else center_crop(image, shape[1:])).permute(1, 2, 0)
 
 
-def image_size(path: Path) -> tuple[int, int]:
+def check_image(path: Path) -> None:
+    """Read the header, and the end marker of JPEG and PNG: finds truncated files and files of other types."""
     from PIL import Image
 
     with Image.open(path) as image:
-        return image.height, image.width
+        marker = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}.get(image.format or "", b"")
+    with path.open("rb") as file:
+        file.seek(-min(64, path.stat().st_size), os.SEEK_END)
+        if marker not in file.read():
+            raise ValueError("the end of the file is missing")
 
 
-def load_images(
-    paths: Sequence[Path], shape: tuple[int, int, int], *, skip: bool
-) -> tuple[Tensor, list[int]]:
-    """Every image that can be read, brought to one size: uint8 images x height x width x channels, and their positions in `paths`."""
-    channels, height, width = shape
-
-    def load(path: Path) -> Tensor | str:
-        try:
-            image = decode(path, channels)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        if image.shape[1:] != (height, width):
-            image = center_crop(image, (height, width))
-        return image.permute(1, 2, 0)
-
-    if paths[0].stat().st_size < SMALL_FILE:
-        images = [load(path) for path in paths]
-    else:
+def fingerprint_of(paths: Sequence[str]) -> str:
+    """A hash of the names and sizes of all files, and of the contents of some: all would take hours."""
+    sample = paths[:: max(1, -(-len(paths) // FINGERPRINTED))]
+    try:
+        sizes = [os.fsencode(f"{os.path.basename(path)}:{os.stat(path).st_size};") for path in paths]
         with ThreadPoolExecutor() as pool:
-            images = list(pool.map(load, paths))
-    if not skip:
-        _refuse_broken(paths, [image if isinstance(image, str) else None for image in images])
-    good = [i for i, image in enumerate(images) if isinstance(image, Tensor)]
-    kept = [image for image in images if isinstance(image, Tensor)]
-    return torch.stack(kept) if kept else torch.zeros(0, height, width, channels, dtype=torch.uint8), good
+            contents = pool.map(lambda path: hashlib.sha256(Path(path).read_bytes()).digest(), sample)
+            return fingerprint([*sizes, *contents])
+    except OSError as error:
+        text = f"{error.filename} was readable before, but is not any more"
+        raise DataError(f"{text}: {error.strerror}.") from error

@@ -1,4 +1,4 @@
-"""Images that fit in memory: decoded once, kept as one uint8 tensor on the device, augmented a batch at a time."""
+"""Small images, decoded once and kept as one uint8 tensor on the device."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .augmentation import View, augment_image, crop_windows, draw_windows
 from .batch import Batch
-from .crops import crop_windows, draw_windows
-from .kernels import fused_crop
-from .transforms import color_jitter_and_flip, random_resized_crop
-from .view import View
+from .kernels import has_triton
 
 __all__ = ["InMemoryImages"]
 
 
 @dataclass(frozen=True)
 class InMemoryImages:
-    """One split. Pixels are kept height by width by channel, so that a batch of crops comes out in channels-last order at no cost."""
+    """A split of small images. `mean` and `std` normalize each channel, on a scale from 0 to 1."""
 
     pixels: Tensor
-    """uint8, images x height x width x channels."""
+    """uint8, images x height x width x channels, so that batches are channels-last without a copy."""
     labels: Tensor
+    """int64 class numbers, from 0."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
@@ -46,26 +45,28 @@ class InMemoryImages:
     def batches(
         self, order: Tensor, batch_size: int, view: View, device: torch.device, workers: int = 0
     ) -> Iterator[Batch]:
-        """Batches of normalised images and their labels, in the given order; `workers` are not needed here."""
+        """Batches of augmented and normalized images in the given order. `workers` is ignored."""
         home = self.pixels.device
         order = order.to(home)
         mean = torch.tensor(self.mean, device=home) * 255
         scale = 1 / (torch.tensor(self.std, device=home) * 255)
-        fused = fused_crop() if home.type == "cuda" and view.augment != "imagenet" else None
+        is_fused = home.type == "cuda" and view.augment != "imagenet" and has_triton()
         for index in torch.split(order, batch_size) if len(order) else ():
-            if fused is not None:
-                images = fused(self.pixels, index, view, mean, scale)
+            if is_fused:
+                from .crop_kernel import fused_crop
+
+                images = fused_crop(self.pixels, index, view, mean, scale)
             else:
-                images = (self._seen(index, view) - mean) * scale
+                images = (self._augment(index, view) - mean) * scale
             yield Batch(images.permute(0, 3, 1, 2).to(device), self.labels[index].to(device))
 
-    def _seen(self, index: Tensor, view: View) -> Tensor:
+    def _augment(self, index: Tensor, view: View) -> Tensor:
+        images = self.pixels[index]
         if view.augment == "none":
-            return self.pixels[index]
-        if view.augment == "imagenet":
-            parts = [
-                random_resized_crop(self.pixels[i].permute(2, 0, 1), self.shape[1:], view.seed, int(i))
-                for i in index
-            ]
-            return color_jitter_and_flip(torch.stack(parts), index, view.seed).permute(0, 2, 3, 1)
-        return crop_windows(draw_windows(index, view, self.shape[1]), self.pixels[index])
+            return images
+        if view.augment != "imagenet":
+            return crop_windows(draw_windows(index, view, self.shape[1]), images)
+        # Rare for small images: one by one on the CPU.
+        pairs, size = zip(images.cpu().permute(0, 3, 1, 2), index.tolist(), strict=True), self.shape[1:]
+        augmented = [augment_image(image, i, view, size, jitter=True) for image, i in pairs]
+        return torch.stack(augmented).to(index.device)

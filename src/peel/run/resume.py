@@ -104,7 +104,7 @@ def teacher_identity(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fingerprint_images(data: Data) -> str:
-    parts: list[Tensor | bytes] = []
+    parts: list[Tensor | str] = []
     for split in (data.train, data.test):
         parts.append(split.labels)
         if isinstance(split, InMemoryImages):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CorruptFileError, RunError
-from ..utils.files import is_compressed, write_bytes
+from ..utils.files import write_bytes
 
 __all__ = ["Checkpoints", "non_persistent_buffers"]
 
@@ -68,8 +68,6 @@ class Checkpoints:
                 continue
             if hashlib.sha256(data).hexdigest() == path.stem.rsplit("-", 1)[1]:
                 try:
-                    if is_compressed(io.BytesIO(data)):
-                        raise ValueError("compressed")
                     state: dict[str, Any] = torch.load(
                         io.BytesIO(data), map_location="cpu", weights_only=True
                     )

@@ -108,7 +108,7 @@ def init_distributed(device: torch.device) -> World:
             f"WORLD_SIZE is set, but {', '.join(missing)} is not: start several processes with torchrun or with --gpus."
         )
     if not dist.is_initialized():
-        timeout = timedelta(seconds=env_number("PEEL_PATIENCE", TIMEOUT))
+        timeout = timedelta(seconds=env_number("PEEL_TIMEOUT", TIMEOUT))
         # Questions and answers go from processor to processor: over NCCL each would wait until the GPU has done all its steps.
         kind = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         with watch_parent():

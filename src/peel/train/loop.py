@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ..data.augmentation import EVAL, View
 from ..data.datasets import Split
-from ..data.view import EVAL, View
 from ..errors import DataError, DivergedError
 from ..utils.rng import derive_seed, epoch_order, seed_everything
-from .checkpoint import Checkpoints
 from .callbacks import Callback
+from .checkpoint import Checkpoints
 from .engine import Engine
 from .faults import fault
 from .history import EpochRecord, Metrics

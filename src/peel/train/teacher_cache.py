@@ -16,11 +16,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from ..data.augmentation import View, count_windows, draw_windows, padding_of
 from ..data.batch import Batch
-from ..data.crops import count_windows, draw_windows, padding_of
 from ..data.datasets import Split
 from ..data.in_memory import InMemoryImages
-from ..data.view import View
 from ..utils.files import write_bytes
 from ..utils.fingerprint import fingerprint
 from .checkpoint import non_persistent_buffers

@@ -1,4 +1,4 @@
-"""What the environment says of this process: its cores, its place among others, numbers in variables."""
+"""CPU cores, the rank of this process, and numbers in environment variables."""
 
 from __future__ import annotations
 
@@ -8,36 +8,34 @@ from ..errors import ConfigError
 
 __all__ = ["PEER_LOST", "count_cores", "env_number", "is_main_process", "is_peer_lost"]
 
-#: The exit code of a process that waited in vain for the others, or was left alone by its starter; that of `peel run --gpus` is then 1.
+#: Exit code of a process that lost the other processes of a distributed run, or its parent process.
 PEER_LOST = 75
 
 
 def count_cores() -> int:
-    """Those that it may use: a scheduler or `taskset` may have given it some of the machine's only."""
+    """The cores that this process may use: a scheduler or `taskset` may have limited them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_main_process() -> bool:
-    """Whether this process is alone, or the one of several that talks to people."""
+    """Whether this is rank 0, or the only process."""
     return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
 
 
 def env_number(variable: str, default: float) -> float:
-    """The number in a variable of the environment, above zero."""
+    """The positive number in an environment variable."""
     text = os.environ.get(variable, "")
     try:
         value = float(text or default)
     except ValueError:
         value = -1.0
     if not 0 < value < float("inf"):
-        raise ConfigError(
-            f"the variable {variable} is {text!r}: it must be a number above zero. Set another one, or unset it."
-        )
+        raise ConfigError(f"the variable {variable} is {text!r}: it must be a number above zero, or unset.")
     return value
 
 
 def is_peer_lost(error: BaseException) -> bool:
-    """Whether another process did not answer: gloo's errors have no type of their own."""
+    """Whether another process of a distributed run is lost. Errors of gloo have no type of their own."""
     if os.environ.get("WORLD_SIZE", "1") == "1" or not isinstance(error, RuntimeError):
         return False
     from torch.distributed import DistError

@@ -1,4 +1,4 @@
-"""Short names for contents: what has the same fingerprint is the same."""
+"""Short hashes of contents."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ __all__ = ["fingerprint"]
 
 
 def fingerprint(parts: Iterable[str | bytes | Tensor]) -> str:
-    """Sixteen digits of the SHA-256 of all parts, one after the other; a tensor counts by its numbers, wherever it lies."""
+    """Sixteen hexadecimal digits of the SHA-256 of all parts; tensors count by their values."""
     digest = hashlib.sha256()
     for part in parts:
-        digest.update(
-            part if isinstance(part, bytes) else part.encode() if isinstance(part, str) else _bytes_of(part)
-        )
+        if isinstance(part, Tensor):
+            digest.update(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        else:
+            digest.update(part.encode() if isinstance(part, str) else part)
     return digest.hexdigest()[:16]
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

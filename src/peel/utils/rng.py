@@ -1,4 +1,4 @@
-"""Random numbers that depend only on (seed, epoch, index): the same for every device and number of workers, and after a resume."""
+"""Random numbers that depend only on (seed, epoch, index): a resume or other workers do not change them."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["derive_seed", "epoch_order", "get_rng_state", "seed_everything", "set_rng_state", "uniform"]
-
-
-def _signed(constant: int) -> int:
-    return constant - 2**64 if constant >= 2**63 else constant
-
-
-# The constants of the splitmix64 generator; int64 arithmetic in torch wraps around, as that generator needs.
-_STEP, _FIRST, _SECOND = _signed(0x9E3779B97F4A7C15), _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+__all__ = [
+    "derive_seed",
+    "epoch_order",
+    "get_rng_state",
+    "hashed_uniform",
+    "seed_everything",
+    "set_rng_state",
+]
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed made of several numbers or names."""
+    """A seed that depends on all parts."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def seed_everything(seed: int) -> None:
-    """What a model draws, from torch, numpy or Python, begins with this seed."""
+    """Seed the global generators of torch, Python and numpy."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def get_rng_state(device: torch.device) -> dict[str, Any]:
-    """Where a model has come in what it draws."""
+    """The states of the global generators, as types that `torch.load(weights_only=True)` reads."""
     kind, numbers, *rest = np.random.get_state(legacy=True)
     return {
         "random": torch.get_rng_state(),
@@ -46,7 +45,6 @@ def get_rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Go on drawing from there."""
     torch.set_rng_state(state["random"])
     if state["device random"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(state["device random"], device)
@@ -55,20 +53,26 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def epoch_order(size: int, seed: int, epoch: int) -> Tensor:
-    """The order in which an epoch visits the samples."""
+    """The order of the images in an epoch."""
     return torch.randperm(size, generator=torch.Generator().manual_seed(derive_seed("order", seed, epoch)))
 
 
-def uniform(index: Tensor, seed: int, draws: int) -> Tensor:
-    """For each sample index, `draws` numbers in [0, 1), on the device of the index."""
-    start = torch.arange(1, draws + 1, device=index.device) * _STEP
-    state = (index.to(torch.int64)[:, None] * draws * _STEP + start) ^ seed
-    state = (state ^ _shift(state, 30)) * _FIRST
-    state = (state ^ _shift(state, 27)) * _SECOND
+def hashed_uniform(index: Tensor, seed: int, draws: int) -> Tensor:
+    """For each index, `draws` random numbers in [0, 1) by splitmix64, on the device of `index`."""
+    step, first, second = (_signed(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+    start = torch.arange(1, draws + 1, device=index.device) * step
+    state = (index.to(torch.int64)[:, None] * draws * step + start) ^ seed
+    state = (state ^ _shift(state, 30)) * first
+    state = (state ^ _shift(state, 27)) * second
     state = state ^ _shift(state, 31)
     return _shift(state, 40).to(torch.float32) * 2.0**-24
 
 
+def _signed(number: int) -> int:
+    """The same 64 bits as a signed integer: int64 arithmetic of torch wraps around, as splitmix64 needs."""
+    return number - 2**64 if number >= 2**63 else number
+
+
 def _shift(value: Tensor, bits: int) -> Tensor:
-    """A shift to the right that brings in zeros; torch's own repeats the sign."""
+    """A logical shift to the right; the `>>` of torch is arithmetic."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...data.view import EVAL
+from ...data.augmentation import EVAL
 from ...errors import ConfigError
 from ...utils.rng import epoch_order
 from ..importance import CriterionInput, LayerScores, norm_scales, values_by_tie

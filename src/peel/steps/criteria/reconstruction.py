@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...data.view import EVAL
+from ...data.augmentation import EVAL
 from ...errors import ConfigError
 from ...utils.rng import derive_seed, epoch_order
 from ..importance import CriterionInput, LayerScores
