@@ -26,8 +26,7 @@ from peel.data.in_memory import InMemoryImages
 from peel.data.transforms import color_jitter_and_flip, draw_color_jitter
 from peel.data.view import EVAL, View
 from peel.steps.distillation import Distillation
-from peel.surgery.fast_widths import fast_widths
-from peel.surgery.padding import pad
+from peel.surgery.padding import fast_widths, pad
 from peel.train.checkpoint import Checkpoints
 from peel.train.engine import Engine, make_engine
 from peel.train.history import Epoch

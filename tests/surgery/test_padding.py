@@ -19,8 +19,7 @@ from peel.cost.count import count_macs
 from peel.graph import ChannelGraph
 from peel.run import prune as run
 from peel.run import trainer
-from peel.surgery.fast_widths import fast_widths
-from peel.surgery.padding import Padded, pad
+from peel.surgery.padding import Padded, fast_widths, pad
 
 
 def more(graph: ChannelGraph, channels: int) -> peel.Widths:

@@ -15,7 +15,7 @@ from ..data.datasets import hold_out
 from ..errors import ConfigError, did_you_mean
 from ..graph import ChannelGraph
 from ..steps.backbone import backbone
-from ..steps.criteria import find_criterion
+from ..steps.criteria import find_criterion, measure_layers
 from ..steps.importance import (
     CriterionInput,
     Importance,
@@ -25,7 +25,7 @@ from ..steps.importance import (
     norm_scales,
     summarise,
 )
-from ..steps.reallocation import Reallocation, add_evenly, grow_at_random, reallocation, shares_of
+from ..steps.reallocation import Growth, Reallocation, add_evenly, grow_at_random, reallocation, shares_of
 from ..surgery import slim
 from ..train.objective import CrossEntropy, Objective
 from ..train.recipe import Recipe
@@ -146,7 +146,7 @@ class _Planner:
             problem.budget,
             method.keep,
             resource=problem.resource,
-            start=method.start,  # type: ignore[arg-type]
+            init=method.start,  # type: ignore[arg-type]
             divisor=problem.divisor,
             freeze=problem.freeze,
             max_width=1.0 if problem.budget * method.keep <= problem.cost(problem.graph.widths) else None,
@@ -171,18 +171,18 @@ class _Planner:
         problem, method = self.problem, self.method
         recipe = recipe_of_round(problem, method, number)
         train, held_out = problem.data.train, problem.data.train
-        if method.criterion == "legr":
+        criterion = find_criterion(
+            method.criterion, **({"evaluations": method.evaluations} if method.criterion == "legr" else {})
+        )
+        if getattr(criterion, "needs_held_out", False):
             train, held_out = hold_out(problem.data.train, HELD_OUT, problem.seed)
         objective = CrossEntropy(recipe.label_smoothing)
         self.l1_coefficient = self._penalty(max(1, train.size // recipe.batch_size))
         scales = list(norm_scales(network, graph))
-        criterion = find_criterion(
-            method.criterion, **({"evaluations": method.evaluations} if method.criterion == "legr" else {})
-        )
 
         def measure(model: nn.Module) -> Importance:
-            subject = CriterionInput(model, graph, train, held_out, objective, problem.engine, problem.seed)
-            measured = self._counted(criterion.measure(subject))
+            inputs = CriterionInput(model, graph, train, held_out, objective, problem.engine, problem.seed)
+            measured = self._counted(measure_layers(criterion, inputs, is_trained=not self.is_dry))
             if self.is_dry:
                 # What a network says that was never trained counts for nothing, be it infinite; only whether it can be asked.
                 measured = [replace(item, values=torch.ones_like(item.values)) for item in measured]
@@ -192,7 +192,7 @@ class _Planner:
             return {"importance": dict(measure(model).groups)}
 
         # The slow criteria are measured once, at the end.
-        each_epoch = note if method.criterion in ("bn", "weight", "gradient") else None
+        each_epoch = note if getattr(criterion, "each_epoch", True) else None
         trained = train_backbone(
             stage_of_round(number),
             network,
@@ -232,27 +232,22 @@ class _Planner:
     def round(self, current: Widths, importance: Importance | None, budget: int) -> _Round:
         """Step 4."""
         problem, method = self.problem, self.method
-        common: dict[str, Any] = {
-            "resource": problem.resource,
-            "divisor": problem.divisor,
-            "hold": problem.freeze,
-        }
+        frozen = frozenset(problem.freeze)
+        growth = Growth(problem.graph, current, problem.resource, problem.divisor, frozen, method.max_width)
         graph = problem.graph.at(current)
         if method.policy == "uniform":
-            return _Round(graph, None, None, add_evenly(problem.graph, current, budget, **common), budget)
+            return _Round(graph, None, None, add_evenly(growth, budget), budget)
         if method.policy == "random":
             return _Round(
                 graph,
                 None,
                 None,
-                grow_at_random(problem.graph, current, budget, seed=problem.seed, **common),
+                grow_at_random(growth, budget, problem.seed),
                 budget,
             )
         assert importance is not None
         shares = shares_of(importance.groups, method.policy)
-        found = reallocation(
-            problem.graph, current, shares, budget, solver=method.solver, max_width=method.max_width, **common
-        )
+        found = reallocation(growth, shares, budget, method.solver)
         return _Round(graph, importance, shares, found, budget)
 
     def finish(self, rounds: list[_Round]) -> Plan:

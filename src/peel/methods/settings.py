@@ -10,39 +10,7 @@ from typing import Any
 from ..cost.budget import RESOURCES
 from ..errors import ConfigError, did_you_mean
 
-__all__ = ["CRITERIA", "DISTILLATIONS", "POLICIES", "SOLVERS", "STARTS", "Method"]
-
-STARTS: dict[str, str] = {
-    "uniform": "every tie at the same fraction of its original width",
-    "equal": "the same number of channels in every tie",
-}
-
-CRITERIA: dict[str, str] = {
-    "bn": "the absolute scale of norm layers, the paper's choice",
-    "weight": "the mean absolute weight of each filter",
-    "legr": "the filter norm with layer-wise affine transformations, learned by evolution on held-out images",
-    "reconstruction": "the error of the next layer's output when half of the channels are taken away",
-    "gradient": "the first-order effect of each channel on the loss",
-}
-
-POLICIES: dict[str, str] = {
-    "importance": "each group by its importance",
-    "winner-take-all": "everything to the most important group",
-    "uniform": "the same number of channels to every tie",
-    "random": "half of the ties, drawn at random, grow by a common factor",
-}
-
-SOLVERS: dict[str, str] = {
-    "telescoped": "each group adds its share to the cost of the whole network",
-    "triangular": "each group adds its share to the cost of the layers that write its channels",
-}
-
-DISTILLATIONS: dict[str, str] = {
-    "teacher": "labels, and the class probabilities of the original network",
-    "in-place": "a wider network that shares its weights with the student and learns beside it is the teacher",
-    "none": "labels only",
-}
-
+__all__ = ["Method"]
 
 @dataclass(frozen=True)
 class Method:
@@ -92,7 +60,7 @@ class Method:
     """Step 5: with in-place distillation, the weight of the labels for the student."""
 
     def __post_init__(self) -> None:
-        for name in ("ignore", "hold"):
+        for name in ("ignore", "freeze"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
         self._check_names()
@@ -103,11 +71,11 @@ class Method:
             )
         if self.l1_coefficient is not None and self.l1_strength is not None:
             raise ConfigError("penalty and pull say the same thing in two ways: give one of them.")
-        for name in ("penalty", "pull", "kd_weight", "hard_weight"):
+        for name in ("l1_coefficient", "l1_strength", "kd_weight", "hard_weight"):
             value = getattr(self, name)
             if value is not None and _number(name, value) < 0:
                 raise ConfigError(f"{name} must not be negative, not {value!r}.")
-        for name in ("temperature", "gamma_init", "cap"):
+        for name in ("temperature", "gamma_init", "max_width"):
             value = getattr(self, name)
             if value is not None and not _number(name, value) > 0:
                 raise ConfigError(f"{name} must be positive, not {value!r}.")
@@ -117,18 +85,26 @@ class Method:
                 raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
 
     def _check_names(self) -> None:
+        # Imported here: `peel --help` does not wait for torch.
+        from ..steps.backbone import BACKBONE_INITS
+        from ..steps.criteria import CRITERIA
+        from ..steps.distillation import DISTILLATIONS
+        from ..steps.reallocation import POLICIES, SOLVERS
+
         for name, known in (
             ("resource", RESOURCES),
-            ("start", STARTS),
+            ("start", BACKBONE_INITS),
             ("criterion", CRITERIA),
             ("reduce", ("mean", "sum")),
             ("policy", POLICIES),
-            ("solve", SOLVERS),
+            ("solver", SOLVERS),
             ("distill", DISTILLATIONS),
         ):
             value = getattr(self, name)
             if name == "start" and isinstance(value, Mapping):
                 continue
+            if name == "criterion":
+                continue  # find_criterion checks it
             if not isinstance(value, str) or value not in known:
                 raise ConfigError(
                     f"{name} is one of {', '.join(known)}, not {value!r}.{did_you_mean(str(value), known)}"
@@ -137,7 +113,7 @@ class Method:
     def _check_pairs(self) -> None:
         """A setting that would have no effect is refused, so that nobody takes it for one that had."""
         if self.policy in ("uniform", "random"):
-            for name in ("cap", "pull", "penalty"):
+            for name in ("max_width", "l1_strength", "l1_coefficient"):
                 if getattr(self, name) is not None:
                     raise ConfigError(f"the policy {self.policy} has no use for {name}: leave it out.")
             if self.rounds > 1:

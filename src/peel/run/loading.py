@@ -17,6 +17,7 @@ from ..data.datasets import Data, load_data
 from ..data.in_memory import InMemoryImages
 from ..errors import ConfigError, DataError, ModelError
 from ..graph import ChannelGraph
+from ..surgery import record_of
 from ..train.objective import get_logits
 from ..train.recipe import Recipe, backbone_recipe, named_recipe
 
@@ -140,7 +141,7 @@ def recipes_for(
 ) -> tuple[Recipe, Recipe]:
     """The recipe of the final training and that of the backbone."""
     if name == "auto":
-        source = str(getattr(network, "peel_source", {}).get("zoo", type(network).__name__)).lower()
+        source = str(record_of(network).source.get("zoo", type(network).__name__)).lower()
         is_mobile = any(word in source for word in ("mobile", "efficient", "mnas", "ghost", "shuffle"))
         if data.name == "digits":
             name = "digits"
@@ -162,7 +163,7 @@ def _suited(recipe: Recipe, data: Data) -> Recipe:
 def held_ties(network: nn.Module, graph: ChannelGraph, freeze: tuple[str, ...] | None) -> tuple[str, ...]:
     if freeze is not None:
         return tuple(freeze)
-    source = getattr(network, "peel_source", {}).get("zoo", "")
+    source = record_of(network).source.get("zoo", "")
     return tuple(tie for tie in zoo.FROZEN.get(source, ()) if tie in graph.widths)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..methods.peel import HELD_OUT, Plan, check_feasible, equal_share_plan, mak
 from ..methods.problem import Problem
 from ..methods.settings import Method
 from ..steps.distillation import Distillation, InPlace, in_place_pair
-from ..surgery import slim
+from ..surgery import attach_record, record_of, slim
 from ..train.distributed import World
 from ..train.history import Metrics
 from ..train.loop import evaluate
@@ -182,7 +182,7 @@ class Pipeline:
             if slimmed is not None:
                 # That of its training, which may not be that of now.
                 fed = self.trainer.records["peel"].input or self.problem.data.described()
-                slimmed.peel_record = {**slimmed.peel_record, "input": fed}  # type: ignore[assignment, dict-item]
+                attach_record(slimmed, replace(record_of(slimmed), input=fed))
                 self.workspace.save_model("slim", slimmed)
             search = self._search()
             result = {

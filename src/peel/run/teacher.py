@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import DataError, RunError, StoreError
 from ..methods.problem import Problem
+from ..surgery import record_of
 from ..surgery.serialization import load
 from ..train.objective import get_logits
 from ..utils.files import is_compressed
@@ -69,7 +70,7 @@ def weights_hash(model: nn.Module) -> str:
 
 def _refuse_slim(teacher: Teacher, problem: Problem) -> None:
     """A network that peel has made smaller would stand in the table with the costs of the original."""
-    kept: dict[str, int] = getattr(teacher.model, "peel_record", {}).get("widths", {})
+    kept = record_of(teacher.model).widths
     graph = problem.graph
     other = {tie: kept[tie] for tie, width in graph.widths.items() if kept.get(tie, width) != width}
     if other:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from ..cost.widths import Widths
 from ..data.datasets import Split
 from ..errors import CorruptFileError
 from ..methods.problem import Problem
 from ..steps.distillation import Pair
-from ..surgery import slim
-from ..surgery.fast_widths import fast_widths
-from ..surgery.padding import Padded, pad
+from ..surgery import record_of, slim
+from ..surgery.padding import Padded, fast_widths, pad
 from ..train.checkpoint import non_persistent_buffers
 from ..train.history import Epoch
 from ..train.loop import fit
@@ -135,7 +133,7 @@ class Trainer:
         varies = [] if self.problem.engine.deterministic else [VARIES]
         return StageRecord(history, passes, self.problem.data.described(), (*varies, *notes))
 
-    def _kept(self, stage: str, expected: Widths) -> nn.Module:
+    def _kept(self, stage: str, expected: Mapping[str, int]) -> nn.Module:
         """What the stage has trained. The first process reads it; the others build it with their own code, from its weights."""
         problem, space, world = self.problem, self.workspace, self.problem.engine.world
         network = space.model_of(stage, problem.model) if space is not None else None
@@ -176,9 +174,8 @@ class Trainer:
         return padded, [UNPADDED] if padded is None and raised != graph.widths else []
 
 
-def _widths_of(network: nn.Module) -> Widths:
-    widths: Widths = network.peel_record["widths"]  # type: ignore[index, assignment]
-    return widths
+def _widths_of(network: nn.Module) -> Mapping[str, int]:
+    return record_of(network).widths
 
 
 @dataclass
