@@ -1,4 +1,4 @@
-"""Files that mean harm (F11): what claims to be huge is refused within little memory, what is packed is not unpacked."""
+"""Malicious files: a file that claims to be huge is refused without much memory, and is not unpacked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def compressed(path: Path) -> None:
 
 
 def declared(path: Path) -> None:
-    """A few bytes that are said to be half a gigabyte."""
+    """A few bytes that are declared as half a gigabyte."""
     rewrite(path, zipfile.ZIP_STORED, bytes(16))
 
 
@@ -49,7 +49,7 @@ def old_format(path: Path) -> None:
 
 
 def huge(pickled: bytes) -> bytes:
-    """The four elements of a tensor become 2**27."""
+    """Declare 2**27 elements for a tensor of four."""
     assert b"K\x04" in pickled
     return pickled.replace(b"K\x04", b"J" + struct.pack("<i", 2**27))
 
@@ -58,25 +58,27 @@ def stretched(path: Path) -> None:
     torch.save({**Small().state_dict(), "fc.weight": torch.zeros(1).expand(2**27)}, path)
 
 
-def read_teacher(path: Path, said: Path) -> None:
+def read_teacher(path: Path, report: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         small_run(teacher=path, steps=["original"])
         error = "nothing"
     except Exception as caught:
         error = f"{type(caught).__name__}: {caught}"
-    said.write_text(json.dumps([error, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024]))
+    report.write_text(
+        json.dumps([error, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024])
+    )
 
 
 @pytest.mark.parametrize("write", [compressed, declared, old_format, stretched])
-def test_weights_that_claim_to_be_huge_are_refused_within_little_memory(
+def test_weights_that_claim_to_be_huge_are_refused_without_much_memory(
     write: Callable[[Path], None], tmp_path: Path
 ) -> None:
     path = tmp_path / "teacher.pt"
     write(path)
     assert path.stat().st_size < 2**20
-    assert exit_code(start(read_teacher, path, tmp_path / "said")) == 0
-    error, memory = json.loads((tmp_path / "said").read_text())
+    assert exit_code(start(read_teacher, path, tmp_path / "report")) == 0
+    error, memory = json.loads((tmp_path / "report").read_text())
     assert error.startswith("StoreError: ")
     assert str(path) in error
     assert memory < 2**27

@@ -1,9 +1,8 @@
 """Zero channels that raise widths to those a GPU trains fastest, without changing what a network computes.
 
 A channel whose weights are all zero, where it is written and where it is read, outputs zero and gets a
-gradient of zero, so it stays zero during training. This holds while everything between maps zero to zero and
-treats channels separately (batch norm, ReLU, squeeze-excite). It fails for layer norm or a sigmoid in the
-stream, so `pad` tries it on a copy first.
+gradient of zero, so it stays zero during training. This holds for batch norm, ReLU and squeeze-excite. It
+fails for layer norm or a sigmoid in the stream, so `pad` tries it on a copy first.
 """
 
 from __future__ import annotations
@@ -158,8 +157,7 @@ def _try(network: nn.Module, graph: ChannelGraph) -> tuple[Tensor, dict[str, Ten
             output = network(*examples)
         except RuntimeError as error:
             # The network needs another precision or input size.
-            message = " ".join(str(error).split())[:200]
-            log.info("padding could not be tried on the network: %s", message)
+            log.info("padding could not be tried on the network: %s", str(error)[:200])
             return None
         logits = output[0] if isinstance(output, tuple) else output
         if not isinstance(logits, Tensor):

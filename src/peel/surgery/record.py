@@ -30,8 +30,7 @@ def record_of(model: nn.Module) -> SlimRecord:
     record = getattr(model, "peel_record", None)
     if isinstance(record, SlimRecord):
         return record
-    # `zoo.create` sets `peel_source`.
-    named = getattr(model, "peel_source", None)
+    named = getattr(model, "peel_source", None)  # zoo.create sets it
     return SlimRecord(named or {"class": f"{type(model).__module__}:{type(model).__qualname__}"})
 
 

@@ -95,9 +95,7 @@ def _scores_of_tie(graph: ChannelGraph, name: str, given: Tensor) -> dict[int, T
         raise WidthsError(f"scores: no free tie is called {name!r}.{did_you_mean(name, graph.widths)}")
     given = torch.as_tensor(given).detach().float().cpu()
     if given.shape != (tie.width,):
-        raise WidthsError(
-            f"scores of {name}: give {tie.width} numbers, one per channel, not shape {tuple(given.shape)}."
-        )
+        raise WidthsError(f"scores of {name}: give {tie.width} numbers, not a shape of {tuple(given.shape)}.")
     if not torch.isfinite(given).all():
         raise WidthsError(f"scores of {name}: not all of them are finite.")
     index = list(graph.widths).index(name)
