@@ -12,6 +12,7 @@ from ..errors import ConfigError, did_you_mean
 
 __all__ = ["Method"]
 
+
 @dataclass(frozen=True)
 class Method:
     """PEEL as published, unless changed. docs/paper.md says where each of these stands in the paper."""
