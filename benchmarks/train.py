@@ -44,8 +44,8 @@ from peel.data.image_folder import ImageFolder, find_images
 from peel.data.in_memory import InMemoryImages
 from peel.steps.distillation import Distillation
 from peel.steps.importance import WithL1
-from peel.surgery.fast_widths import fast_widths
-from peel.surgery.padding import pad
+from peel.surgery import record_of
+from peel.surgery.padding import fast_widths, pad
 from peel.train.engine import Engine, make_engine
 from peel.train.loop import evaluate, fit
 from peel.train.objective import CrossEntropy, Objective
@@ -409,10 +409,10 @@ class Bench:
 
     def padded(self, network: nn.Module, graph: peel.ChannelGraph) -> nn.Module:
         """The network as it is trained."""
-        record: Any = getattr(network, "peel_record", None)
-        if record is None:
+        widths = record_of(network).widths
+        if not widths:
             return network
-        own = graph.at({tie: record["widths"][tie] for tie in graph.widths})
+        own = graph.at({tie: widths[tie] for tie in graph.widths})
         padded = pad(self.engine.prepare(network), own, fast_widths(network, own))
         return network if padded is None else padded.model
 

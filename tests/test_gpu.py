@@ -31,8 +31,7 @@ from peel.data.datasets import load_data
 from peel.data.image_folder import ImageFolder
 from peel.data.in_memory import InMemoryImages
 from peel.steps.distillation import Distillation
-from peel.surgery.fast_widths import fast_widths
-from peel.surgery.padding import pad
+from peel.surgery.padding import fast_widths, pad
 from peel.train.checkpoint import Checkpoints
 from peel.train.engine import Engine, make_engine
 from peel.train.history import Epoch

@@ -123,7 +123,7 @@ def test_the_run_says_how_to_feed_the_network(tmp_path: Path) -> None:
 def test_fed_as_its_file_says_the_slim_network_has_the_reported_accuracy(tmp_path: Path) -> None:
     result = small_run(output=tmp_path / "run")
     network = peel.load(tmp_path / "run" / "slim", model=Small()).eval()
-    told = network.peel_record["input"]
+    told = network.peel_record.input
     assert told["classes"] == list(few_digits().classes)
     test = few_digits().test
     assert isinstance(test, InMemoryImages)

@@ -1,4 +1,4 @@
-"""Step 1: the backbone costs its part of the budget, whatever it starts from."""
+"""Step 1: the backbone costs its part of the budget with every init."""
 
 from __future__ import annotations
 
@@ -19,129 +19,129 @@ from peel.steps.backbone import backbone
     st.sampled_from(["macs", "params"]),
 )
 def test_the_backbone_costs_its_part_of_the_budget(
-    name: str, part: float, keep: float, resource: str
+    name: str, part: float, ratio: float, resource: str
 ) -> None:
     _, graph = traced_zoo(name)
     count = getattr(graph, resource)
     budget = int(part * count())
-    for start in ("uniform", "equal"):
-        spent = count(backbone(graph, budget, keep, resource=resource, start=start))  # type: ignore[arg-type]
-        assert 0.999 * keep * budget <= spent <= keep * budget
+    for init in ("uniform", "equal"):
+        spent = count(backbone(graph, budget, ratio, resource=resource, init=init))  # type: ignore[arg-type]
+        assert 0.999 * ratio * budget <= spent <= ratio * budget
 
 
-def test_a_fifth_of_the_budget_is_left_by_default() -> None:
+def test_the_default_ratio_is_0_8() -> None:
     _, graph = traced_zoo("resnet18")
     assert backbone(graph, "50%") == peel.uniform(graph, "40%")
     assert backbone(graph, "50%", 1.0) == peel.uniform(graph, "50%")
 
 
-@pytest.mark.parametrize(("keep", "channels"), [(1.0, 77), (0.8, 68)])
-def test_equal_channels_of_resnet18_are_those_worked_out_for_the_paper(keep: float, channels: int) -> None:
+@pytest.mark.parametrize(("ratio", "channels"), [(1.0, 77), (0.8, 68)])
+def test_equal_channels_of_resnet18(ratio: float, channels: int) -> None:
     _, graph = traced_zoo("resnet18")
-    widths = backbone(graph, "1.04G", keep, start="equal")
-    # As many in every tie as fit, and what is left of the budget spent on one more here and there.
+    widths = backbone(graph, "1.04G", ratio, init="equal")
+    # As many channels in every tie as fit; rounding adds one here and there.
     assert set(widths.values()) == {channels, channels + 1}
     assert (
         graph.macs(dict.fromkeys(graph.widths, channels))
-        <= keep * 1.04e9
+        <= ratio * 1.04e9
         < graph.macs(dict.fromkeys(graph.widths, channels + 1))
     )
 
 
 @pytest.mark.parametrize("resource", ["macs", "params"])
-def test_equal_channels_are_those_of_the_network_not_of_the_layer(resource: str) -> None:
+def test_equal_init_ignores_the_original_widths(resource: str) -> None:
     _, graph = traced_zoo("resnet18")
-    widths = backbone(graph, "57%", start="equal", resource=resource)
+    widths = backbone(graph, "57%", init="equal", resource=resource)
     assert max(widths.values()) - min(widths.values()) <= 1
     assert widths["conv1"] > graph.widths["conv1"]
     assert widths["layer4.0.conv1"] < graph.widths["layer4.0.conv1"] / 2
 
 
-@pytest.mark.parametrize("start", ["uniform", "equal"])
-def test_held_ties_keep_their_width_and_the_others_pay_for_them(start: str) -> None:
+@pytest.mark.parametrize("init", ["uniform", "equal"])
+def test_frozen_ties_keep_their_width_and_the_others_become_narrower(init: str) -> None:
     _, graph = traced_zoo("mobilenet_v2")
-    free = backbone(graph, "150M", start=start)  # type: ignore[arg-type]
+    free = backbone(graph, "150M", init=init)  # type: ignore[arg-type]
     for freeze in ("features.18.0", ["features.18.0"], iter(["features.18.0"])):
-        widths = backbone(graph, "150M", start=start, freeze=freeze)  # type: ignore[arg-type]
+        widths = backbone(graph, "150M", init=init, freeze=freeze)  # type: ignore[arg-type]
         assert widths["features.18.0"] == 1280
         others = [tie for tie in widths if tie != "features.18.0"]
         assert sum(widths[tie] for tie in others) < sum(free[tie] for tie in others)
         assert 0.999 * 120e6 <= graph.macs(widths) <= 120e6
-        if start == "equal":
+        if init == "equal":
             assert max(widths[tie] for tie in others) - min(widths[tie] for tie in others) <= 1
 
 
-@pytest.mark.parametrize("start", ["uniform", "equal"])
-def test_widths_keep_the_divisor_and_the_steps(start: str) -> None:
+@pytest.mark.parametrize("init", ["uniform", "equal"])
+def test_widths_are_multiples_of_the_divisor_and_of_the_steps(init: str) -> None:
     _, graph = traced_zoo("resnet18")
-    assert all(width % 8 == 0 for width in backbone(graph, "50%", start=start, divisor=8).values())  # type: ignore[arg-type]
+    assert all(width % 8 == 0 for width in backbone(graph, "50%", init=init, divisor=8).values())  # type: ignore[arg-type]
     _, graph = traced_net(Grouped)
-    widths = backbone(graph, "80%", start=start)  # type: ignore[arg-type]
+    widths = backbone(graph, "80%", init=init)  # type: ignore[arg-type]
     assert all(width % 4 == 0 for width in widths.values())
     assert graph.macs(widths) <= 0.64 * graph.macs()
 
 
-def test_equal_channels_are_equal_whatever_the_steps() -> None:
+def test_equal_channels_with_different_steps() -> None:
     _, graph = traced_net(Decoder)  # steps of 2, 2 and 1
-    widths = backbone(graph, 4 * graph.macs(), start="equal")
+    widths = backbone(graph, 4 * graph.macs(), init="equal")
     assert max(widths.values()) - min(widths.values()) <= 2
     assert min(widths.values()) > 8
 
 
-def test_a_budget_above_the_original_needs_layers_that_may_grow() -> None:
+def test_a_budget_above_the_original_needs_max_width_none() -> None:
     _, graph = traced_zoo("resnet18")
-    with pytest.raises(peel.BudgetError, match="cap"):
+    with pytest.raises(peel.BudgetError, match=r"max_width|cap"):
         backbone(graph, "3G")
     widths = backbone(graph, "3G", max_width=None)
     assert 0.999 * 2.4e9 <= graph.macs(widths) <= 2.4e9
     assert all(widths[tie] > graph.widths[tie] for tie in widths)
 
 
-def test_widths_of_your_own_are_taken_as_they_are() -> None:
+def test_given_widths_are_used_unchanged() -> None:
     _, graph = traced_zoo("resnet18")
-    widths = backbone(graph, "90%", 0.5, start={"layer4.0.conv1": 100, "layer4.1.conv1": 100})
+    widths = backbone(graph, "90%", 0.5, init={"layer4.0.conv1": 100, "layer4.1.conv1": 100})
     assert widths == graph.widths.replace({"layer4.0.conv1": 100, "layer4.1.conv1": 100})
     assert graph.macs(widths) > 0.5 * 0.9 * graph.macs()
 
 
-def test_widths_of_your_own_that_cost_more_than_the_budget_are_refused() -> None:
+def test_given_widths_above_the_budget_are_refused() -> None:
     _, graph = traced_zoo("resnet18")
-    assert backbone(graph, graph.macs(), start=graph.widths) == graph.widths
+    assert backbone(graph, graph.macs(), init=graph.widths) == graph.widths
     with pytest.raises(
         peel.BudgetError, match=r"given backbone costs 1\.81G macs, more than the budget of 1\.81G"
     ):
-        backbone(graph, graph.macs() - 1, start=graph.widths)
+        backbone(graph, graph.macs() - 1, init=graph.widths)
     with pytest.raises(peel.WidthsError, match="layer9"):
-        backbone(graph, "50%", start={"layer9": 3})
+        backbone(graph, "50%", init={"layer9": 3})
 
 
-@pytest.mark.parametrize("keep", [0, -0.5, 1.01, float("nan"), float("inf"), True, "0.8", None])
-def test_a_part_that_is_none_is_refused(keep: object) -> None:
+@pytest.mark.parametrize("ratio", [0, -0.5, 1.01, float("nan"), float("inf"), True, "0.8", None])
+def test_a_wrong_ratio_is_refused(ratio: object) -> None:
     _, graph = traced_zoo("resnet18")
     with pytest.raises(peel.PeelError, match=r"lambda.*above 0 and at most 1"):
-        backbone(graph, "50%", keep)  # type: ignore[arg-type]
+        backbone(graph, "50%", ratio)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"start": "same"}, "'uniform' or 'equal', or widths, not 'same'"),
+        ({"init": "same"}, "'uniform' or 'equal', or widths, not 'same'"),
         ({"resource": "flops"}, "macs, params, memory"),
-        ({"hold": ["conv"]}, "Did you mean conv1"),
-        ({"start": "equal", "hold": ["conv"]}, "Did you mean conv1"),
-        ({"start": "equal", "divisor": 0}, "divisor"),
+        ({"freeze": ["conv"]}, "Did you mean conv1"),
+        ({"init": "equal", "freeze": ["conv"]}, "Did you mean conv1"),
+        ({"init": "equal", "divisor": 0}, "divisor"),
     ],
 )
-def test_wrong_options_are_named(options: dict[str, object], message: str) -> None:
+def test_wrong_options_are_refused(options: dict[str, object], message: str) -> None:
     _, graph = traced_zoo("resnet18")
     with pytest.raises(peel.PeelError, match=message):
         backbone(graph, "50%", **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("start", ["uniform", "equal"])
-def test_a_budget_that_no_backbone_meets_says_what_is_reachable(start: str) -> None:
+@pytest.mark.parametrize("init", ["uniform", "equal"])
+def test_an_unreachable_budget_names_the_smallest_network(init: str) -> None:
     _, graph = traced_zoo("resnet18")
     smallest = graph.macs(graph.steps)
-    assert backbone(graph, smallest, 1.0, start=start) == dict.fromkeys(graph.widths, 1)  # type: ignore[arg-type]
+    assert backbone(graph, smallest, 1.0, init=init) == dict.fromkeys(graph.widths, 1)  # type: ignore[arg-type]
     with pytest.raises(peel.BudgetError, match=f"{smallest:,}"):
-        backbone(graph, smallest, 0.8, start=start)  # type: ignore[arg-type]
+        backbone(graph, smallest, 0.8, init=init)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Step 5: what a teacher adds to the loss, and a student that lives in a wider network."""
+"""Step 5: the distillation term, and a student that shares its weights with a wider network."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from helpers.nets import NETS, AuxiliaryHead, Chain, ChannelsLast, Dense, Depthw
 from peel.data.batch import Batch
 from peel.data.in_memory import InMemoryImages
 from peel.steps.distillation import Distillation, InPlace, Pair, in_place_pair, soft_loss
+from peel.surgery import record_of
 from peel.train.engine import Engine
 from peel.train.loop import fit
 from peel.train.objective import CrossEntropy
@@ -31,21 +32,21 @@ rows = st.lists(st.lists(st.floats(-8, 8), min_size=4, max_size=4), min_size=3, 
 
 
 def images(count: int = 64) -> InMemoryImages:
-    chance = torch.Generator().manual_seed(0)
-    pixels = torch.randint(256, (count, 8, 8, 3), generator=chance, dtype=torch.uint8)
-    return InMemoryImages(pixels, torch.randint(5, (count,), generator=chance), (0.5,) * 3, (0.3,) * 3)
+    rng = torch.Generator().manual_seed(0)
+    pixels = torch.randint(256, (count, 8, 8, 3), generator=rng, dtype=torch.uint8)
+    return InMemoryImages(pixels, torch.randint(5, (count,), generator=rng), (0.5,) * 3, (0.3,) * 3)
 
 
 def batch(count: int = 16) -> tuple[Tensor, Tensor]:
-    chance = torch.Generator().manual_seed(1)
-    return torch.randn(count, 3, 8, 8, generator=chance), torch.randint(5, (count,), generator=chance)
+    rng = torch.Generator().manual_seed(1)
+    return torch.randn(count, 3, 8, 8, generator=rng), torch.randint(5, (count,), generator=rng)
 
 
 # The loss
 
 
 @given(rows, rows, st.floats(0.5, 8))
-def test_the_soft_loss_is_the_divergence_of_the_student_from_the_teacher(
+def test_the_soft_loss_is_the_kl_divergence(
     student: list[list[float]], teacher: list[list[float]], temperature: float
 ) -> None:
     def probabilities(scores: list[float]) -> list[float]:
@@ -62,7 +63,7 @@ def test_the_soft_loss_is_the_divergence_of_the_student_from_the_teacher(
 
 
 @given(rows, st.floats(0.5, 8), st.floats(-5, 5))
-def test_nothing_is_lost_when_both_say_the_same(
+def test_the_soft_loss_of_equal_logits_is_zero(
     scores: list[list[float]], temperature: float, shift: float
 ) -> None:
     assert float(soft_loss(torch.tensor(scores) + shift, torch.tensor(scores), temperature)) == pytest.approx(
@@ -83,7 +84,7 @@ def test_gradients_keep_their_size_at_any_temperature() -> None:
 # A teacher
 
 
-def test_the_teacher_adds_its_part_and_learns_nothing() -> None:
+def test_the_teacher_adds_its_term_and_gets_no_gradients() -> None:
     torch.manual_seed(0)
     student, teacher = Chain(), Chain().eval()
     pictures, labels = batch()
@@ -99,7 +100,7 @@ def test_the_teacher_adds_its_part_and_learns_nothing() -> None:
     assert all(parameter.grad is not None for parameter in student.parameters())
 
 
-def test_a_weight_of_zero_is_no_teacher() -> None:
+def test_a_weight_of_zero_trains_as_without_a_teacher() -> None:
     torch.manual_seed(0)
     student, teacher = Chain(), Chain().eval()
     recipe = Recipe(epochs=2, batch_size=16, lr=0.05, augment="none")
@@ -109,7 +110,7 @@ def test_a_weight_of_zero_is_no_teacher() -> None:
     assert all(torch.equal(value, alone.state_dict()[name]) for name, value in taught.state_dict().items())
 
 
-def test_a_student_comes_nearer_to_its_teacher() -> None:
+def test_a_student_approaches_its_teacher() -> None:
     torch.manual_seed(0)
     student, teacher = Chain(), Chain().eval()
     teacher.fc.weight.data *= 5
@@ -129,7 +130,7 @@ def test_a_student_comes_nearer_to_its_teacher() -> None:
     assert ends[1] < 0.3 * ends[0]
 
 
-def test_a_teacher_with_two_heads_is_asked_for_the_first() -> None:
+def test_the_first_output_of_a_teacher_with_two_heads_is_used() -> None:
     torch.manual_seed(0)
     teacher = AuxiliaryHead().train()
     pictures, labels = batch()
@@ -141,7 +142,7 @@ def test_a_teacher_with_two_heads_is_asked_for_the_first() -> None:
 
 
 def widths_of(graph: peel.ChannelGraph) -> dict[str, int]:
-    """Some ties narrower than the original, others wider, some wider than the wide network would be by itself."""
+    """Some ties narrower than the original, others wider, some wider than 1.5 times the original."""
     factors = (0.5, 2.0, 0.75, 1.0)
     return {
         name: max(1, int(width * factors[i % 4] / graph.steps[name])) * graph.steps[name]
@@ -150,8 +151,8 @@ def widths_of(graph: peel.ChannelGraph) -> dict[str, int]:
 
 
 def first_channels(pair: Pair, graph: peel.ChannelGraph, widths: dict[str, int]) -> nn.Module:
-    """The student by another way: the wide network cut to its first channels."""
-    wide = graph.at(pair.wide.peel_record["widths"])  # type: ignore[index, arg-type]
+    """The wide network cut to its first channels."""
+    wide = graph.at(record_of(pair.wide).widths)
     order = {tie: -torch.arange(width, dtype=torch.float32) for tie, width in wide.widths.items()}
     return peel.slim(pair.wide, widths, graph=wide, weights="inherit", scores=order)
 
@@ -168,7 +169,7 @@ def test_the_student_is_the_first_channels_of_the_wide_network(kind: type[Net]) 
     student = pair.student()
     assert torch.allclose(pair(pictures), student(pictures), rtol=1e-4, atol=1e-4)
     if kind is Shuffled:
-        return  # scores choose channels of the first layer only, not those that a shuffle brings together with them
+        return  # scores select channels of the first layer, not those that a shuffle combines with them
     cut = dict(first_channels(pair, graph, widths).named_parameters())
     norms = {name.rpartition(".")[0] for name in graph.scales}
     for name, parameter in student.named_parameters():
@@ -176,7 +177,7 @@ def test_the_student_is_the_first_channels_of_the_wide_network(kind: type[Net]) 
             assert torch.equal(parameter, cut[name]), name
 
 
-def test_the_wide_network_is_half_as_wide_again_or_as_wide_as_the_student() -> None:
+def test_the_wide_network_is_1_5_times_the_original_or_as_wide_as_the_student() -> None:
     net, graph = traced_net(Dense)  # a 4, b 6, c 8
     pair = in_place_pair(net, graph, {"a": 2, "b": 15})
     assert [pair.wide.get_submodule(name).out_channels for name in "abc"] == [6, 15, 12]
@@ -205,7 +206,7 @@ def test_changing_the_first_channels_of_the_wide_network_changes_the_student() -
             before = after
 
 
-def test_a_student_reads_its_own_stretch_of_each_part_of_a_concatenation() -> None:
+def test_a_student_reads_its_channels_of_each_part_of_a_concatenation() -> None:
     net, graph = traced_net(Dense)  # c reads the image (3), a (4) and b (6)
     pair = in_place_pair(net, graph, {"a": 2, "b": 3, "c": 8})
     wide, student = pair.wide.c.weight, pair.student().c.weight
@@ -240,7 +241,7 @@ def test_every_weight_is_trained_and_saved_once() -> None:
 
 
 @pytest.mark.parametrize("kind", [Chain, Dense, Depthwise, ChannelsLast], ids=lambda kind: kind.__name__)
-def test_what_the_student_learns_goes_into_its_channels_of_the_wide_network(kind: type[Net]) -> None:
+def test_gradients_of_the_student_reach_its_channels_of_the_wide_network(kind: type[Net]) -> None:
     net, graph = traced_net(kind)
     widths = {name: width // 2 for name, width in graph.widths.items()}
     pair = in_place_pair(net, graph, widths)
@@ -256,7 +257,7 @@ def test_what_the_student_learns_goes_into_its_channels_of_the_wide_network(kind
     assert all(parameter.grad is not None for parameter in pair.own.values())
 
 
-def test_in_place_the_wide_network_learns_from_labels_and_the_student_from_it() -> None:
+def test_in_place_losses() -> None:
     net, graph = traced_net(Dense)
     torch.manual_seed(0)
     pair = in_place_pair(net, graph, {"a": 2, "b": 3}).eval()
@@ -274,13 +275,13 @@ def test_in_place_the_wide_network_learns_from_labels_and_the_student_from_it() 
     assert float((both.total - losses.total).detach()) == pytest.approx(
         0.5 * float(own.total.detach()), rel=1e-4
     )
-    # The wide network does not bend towards its student: weights beyond the student's learn from the labels alone.
+    # Weights beyond the student's learn from the labels alone.
     found, alone = (torch.autograd.grad(total, pair.wide.fc.weight)[0] for total in (losses.total, hard))
     assert torch.allclose(found[:, 8:], alone[:, 8:])
     assert not torch.allclose(found[:, :8], alone[:, :8])
 
 
-def test_in_place_both_networks_learn_and_the_student_comes_out_at_its_widths() -> None:
+def test_in_place_training_improves_both_networks() -> None:
     net, graph = traced_net(Dense)
     torch.manual_seed(0)
     widths = {"a": 3, "b": 4, "c": 12}
@@ -289,7 +290,7 @@ def test_in_place_both_networks_learn_and_the_student_comes_out_at_its_widths() 
     history = fit(pair, InPlace(CrossEntropy()), images(8), recipe, engine=CPU, seed=0)
     first, last = history[0].train, history[-1].train
     assert last["wide"] < 0.5 * first["wide"]
-    assert last["cross_entropy"] < 0.5 * first["cross_entropy"]  # of the student, which never saw a label
+    assert last["cross_entropy"] < 0.5 * first["cross_entropy"]  # of the student, which learns without labels
     student = pair.student()
     assert not student.training
     pictures, _ = batch()
@@ -297,7 +298,7 @@ def test_in_place_both_networks_learn_and_the_student_comes_out_at_its_widths() 
     assert peel.trace(student, pictures[:1]).macs() == graph.macs(widths)
 
 
-def test_a_student_taken_out_stays_as_it_was_while_the_pair_trains_on() -> None:
+def test_training_the_pair_does_not_change_a_copied_student() -> None:
     net, graph = traced_net(Chain)
     pair = in_place_pair(net, graph, {"conv1": 3}).eval()
     pictures, labels = batch()
@@ -312,10 +313,8 @@ def test_a_student_taken_out_stays_as_it_was_while_the_pair_trains_on() -> None:
     assert all(parameter.grad is not None for parameter in later.parameters())
 
 
-def test_in_place_distillation_of_a_network_alone_is_refused() -> None:
-    pictures, labels = batch()
-    with pytest.raises(peel.PeelError, match="in_place_pair"):
-        InPlace(CrossEntropy())(Chain(), Batch(pictures, labels))
+def test_a_pair_has_the_record_of_its_student_and_checks_its_widths() -> None:
     net, graph = traced_net(Chain)
+    assert record_of(in_place_pair(net, graph, {"conv1": 3})).widths == {"conv1": 3, "conv2": 12}
     with pytest.raises(peel.WidthsError, match="conv9"):
         in_place_pair(net, graph, {"conv9": 3})

@@ -1,4 +1,4 @@
-"""The criterion that takes channels away: its error where that is known by other means."""
+"""The criterion reconstruction: its error where it is known by other means."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from helpers.criteria import by_tie, filled, images, make_inputs, normalised
 from helpers.nets import Chain, Flattened, Net
-from helpers.subjects import filled, images, per_tie, seen, subject
 from peel.steps.criteria.reconstruction import Reconstruction
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Maps(Net):
-    """Four channels with maps that are written down, and a layer that reads them."""
+    """Four channels with given maps, and a layer that reads them."""
 
     def __init__(self, reader: nn.Conv2d | nn.Linear) -> None:
         super().__init__()
@@ -47,9 +47,9 @@ READERS = {
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_the_error_without_half_is_known_where_channels_are_constant(kind: str) -> None:
+def test_the_error_without_half_of_constant_channels(kind: str) -> None:
     net = Maps(READERS[kind]())
-    # Each channel is read at the last place of the kernel only. Where that looks, channels are constant; elsewhere they are anything.
+    # The kernel reads at its last place only. Channels are constant where it reads and random elsewhere.
     weight = torch.zeros_like(net.reader.weight).view(5, 4, -1)
     weight[:, :, -1] = 1.0
     with torch.no_grad():
@@ -58,7 +58,7 @@ def test_the_error_without_half_is_known_where_channels_are_constant(kind: str) 
     net.read(blank).sum().backward()
     assert blank.grad is not None
     is_read = blank.grad[0] > 0
-    of = subject(net)
+    inputs = make_inputs(net)
     for values, error in (
         ([1.0, 2.0, 4.0, 8.0], (3 / 15) ** 2),
         ([8.0, 1.0, 4.0, 2.0], (3 / 15) ** 2),
@@ -72,7 +72,7 @@ def test_the_error_without_half_is_known_where_channels_are_constant(kind: str) 
     ):
         constant = torch.tensor(values)[:, None, None].expand(4, 8, 8)
         net.maps.data = torch.where(is_read, constant, 100 * torch.randn(4, 8, 8))
-        assert per_tie(Reconstruction().measure(of))["conv", "reader"] == pytest.approx([error], abs=1e-5)
+        assert by_tie(Reconstruction().measure(inputs))["conv", "reader"] == pytest.approx([error], abs=1e-5)
 
 
 class Joined(Net):
@@ -95,50 +95,52 @@ class Joined(Net):
         return self.fc(self.flat(x.flatten(1)) + self.mean(x.mean((2, 3))))
 
 
-def test_each_tie_is_taken_from_what_a_layer_reads_of_all() -> None:
-    found = per_tie(
-        Reconstruction().measure(subject(Joined(), train=images(16, Joined.shape), shape=Joined.shape))
+def test_each_tie_is_removed_from_the_sum_over_all_ties() -> None:
+    found = by_tie(
+        Reconstruction().measure(make_inputs(Joined(), train=images(16, Joined.shape), shape=Joined.shape))
     )
     for layer in ("flat", "mean"):
         assert found["a", layer] == pytest.approx([(1 / 15) ** 2], rel=1e-4)
         assert found["b", layer] == pytest.approx([(4 / 15) ** 2], rel=1e-4)
 
 
-def test_a_tie_whose_other_half_feeds_nothing_has_no_error() -> None:
+def test_a_tie_whose_half_is_unused_has_no_error() -> None:
     torch.manual_seed(0)
     net = Chain().eval()
-    before = per_tie(Reconstruction().measure(subject(net)))
+    before = by_tie(Reconstruction().measure(make_inputs(net)))
     with torch.no_grad():
         net.conv2.weight[:, 1::2] = 0
-    after = per_tie(Reconstruction().measure(subject(net)))
+    after = by_tie(Reconstruction().measure(make_inputs(net)))
     assert before["conv1", "conv2"][0] > 0.01
     assert after["conv1", "conv2"] == [0]
     assert after["conv2", "fc"][0] > 0.01
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_taking_channels_away_greedily_is_nearly_as_good_as_trying_every_half(seed: int) -> None:
+def test_greedy_removal_is_nearly_as_good_as_the_best_half(seed: int) -> None:
     torch.manual_seed(seed)
     net = Flattened().eval()
     filled(
         net.fc.weight, net.fc.weight[0].tolist()
     )  # rows alike: it does not matter which outputs are looked at
     split = images(12, Flattened.shape, seed)
-    of = subject(net, train=split, shape=Flattened.shape)
+    inputs = make_inputs(net, train=split, shape=Flattened.shape)
     with torch.no_grad():
-        parts = F.relu(net.hidden(net.conv(seen(split)[0]).flatten(1))) * net.fc.weight[0]
+        parts = F.relu(net.hidden(net.conv(normalised(split)[0]).flatten(1))) * net.fc.weight[0]
     whole = float(parts.sum(1).square().sum())
     halves = [
         float(parts[:, list(half)].sum(1).square().sum()) / whole
         for half in itertools.combinations(range(7), 3)
     ]
-    (found,) = per_tie(Reconstruction(images=12).measure(of))["hidden", "fc"]
+    (found,) = by_tie(Reconstruction(images=12).measure(inputs))["hidden", "fc"]
     assert min(halves) * (1 - 1e-4) <= found <= sorted(halves)[len(halves) // 4]
     assert any(found == pytest.approx(half, rel=1e-3) for half in halves)
 
 
-def test_reconstruction_draws_the_same_places_for_the_same_seed() -> None:
+def test_reconstruction_is_reproducible() -> None:
     torch.manual_seed(0)
     net = Chain().eval()
-    first, again, other = (per_tie(Reconstruction().measure(subject(net, seed=seed))) for seed in (3, 3, 4))
+    first, again, other = (
+        by_tie(Reconstruction().measure(make_inputs(net, seed=seed))) for seed in (3, 3, 4)
+    )
     assert first == again != other

@@ -1,8 +1,9 @@
-"""Zero channels that make widths even: the same network, trained the same way."""
+"""Zero channels: the padded network computes and learns the same."""
 
 from __future__ import annotations
 
 import copy
+import importlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +18,12 @@ from helpers.nets import Chain, ChannelsLast, Depthwise, GroupNormed, Net, Resid
 from helpers.small import Small, small_run
 from peel.cost.count import count_macs
 from peel.graph import ChannelGraph
-from peel.run import prune as run
 from peel.run import trainer
-from peel.surgery.fast_widths import fast_widths
-from peel.surgery.padding import Padded, pad
+from peel.surgery.padding import Padded, fast_widths, pad
 
 
 def more(graph: ChannelGraph, channels: int) -> peel.Widths:
-    """Wider by some channels, in whole steps."""
+    """All ties wider by some steps."""
     return peel.Widths({name: width + channels * graph.steps[name] for name, width in graph.widths.items()})
 
 
@@ -42,7 +41,7 @@ def train(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, st
 
 
 @pytest.mark.parametrize("name", ["cifar_resnet20", "cifar_mobilenet_v2"])
-def test_a_padded_network_trains_as_the_network_itself(name: str) -> None:
+def test_a_padded_network_trains_like_the_network_itself(name: str) -> None:
     model, graph = traced_zoo(name, 16)
     widths = peel.uniform(graph, "40%")
     torch.manual_seed(0)
@@ -68,7 +67,7 @@ def test_a_padded_network_trains_as_the_network_itself(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [Chain, Residual, Depthwise])
-def test_padding_and_taking_it_away_gives_back_the_same_bits_and_leaves_the_network_alone(kind: type) -> None:
+def test_padding_and_unpadding_gives_the_same_bits(kind: type) -> None:
     net, graph = traced_net(kind)
     before = copy.deepcopy(net.state_dict())
     state = torch.get_rng_state()
@@ -81,7 +80,7 @@ def test_padding_and_taking_it_away_gives_back_the_same_bits_and_leaves_the_netw
 
 
 class ReZero(Net):
-    """Its branch counts for nothing before training, and is changed by zero channels."""
+    """Its branch is scaled by zero before training, and zero channels change it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +98,7 @@ class ReZero(Net):
 
 
 class ReZeroWithin(ReZero):
-    """A branch within the branch: not even a gradient shows it before the first step."""
+    """A branch in the branch: before the first step it has no gradient either."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +111,7 @@ class ReZeroWithin(ReZero):
 
 
 class ResponseNormed(Net):
-    """The response norm of ConvNeXt V2, which starts as the identity; one channel more changes its mean by very little."""
+    """The response norm of ConvNeXt V2. One more channel changes its mean by very little."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +125,7 @@ class ResponseNormed(Net):
 
 
 class SlowedByWidth(Net):
-    """The same outputs at every width, but gradients that are scaled by it, as quantised networks do to learn their steps."""
+    """The same outputs at every width, but gradients that are scaled by the width."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,14 +138,14 @@ class SlowedByWidth(Net):
 
 
 @pytest.mark.parametrize("kind", [ReZero, ReZeroWithin, ResponseNormed, SlowedByWidth])
-def test_networks_that_zero_channels_would_change_only_in_training_are_not_padded(kind: type) -> None:
+def test_networks_that_zero_channels_change_in_training_only_are_not_padded(kind: type) -> None:
     net, graph = traced_net(kind)
     last = list(graph.widths)[-1]
     raised = peel.Widths({**graph.widths, last: graph.widths[last] + graph.steps[last]})
     assert pad(net, graph, raised) is None
 
 
-def test_a_network_that_cannot_be_tried_is_not_padded() -> None:
+def test_a_network_that_does_not_run_in_double_precision_is_not_padded() -> None:
     class Single(Chain):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.float())
@@ -156,7 +155,8 @@ def test_a_network_that_cannot_be_tried_is_not_padded() -> None:
 
 
 def padding_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine of the CPU that pads, as that of a GPU does."""
+    """A CPU engine that pads, as a GPU engine does."""
+    run = importlib.import_module("peel.run.prune")  # the package has a function of the same name
     engines = run.make_engine
     monkeypatch.setattr(
         run,
@@ -165,7 +165,7 @@ def padding_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_run_that_is_not_padded_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_without_padding_has_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = Small()
     model.norm2 = nn.GroupNorm(1, 8)  # type: ignore[assignment]
     padding_engine(monkeypatch)
@@ -176,7 +176,7 @@ def test_a_run_that_is_not_padded_says_so(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_run_with_zero_channels_ends_as_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_padded_run_gives_the_result_of_an_unpadded_one(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = small_run(device="cpu")
     padded = []
 
@@ -188,7 +188,7 @@ def test_a_run_with_zero_channels_ends_as_one_without(monkeypatch: pytest.Monkey
     monkeypatch.setattr(trainer, "pad", noting)
     found = small_run(device="cpu")
     assert trainer.UNPADDED not in found.notes
-    # The original's widths are fast already; those of the backbone, the uniform and the slim network are not.
+    # The original has fast widths already; the backbone, the uniform and the slim network do not.
     assert [result is not None for result in padded] == [False, True, True, True]
     assert found.plan is not None
     assert plain.plan is not None
@@ -202,20 +202,20 @@ def test_a_run_with_zero_channels_ends_as_one_without(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("kind", [ChannelsLast, GroupNormed])
-def test_networks_that_zero_channels_would_change_are_not_padded(kind: type) -> None:
+def test_networks_that_zero_channels_change_are_not_padded(kind: type) -> None:
     net, graph = traced_net(kind)
     assert pad(net, graph, more(graph, 3)) is None
 
 
 @pytest.mark.parametrize("name", ["cifar_resnet20", "cifar_resnet18", "cifar_vgg16_bn"])
-def test_nothing_is_padded_where_widths_are_fast_already(name: str) -> None:
+def test_fast_widths_are_not_padded(name: str) -> None:
     model, graph = traced_zoo(name)
     assert fast_widths(model, graph) == graph.widths
     assert pad(model, graph, graph.widths) is None
 
 
 def at_share(name: str, share: str) -> tuple[ChannelGraph, peel.Widths, peel.Widths]:
-    """A network, its widths at a share of its MACs, and the fast ones."""
+    """A graph, its uniform widths at a share of its MACs, and the fast widths."""
     model, graph = traced_zoo(name, 32)
     widths = peel.uniform(graph, share)
     return graph, widths, fast_widths(peel.slim(model, widths, graph=graph), graph.at(widths))
@@ -225,10 +225,8 @@ def at_share(name: str, share: str) -> tuple[ChannelGraph, peel.Widths, peel.Wid
     ("width", "wanted"),
     [(3, 8), (25, 32), (33, 64), (48, 64), (64, 64), (65, 96), (97, 128), (129, 192), (193, 256), (400, 448)],
 )
-def test_channels_between_convolutions_of_several_pixels_fill_the_tiles_of_their_kernels(
-    width: int, wanted: int
-) -> None:
-    """By the times of benchmarks/train.py --parts layers."""
+def test_ties_between_convolutions_are_raised_to_tiles(width: int, wanted: int) -> None:
+    """As measured by benchmarks/train.py --parts layers."""
     model, graph = traced_zoo("cifar_resnet18", 16)
     last = list(graph.widths)[-1]
     widths = {last: width}
@@ -236,7 +234,7 @@ def test_channels_between_convolutions_of_several_pixels_fill_the_tiles_of_their
 
 
 @pytest.mark.parametrize("name", ["cifar_mobilenet_v2", "resnext50_32x4d"])
-def test_all_else_becomes_a_multiple_of_eight_and_nothing_smaller(name: str) -> None:
+def test_other_ties_are_raised_to_multiples_of_eight(name: str) -> None:
     graph, widths, found = at_share(name, "40%")
     assert all(
         found[tie] >= widths[tie] and found[tie] % 8 == 0 and found[tie] % graph.steps[tie] == 0
@@ -244,11 +242,11 @@ def test_all_else_becomes_a_multiple_of_eight_and_nothing_smaller(name: str) -> 
     )
     if name == "cifar_mobilenet_v2":
         assert all(found[tie] < widths[tie] + 8 for tie in found), (
-            "its convolutions of several pixels have groups, or read colours"
+            "its convolutions over several pixels are grouped, or read the image"
         )
 
 
-def test_the_first_layer_of_a_bottleneck_network_is_only_made_even() -> None:
+def test_the_first_layer_of_a_bottleneck_network_is_raised_to_a_multiple_of_eight() -> None:
     graph, _, found = at_share("resnet50", "50%")
     inside = [
         tie
@@ -260,7 +258,7 @@ def test_the_first_layer_of_a_bottleneck_network_is_only_made_even() -> None:
     assert found[next(iter(found))] == 48
 
 
-def test_convolutions_with_groups_keep_whole_groups_and_are_not_widened_beyond_them() -> None:
+def test_grouped_convolutions_keep_whole_groups() -> None:
     net = torch.nn.Sequential(
         torch.nn.Conv2d(3, 48, 1),
         torch.nn.Conv2d(48, 48, 3, padding=1, groups=3),

@@ -1,4 +1,4 @@
-"""`slim`: the right channels, the user's own class, attributes that agree, and an original that is left alone."""
+"""`slim`: the right channels, the user's own class, matching attributes, and an unchanged original."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from helpers.nets import (
     Residual,
     SplitByAttribute,
 )
+from peel.surgery import record_of
 
 
 @pytest.mark.parametrize("kind", NETS, ids=lambda kind: kind.__name__)
@@ -52,7 +53,7 @@ def test_smaller_and_larger_networks_train(kind: type[Net], factor: float) -> No
         assert type(small) is kind
 
 
-def test_the_given_model_is_never_edited() -> None:
+def test_the_given_model_is_not_changed() -> None:
     net, graph = traced_net(Chain)
     before = copy.deepcopy(net.state_dict())
     attributes = {name: dict(vars(module)) for name, module in net.named_modules()}
@@ -65,7 +66,7 @@ def test_the_given_model_is_never_edited() -> None:
     assert not set(map(id, small.modules())) & set(map(id, net.modules()))
 
 
-def test_attributes_agree_with_the_weights_afterwards() -> None:
+def test_attributes_match_the_weights() -> None:
     net, graph = traced_net(Depthwise)
     small = peel.slim(net, {"expand": 5, "squeeze": 3}, graph=graph)
     assert (
@@ -83,7 +84,7 @@ def test_attributes_agree_with_the_weights_afterwards() -> None:
     assert (small.sizes, small.first) == ([3, 5], 3)
 
 
-def test_numbers_that_are_no_widths_stay() -> None:
+def test_attributes_that_are_not_widths_stay() -> None:
     net, graph = traced_net(NumbersThatAreNoWidths)
     small = peel.slim(net, {"conv": 4, "features": 3}, graph=graph)
     assert (small.temperature, small.image_size) == (16, 8)
@@ -91,7 +92,7 @@ def test_numbers_that_are_no_widths_stay() -> None:
 
 @pytest.mark.parametrize("name", [pytest.param("nf_regnet_b0", marks=pytest.mark.slow), "convnext_atto"])
 @pytest.mark.parametrize(("weights", "factor"), [("fresh", 0.5), ("inherit", 1.25)])
-def test_no_tensor_is_left_as_memory_was_found(name: str, weights: str, factor: float) -> None:
+def test_no_tensor_is_left_uninitialised(name: str, weights: str, factor: float) -> None:
     model, graph = traced_zoo(name, 64)
     widths = {
         tie: max(1, round(width * factor / graph.steps[tie])) * graph.steps[tie]
@@ -115,7 +116,7 @@ def test_inherit_keeps_the_channels_with_the_largest_norm_scales() -> None:
     assert torch.equal(small.conv2.weight, net.conv2.weight[:, [1, 3, 5]])
 
 
-def test_inherit_falls_back_to_filter_norms_over_all_layers_of_a_tie() -> None:
+def test_inherit_uses_filter_norms_of_all_layers_where_there_are_no_scales() -> None:
     net = Residual().eval()
     with torch.no_grad():
         for layer in (net.stem, net.outer):
@@ -128,7 +129,7 @@ def test_inherit_falls_back_to_filter_norms_over_all_layers_of_a_tie() -> None:
     assert torch.equal(small.scale, net.scale[[2, 6]])
 
 
-def test_scores_of_the_callers_own_decide() -> None:
+def test_given_scores_select_the_channels() -> None:
     net, graph = traced_net(Chain)
     small = peel.slim(
         net, {"conv2": 2}, graph=graph, weights="inherit", scores={"conv2": torch.arange(12.0) % 7}
@@ -143,7 +144,7 @@ def test_scores_of_the_callers_own_decide() -> None:
             peel.slim(net, {"conv2": 2}, graph=graph, weights="inherit", scores=wrong)
 
 
-def test_widening_keeps_old_channels_and_draws_new_ones() -> None:
+def test_widening_keeps_old_channels_and_initialises_new_ones() -> None:
     net, graph = traced_net(Chain)
     large = peel.slim(net, {"conv1": 10}, graph=graph, weights="inherit")
     assert torch.equal(large.conv1.weight[:8], net.conv1.weight)
@@ -153,7 +154,7 @@ def test_widening_keeps_old_channels_and_draws_new_ones() -> None:
     assert large.bn.running_var[8:].tolist() == [1.0, 1.0]
 
 
-def test_fresh_weights_are_drawn_as_recipes_do_and_follow_the_seed() -> None:
+def test_fresh_weights_are_initialised_as_in_recipes_and_follow_the_seed() -> None:
     model, graph = traced_zoo("resnet18")
     torch.manual_seed(5)
     first = peel.slim(model, graph.widths, graph=graph)
@@ -167,12 +168,18 @@ def test_fresh_weights_are_drawn_as_recipes_do_and_follow_the_seed() -> None:
     assert first.bn1.running_mean.unique().tolist() == [0.0]
 
 
-def test_slimming_twice_is_slimming_once() -> None:
+def test_a_slim_model_can_be_slimmed_again() -> None:
     net, graph = traced_net(Residual)
     once = peel.slim(net, {"stem": 4, "inner": 3}, graph=graph)
     again = peel.slim(once, {"stem": 2}, graph=peel.trace(once, torch.randn(1, 3, 8, 8)))
     assert again.stem.out_channels == 2
     assert again.inner.weight.shape == (3, 2, 1, 1)
+    record = record_of(again)
+    assert record.source == {"class": "helpers.nets:Residual"}
+    assert record.widths == {"stem": 2, "inner": 3}
+    assert record.modules["inner"]["out_channels"] == 3
+    assert record.costs["params"] == sum(parameter.numel() for parameter in again.parameters())
+    assert record_of(net).widths == {}
 
 
 def test_mode_device_dtype_and_trainability_are_kept() -> None:
@@ -192,7 +199,7 @@ def test_a_graph_of_another_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize("weights", ["random", None])
-def test_unknown_kinds_of_weights_are_refused(weights: object) -> None:
+def test_an_unknown_value_of_weights_is_refused(weights: object) -> None:
     net, graph = traced_net(Chain)
     with pytest.raises(peel.WidthsError, match='"fresh" or "inherit"'):
         peel.slim(net, graph.widths, graph=graph, weights=weights)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from ..data.datasets import Split, hold_out
 from ..errors import ConfigError, did_you_mean
 from ..graph import ChannelGraph
 from ..steps.backbone import backbone
-from ..steps.criteria import find_criterion
+from ..steps.criteria import find_criterion, measure_layers
 from ..steps.importance import (
     Criterion,
     CriterionInput,
@@ -26,7 +26,14 @@ from ..steps.importance import (
     norm_scales,
     summarise,
 )
-from ..steps.reallocation import Reallocation, add_evenly, grow_at_random, reallocation, shares_of
+from ..steps.reallocation import (
+    Growth,
+    Reallocation,
+    add_evenly,
+    grow_at_random,
+    reallocation,
+    shares_of,
+)
 from ..surgery import slim
 from ..train.callbacks import Callback
 from ..train.objective import CrossEntropy, Objective
@@ -165,7 +172,8 @@ class _Planner:
 
         def importance_of(model: nn.Module) -> Importance:
             inputs = CriterionInput(model, graph, train, held_out, objective, problem.engine, problem.seed)
-            return summarise(self._counted(self.criterion.measure(inputs)), graph, config.reduce)
+            scores = measure_layers(self.criterion, inputs, is_trained=not self.is_dry)
+            return summarise(self._counted(scores), graph, config.reduce)
 
         callbacks = [_ImportanceLog(importance_of)] if getattr(self.criterion, "each_epoch", True) else []
         with_l1 = WithL1(objective, list(norm_scales(network, graph)), self.l1_coefficient)
@@ -203,27 +211,21 @@ class _Planner:
     def reallocate(self, widths: Widths, importance: Importance | None, budget: int) -> Round:
         """Step 4."""
         problem, config = self.problem, self.config
-        common: dict[str, Any] = {
-            "resource": problem.resource,
-            "divisor": problem.divisor,
-            "freeze": problem.freeze,
-        }
-        if config.policy == "uniform":
-            return _round(add_evenly(problem.graph, widths, budget, **common), budget)
-        if config.policy == "random":
-            grown = grow_at_random(problem.graph, widths, budget, seed=problem.seed, **common)
-            return _round(grown, budget)
-        assert importance is not None
-        shares = shares_of(importance.groups, config.policy)
-        found = reallocation(
+        growth = Growth(
             problem.graph,
             widths,
-            shares,
-            budget,
-            solver=config.solver,
-            max_width=config.max_width,
-            **common,
+            problem.resource,
+            problem.divisor,
+            frozenset(problem.freeze),
+            config.max_width,
         )
+        if config.policy == "uniform":
+            return _round(add_evenly(growth, budget), budget)
+        if config.policy == "random":
+            return _round(grow_at_random(growth, budget, problem.seed), budget)
+        assert importance is not None
+        shares = shares_of(importance.groups, config.policy)
+        found = reallocation(growth, shares, budget, config.solver)
         return replace(
             _round(found, budget),
             shares=shares,

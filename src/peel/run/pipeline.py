@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..methods.problem import Problem
 from ..steps.distillation import Distillation, InPlace, in_place_pair
 from ..steps.importance import Criterion
 from ..surgery import slim
+from ..surgery.record import attach_record, record_of
 from ..train.distributed import World
 from ..train.history import Metrics
 from ..train.loop import evaluate
@@ -335,7 +336,7 @@ class Pipeline:
     def _write_result(self, folder: RunFolder, rows: list[Row], slimmed: nn.Module | None) -> None:
         if slimmed is not None:
             spec = self.trainer.records["peel"].input_spec or self.problem.data.input_spec()
-            slimmed.peel_record = {**slimmed.peel_record, "input": spec}  # type: ignore[assignment, dict-item]
+            attach_record(slimmed, replace(record_of(slimmed), input=spec))
             folder.save_model("slim", slimmed)
         records = [
             self.trainer.records[name] for name in self._backbone_stages() if name in self.trainer.records

@@ -14,8 +14,8 @@ from ..errors import CorruptFileError
 from ..methods.problem import Problem
 from ..steps.distillation import Pair
 from ..surgery import slim
-from ..surgery.fast_widths import fast_widths
-from ..surgery.padding import Padded, pad
+from ..surgery.padding import Padded, fast_widths, pad
+from ..surgery.record import record_of
 from ..train.callbacks import Callback
 from ..train.checkpoint import non_persistent_buffers
 from ..train.history import EpochRecord
@@ -156,8 +156,7 @@ class Trainer:
 
 
 def _widths_of(network: nn.Module) -> Widths:
-    widths: Widths = network.peel_record["widths"]  # type: ignore[index, assignment]
-    return widths
+    return Widths(record_of(network).widths)
 
 
 @dataclass

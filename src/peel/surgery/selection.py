@@ -1,4 +1,4 @@
-"""Which channels stay: the best of each atom by score, and where they lie in each tensor."""
+"""Channel selection: which channels of each atom are kept, and where they are in each tensor."""
 
 from __future__ import annotations
 
@@ -10,119 +10,96 @@ from torch import Tensor, nn
 
 from ..errors import WidthsError, did_you_mean
 from ..graph.channel_graph import ChannelGraph, Run
-
-__all__ = ["Kept", "channel_scores", "keep", "keep_best"]
+from ..graph.parameters import filter_axes, scale_axes, spans
 
 
 @dataclass(frozen=True)
-class Kept:
-    """For each atom, the original channels that stay, in order; -1 stands for a new channel."""
+class KeptChannels:
+    """Atom -> the original channels that are kept, in order; -1 is a new channel."""
 
-    channels: tuple[Tensor, ...]
+    channels: Mapping[int, Tensor]
 
     def positions(self, runs: tuple[Run, ...]) -> Tensor:
-        """For each place of a new axis, the place in the original axis it comes from, or -1."""
-        pieces = []
-        offset = 0
-        for run in runs:
+        """For each position of the new axis, the position of the original axis it comes from, or -1."""
+        pieces = [torch.zeros(0, dtype=torch.long)]
+        for run, span in spans(runs):
             if run.tie < 0:
-                pieces.append(torch.arange(offset, offset + run.length))
+                pieces.append(torch.arange(span.start, span.stop))
             else:
-                chosen = self.channels[run.atom]
-                places = offset + chosen[:, None] * run.inner + torch.arange(run.inner)
-                pieces.append(torch.where(chosen[:, None] >= 0, places, -1).flatten())
-            offset += run.length
-        return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.long)
+                chosen = self.channels[run.atom][:, None]
+                places = span.start + chosen * run.inner + torch.arange(run.inner)
+                pieces.append(torch.where(chosen >= 0, places, -1).flatten())
+        return torch.cat(pieces)
+
+
+def select_channels(
+    graph: ChannelGraph, units: Sequence[int], scores: Mapping[int, Tensor] | None = None
+) -> KeptChannels:
+    """Keep the `units` channels of each atom with the highest scores (without scores, the first ones).
+
+    The kept channels stay in their order. New channels follow where the atom has fewer than `units`.
+    """
+    channels = {}
+    for atom, run in _atoms(graph).items():
+        wanted = units[run.tie]
+        count = min(wanted, run.size)
+        if scores is None:
+            best = torch.arange(count)
+        else:
+            best = torch.topk(scores[atom][: run.size].float(), count).indices.sort().values.cpu()
+        channels[atom] = torch.cat([best, torch.full((wanted - count,), -1)])
+    return KeptChannels(channels)
+
+
+def select_best(
+    model: nn.Module, graph: ChannelGraph, units: Sequence[int], scores: Mapping[str, Tensor] | None
+) -> KeptChannels:
+    """Keep the channels with the highest default scores. `scores` (tie -> one per channel) replaces these."""
+    by_atom = _default_scores(model, graph)
+    for name, given in (scores or {}).items():
+        by_atom |= _scores_of_tie(graph, name, given)
+    return select_channels(graph, units, by_atom)
 
 
 def _atoms(graph: ChannelGraph) -> dict[int, Run]:
-    """Atom -> one run of it, for its tie and size."""
-    return {
-        run.atom: run for layout in graph.layouts.values() for runs in layout for run in runs if run.tie >= 0
-    }
+    """Atom -> one of its runs, which holds its tie and size."""
+    layouts = graph.layouts.values()
+    return {run.atom: run for layout in layouts for runs in layout for run in runs if run.tie >= 0}
 
 
-def keep(graph: ChannelGraph, units: Sequence[int], scores: Sequence[Tensor]) -> Kept:
-    """The `units` channels with the highest score of each atom, in their original order, then new ones where there are too few."""
-    channels = [torch.zeros(0, dtype=torch.long)] * graph.num_atoms
-    for atom, run in _atoms(graph).items():
-        wanted = units[run.tie]
-        best = torch.topk(scores[atom][: run.size].float(), min(wanted, run.size)).indices.sort().values.cpu()
-        channels[atom] = torch.cat([best, torch.full((max(0, wanted - run.size),), -1)])
-    return Kept(tuple(channels))
+def _default_scores(model: nn.Module, graph: ChannelGraph) -> dict[int, Tensor]:
+    """Atom -> scores: the scales of its norm layers where it has any, else the norms of its filters."""
+    scores = {atom: torch.zeros(run.size) for atom, run in _atoms(graph).items()}
+    for place in filter_axes(model, graph):
+        norms = place.reduce(place.tensor.detach().float(), torch.linalg.vector_norm)
+        _add(scores, place.runs(graph), norms.cpu())
+    scales: dict[int, Tensor] = {}
+    for place in scale_axes(model, graph):
+        scale = place.tensor.detach().abs().float().cpu()
+        _add(scales, place.runs(graph), place.reduce(scale, torch.mean))
+    return scores | scales
 
 
-def keep_best(
-    model: nn.Module, graph: ChannelGraph, units: Sequence[int], scores: Mapping[str, Tensor] | None
-) -> Kept:
-    per_atom = channel_scores(model, graph)
-    for name, given in (scores or {}).items():
-        _overwrite(graph, per_atom, name, given)
-    return keep(graph, units, per_atom)
-
-
-def channel_scores(model: nn.Module, graph: ChannelGraph) -> list[Tensor]:
-    """The default score of each channel of each atom: the scale of its norm layers where it has any, else the norm of its filters."""
-    tensors = dict(model.named_parameters())
-    scales = [torch.zeros(0)] * graph.num_atoms
-    norms = [torch.zeros(0)] * graph.num_atoms
-    has_scale = [False] * graph.num_atoms
-    for atom, run in _atoms(graph).items():
-        scales[atom], norms[atom] = torch.zeros(run.size), torch.zeros(run.size)
-    for name in graph.scales:
-        if name not in tensors:
-            continue
-        scale = tensors[name].detach().abs().float().cpu()
-        for axis, runs in enumerate(graph.layouts[name]):
-            others = [other for other in range(scale.ndim) if other != axis]
-            for atom in _add(scales, runs, scale.mean(dim=others) if others else scale):
-                has_scale[atom] = True
-    for name, tensor in tensors.items():
-        if tensor.ndim < 2:
-            continue
-        producing = 1 if graph.consumers.get(name) == (0,) else 0
-        others = [axis for axis in range(tensor.ndim) if axis != producing]
-        _add(
-            norms,
-            graph.layouts[name][producing],
-            torch.linalg.vector_norm(tensor.detach().float(), dim=others).cpu(),
-        )
-    return [scale if has else norm for scale, norm, has in zip(scales, norms, has_scale, strict=True)]
-
-
-def _add(scores: list[Tensor], runs: tuple[Run, ...], values: Tensor) -> list[int]:
-    """Add one value per place of an axis to the scores of the channels that lie there."""
-    touched = []
-    offset = 0
-    for run in runs:
+def _add(scores: dict[int, Tensor], runs: Sequence[Run], values: Tensor) -> None:
+    """Add values along an axis to the scores of the channels there."""
+    for run, span in spans(runs):
         if run.tie >= 0:
-            scores[run.atom] = scores[run.atom] + values[offset : offset + run.length].view(
-                run.size, run.inner
-            ).mean(1)
-            touched.append(run.atom)
-        offset += run.length
-    return touched
+            mean = values[span].view(run.size, run.inner).mean(1)
+            scores[run.atom] = scores[run.atom] + mean if run.atom in scores else mean
 
 
-def _overwrite(graph: ChannelGraph, per_atom: list[Tensor], name: str, given: Tensor) -> None:
+def _scores_of_tie(graph: ChannelGraph, name: str, given: Tensor) -> dict[int, Tensor]:
+    """Scores of a tie that the caller gives, by atom."""
     tie = graph.ties.get(name)
     if tie is None or tie.fixed is not None:
         raise WidthsError(f"scores: no free tie is called {name!r}.{did_you_mean(name, graph.widths)}")
     given = torch.as_tensor(given).detach().float().cpu()
     if given.shape != (tie.width,):
-        raise WidthsError(
-            f"scores of {name}: {tie.width} numbers are needed, one per channel, not shape {tuple(given.shape)}."
-        )
+        raise WidthsError(f"scores of {name}: give {tie.width} numbers, not a shape of {tuple(given.shape)}.")
     if not torch.isfinite(given).all():
-        raise WidthsError(f"scores of {name}: not all of them are finite numbers.")
+        raise WidthsError(f"scores of {name}: not all of them are finite.")
     index = list(graph.widths).index(name)
     member = next(member for member in tie.members if member.multiplicity == "1")
-    position = 0
-    sums: dict[int, Tensor] = {}
-    for run in graph.layouts[member.tensor][member.axis]:
-        if run.tie == index:
-            values = given[position : position + run.length].view(run.size, run.inner).mean(1)
-            sums[run.atom] = sums.get(run.atom, torch.zeros(run.size)) + values
-            position += run.length
-    for atom, values in sums.items():
-        per_atom[atom] = values
+    scores: dict[int, Tensor] = {}
+    _add(scores, [run for run in graph.layouts[member.tensor][member.axis] if run.tie == index], given)
+    return scores

@@ -1,22 +1,22 @@
-"""`verify`: proof on the user's own model, before anyone trains.
+"""`verify`: check on the user's own model that cutting channels is correct, before any training.
 
-Channels are zeroed in the full network (the weights that read them), cut in the slim one, and the outputs compared; costs are counted
-on built models; the output shape must stay. All on copies, in double precision, with random scales in norm layers so that nothing is
-hidden behind a zero.
+Channels are zeroed in the full network and cut in the slim one, and the outputs are compared. Costs are
+counted on built models, and the output shape must stay. All checks use a copy in double precision, with
+random scales in norm layers so that a zero hides nothing.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves, tree_map  # there is no public name for these
 
 from ..cost.count import count_macs
 from ..graph.capture import computed_tensors, untouched, with_batch
@@ -24,39 +24,36 @@ from ..graph.channel_graph import ChannelGraph
 from ..graph.probe import output_shapes
 from ..graph.rebuild import empty_as, rebuild
 from ..graph.trace import trace
-from .selection import Kept, keep
+from .selection import KeptChannels, select_channels
 from .slim import copy_weights, initialise
 
-__all__ = ["Check", "Verification", "verify"]
+#: Whether a check passed (None: skipped), and the detail.
+Outcome = tuple[bool | None, str]
 
-Progress = Callable[[str, int, int], None]
-"""(what is being checked, how many checks are done, how many there are)"""
-
-#: Relative difference of outputs, in double precision, above which two networks are not the same.
-TOLERANCE = 1e-6
-SINGLE_TOLERANCE = 1e-4
+#: Largest relative difference of outputs that counts as equal, in double and in single precision.
+TOLERANCE, SINGLE_TOLERANCE = 1e-6, 1e-4
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was checked."""
+    """The result of one check."""
 
     name: str
     passed: bool | None
-    """None: not checked, the time was up or there was nothing to check."""
+    """None: skipped, because the time was up or there was nothing to check."""
     detail: str
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What `peel.verify` found out."""
+    """The result of `peel.verify`."""
 
     graph: ChannelGraph
     checks: tuple[Check, ...]
 
     @property
     def passed(self) -> bool:
-        """Whether something was checked and nothing failed."""
+        """Whether at least one check passed and none failed."""
         results = [check.passed for check in self.checks]
         return True in results and False not in results
 
@@ -72,39 +69,40 @@ def verify(
     graph: ChannelGraph | None = None,
     seconds: float = 120.0,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> Verification:
-    """Prove on this model that cutting channels does what it should. The model is left as it was.
+    """Check on this model that cutting channels is correct. The model is not changed.
 
-    After `seconds` no further check is started; those left out are reported as skipped.
+    After `seconds` no further check starts; the rest is reported as skipped. `progress` is called with the
+    name of the next check, the number of checks done and their total.
 
     >>> print(peel.verify(model, torch.randn(1, 3, 224, 224)))
-    passed  full width: outputs are the same (difference 0)
-    passed  cut equals zeroed: ...
+    passed  full width: outputs are the same (difference 0) ...
     """
     deadline = time.monotonic() + seconds
     report = progress or (lambda name, done, total: None)
     report("trace", 0, 5)
     graph = trace(model, example_input) if graph is None else graph
+    checks: list[Check] = []
     with untouched():
         torch.manual_seed(seed)
-        workbench = _Workbench(model, graph, example_input)
-        steps: list[tuple[str, Callable[[], Check]]] = [
-            ("full width", workbench.full_width),
-            ("cut equals zeroed", lambda: workbench.cut_equals_zeroed(deadline)),
-            ("smaller network", lambda: workbench.built("smaller network", 0.3, 0.9)),
-            ("larger network", lambda: workbench.built("larger network", 1.1, 1.4)),
-        ]
-        checks = []
-        for i, (name, step) in enumerate(steps):
-            report(name, i + 1, len(steps) + 1)
-            checks.append(step() if time.monotonic() < deadline else Check(name, None, "the time was up"))
-    report("done", len(steps) + 1, len(steps) + 1)
+        checker = _Checker(model, graph, example_input)
+        planned: dict[str, Callable[[], Outcome]] = {
+            "full width": checker.full_width,
+            "cut equals zeroed": lambda: checker.cut_equals_zeroed(deadline),
+            "smaller network": lambda: checker.built(0.3, 0.9),
+            "larger network": lambda: checker.built(1.1, 1.4),
+        }
+        for name, check in planned.items():
+            report(name, len(checks) + 1, 5)
+            outcome = check() if time.monotonic() < deadline else (None, "the time was up")
+            checks.append(Check(name, *outcome))
+    report("done", 5, 5)
     return Verification(graph, tuple(checks))
 
 
-class _Workbench:
-    """A copy of the model in double precision with its graph and input, on which the checks run."""
+class _Checker:
+    """The checks, on a copy of the model in double precision."""
 
     def __init__(self, model: nn.Module, graph: ChannelGraph, example_input: Any) -> None:
         self.graph = graph
@@ -115,100 +113,80 @@ class _Workbench:
         try:
             self.run(self.model)
         except RuntimeError:
-            # Code that makes single-precision tensors of its own runs in single precision only, where rounding takes its part.
+            # The model creates single-precision tensors, so it runs in single precision only.
             self.model = self.model.float()
             self.tolerance = SINGLE_TOLERANCE
             self.one_sample = with_batch(example_input, 1)
             self.args, self.kwargs = with_batch(example_input, 2)
 
-    def run(self, model: nn.Module) -> list[Tensor]:
-        with torch.no_grad():
-            return [
-                value for value in tree_leaves(model(*self.args, **self.kwargs)) if isinstance(value, Tensor)
-            ]
+    @torch.no_grad()
+    def run(self, model: nn.Module, weights: dict[str, Tensor] | None = None) -> list[Tensor]:
+        """The outputs of a model, with some of its weights replaced."""
+        output = functional_call(model, weights or {}, self.args, self.kwargs)
+        return [value for value in tree_leaves(output) if isinstance(value, Tensor)]
 
-    def sliced(self, kept: Kept, units: list[int]) -> nn.Module:
-        small = rebuild(self.model, self.graph, units, empty_as)
-        copy_weights(self.model, small, self.graph, kept, set())
-        return small
+    def full_width(self) -> Outcome:
+        difference = self._cut([])
+        return difference < self.tolerance, f"outputs are the same (difference {difference:.1e})"
 
-    def full_width(self) -> Check:
-        units = self.graph.units()
-        kept = keep(self.graph, units, _random_scores(self.graph))
-        difference = _difference(self.run(self.model), self.run(self.sliced(kept, units)))
-        return Check(
-            "full width", difference < self.tolerance, f"outputs are the same (difference {difference:.1e})"
-        )
-
-    def cut_equals_zeroed(self, deadline: float) -> Check:
-        name = "cut equals zeroed"
-        exact = [i for i, tie in enumerate(self.graph.widths) if tie not in self.graph.inexact]
-        if not self.graph.widths:
-            return Check(name, None, "nothing can be cut")
+    def cut_equals_zeroed(self, deadline: float) -> Outcome:
+        ties = list(self.graph.widths)
+        exact = [i for i, tie in enumerate(ties) if tie not in self.graph.inexact]
         if not exact:
-            return Check(
-                name,
-                None,
-                "no tie can be checked this way: all pass layers that take statistics over channels",
-            )
+            return None, "all ties pass statistics over channels" if ties else "nothing can be cut"
         difference = max(self._cut(exact) for _ in range(2))
-        about = f"{len(exact)} of {len(self.graph.widths)} ties, relative difference {difference:.1e}"
+        detail = f"{len(exact)} of {len(ties)} ties, relative difference {difference:.1e}"
         if difference < self.tolerance:
-            return Check(name, True, about)
-        wrong = [tie for tie in exact if time.monotonic() < deadline and self._cut([tie]) >= self.tolerance]
-        names = [list(self.graph.widths)[tie] for tie in wrong]
-        return Check(name, False, f"{about}; wrong by themselves: {', '.join(names) or 'none'}")
+            return True, detail
+        wrong = [ties[i] for i in exact if time.monotonic() < deadline and self._cut([i]) >= self.tolerance]
+        return False, f"{detail}; wrong by themselves: {', '.join(wrong) or 'none'}"
 
     def _cut(self, ties: list[int]) -> float:
-        """Cut some of the channels of these ties; how far the outputs are from those of the zeroed network."""
+        """Cut random channels of these ties; the difference of the outputs to those of the zeroed network."""
         units = self.graph.units()
         for tie in ties:
             units[tie] = max(1, round(units[tie] * float(0.2 + 0.7 * torch.rand(()))))
-        kept = keep(self.graph, units, _random_scores(self.graph))
-        with _zeroed(self.model, self.graph, kept):
-            expected = self.run(self.model)
-        return _difference(expected, self.run(self.sliced(kept, units)))
+        scores = torch.rand(self.graph.num_atoms, max(self.graph.widths.values(), default=1))
+        kept = select_channels(self.graph, units, dict(enumerate(scores)))
+        small = rebuild(self.model, self.graph, units, empty_as)
+        copy_weights(self.model, small, self.graph, kept, set())
+        zeroed = self.run(self.model, _zeroed_weights(self.model, self.graph, kept))
+        return _difference(zeroed, self.run(small))
 
-    def built(self, name: str, low: float, high: float) -> Check:
-        """Other widths: the network runs, keeps its output shape and costs what was predicted."""
+    def built(self, low: float, high: float) -> Outcome:
+        """Build a network at other widths: it runs, keeps its output shape and costs what was predicted."""
         factors = low + (high - low) * torch.rand(len(self.graph.widths))
         units = [max(1, round(u * float(f))) for u, f in zip(self.graph.units(), factors, strict=True)]
         small = rebuild(self.model, self.graph, units, empty_as)
         copy_weights(self.model, small, self.graph, None, initialise(small))
         try:
-            macs = count_macs(small, *self.one_sample)
-            outputs = self.run(small)
-            shapes = output_shapes(outputs)
+            macs, outputs = count_macs(small, *self.one_sample), self.run(small)
         except Exception as error:
-            return Check(name, False, f"it does not run: {str(error).splitlines()[0]}")
+            return False, f"it does not run: {str(error).splitlines()[0]}"
         params = sum(parameter.numel() for parameter in small.parameters())
-        # What operators without a rule cost is in no prediction: it must be the same at any widths.
+        # MACs of operators without a rule are not predicted: they must be the same at any widths.
         uncounted = count_macs(self.model, *self.one_sample) - self.graph.macs()
         predicted = self.graph.mac_cost.total(units) + uncounted, self.graph.param_cost.total(units)
+        counted = f"{macs:,} MACs and {params:,} parameters"
         if not all(bool(torch.isfinite(output).all()) for output in outputs if output.is_floating_point()):
-            return Check(name, False, "its outputs are not finite")
-        if shapes != output_shapes(self.run(self.model)):
-            return Check(name, False, f"the output shape changed to {shapes}")
+            return False, "its outputs are not finite"
+        if output_shapes(outputs) != output_shapes(self.run(self.model)):
+            return False, f"the output shape changed to {output_shapes(outputs)}"
         if (macs, params) != predicted:
-            found = f"{macs:,} MACs and {params:,} parameters counted, {predicted[0]:,} and {predicted[1]:,} predicted"
-            return Check(name, False, found)
+            return False, f"{counted} counted, {predicted[0]:,} and {predicted[1]:,} predicted"
         note = f" ({uncounted:,} MACs of operators without a rule are in no prediction)" if uncounted else ""
-        return Check(
-            name, True, f"runs, output shape kept, {macs:,} MACs and {params:,} parameters as predicted{note}"
-        )
+        return True, f"runs, output shape kept, {counted} as predicted{note}"
 
 
 def _double(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
+@torch.no_grad()
 def _randomised(model: nn.Module) -> nn.Module:
-    """Scales, shifts and statistics of ordinary size: what was initialised at zero hides mistakes."""
-    with torch.no_grad():
-        tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        for name, tensor in tensors.items():
-            if not tensor.is_floating_point() or sum(size > 1 for size in tensor.shape) > 1:
-                continue
+    """Draw scales, shifts and statistics: a parameter initialised at zero hides errors."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and sum(size > 1 for size in tensor.shape) <= 1:
             if name.endswith(("bias", "running_mean")):
                 tensor.normal_(0.0, 0.1)
             else:
@@ -216,38 +194,22 @@ def _randomised(model: nn.Module) -> nn.Module:
     return model
 
 
-def _random_scores(graph: ChannelGraph) -> list[Tensor]:
-    size = max((run.size for layout in graph.layouts.values() for runs in layout for run in runs), default=1)
-    return [torch.rand(size) for _ in range(graph.num_atoms)]
-
-
-@contextmanager
-def _zeroed(model: nn.Module, graph: ChannelGraph, kept: Kept) -> Iterator[None]:
-    """Weights that read channels which are not kept are zero while this lasts."""
+def _zeroed_weights(model: nn.Module, graph: ChannelGraph, kept: KeptChannels) -> dict[str, Tensor]:
+    """The weights that read channels, with zeros where they read channels that are not kept."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
-    saved: list[tuple[Tensor, Tensor]] = []
-    with torch.no_grad():
-        for name, places in graph.consumers.items():
-            tensor = tensors[name]
-            saved.append((tensor, tensor.clone()))
-            for place in places:
-                gone = torch.ones(tensor.shape[place], dtype=torch.bool)
-                gone[kept.positions(graph.layouts[name][place])] = False
-                tensor.index_fill_(place, gone.nonzero().flatten().to(tensor.device), 0.0)
-        try:
-            yield
-        finally:
-            for weight, old in saved:
-                weight.copy_(old)
+    weights = {name: tensors[name].detach().clone() for name in graph.consumers}
+    for name, axes in graph.consumers.items():
+        for axis in axes:
+            is_gone = torch.ones(weights[name].shape[axis], dtype=torch.bool)
+            is_gone[kept.positions(graph.layouts[name][axis])] = False
+            weights[name].index_fill_(axis, is_gone.nonzero().flatten().to(weights[name].device), 0.0)
+    return weights
 
 
 def _difference(first: list[Tensor], second: list[Tensor]) -> float:
-    """The largest difference relative to the largest output."""
+    """The largest difference relative to the largest output; infinite for other shapes and for NaN."""
     if [a.shape for a in first] != [b.shape for b in second]:
         return float("inf")
-    worst = 0.0
-    for a, b in zip(first, second, strict=True):
-        scale = float(a.abs().max()) or 1.0
-        difference = float((a - b).abs().max()) / scale
-        worst = max(worst, difference if difference == difference else float("inf"))
-    return worst
+    pairs = zip(first, second, strict=True)
+    relative = [float((a - b).abs().max()) / (float(a.abs().max()) or 1.0) for a, b in pairs]
+    return max((value if value == value else float("inf") for value in relative), default=0.0)

@@ -1,29 +1,28 @@
-"""Filter norms that can be compared across layers (LeGR): each layer's norms pass through an affine transformation learned by evolution.
+"""Filter norms that can be compared across layers (LeGR).
 
-A candidate gives every layer a factor and an offset. Its worth: prune the trained backbone by one ranking over all layers, to a part of its
-MACs, and take the loss on held-out images, without any fine-tuning.
+The norms of each layer get a factor and an offset, learned by evolution. A candidate prunes the backbone by
+one ranking over all layers, without fine-tuning, and is judged by the loss on held-out images.
 """
 
 from __future__ import annotations
 
 import math
 import random
+from bisect import bisect_left
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ...errors import ConfigError
 from ...graph import ChannelGraph
+from ...graph.parameters import filter_axes
 from ...surgery import slim
 from ...train.loop import evaluate
-from ..importance import CriterionInput, LayerScores, values_by_tie
-from .weights import filters
-
-__all__ = ["Legr"]
+from ..importance import CriterionInput, LayerScores, layer_scores
 
 #: Every tie keeps at least this part of its channels.
-KEEP = 0.1
+MIN_KEPT = 0.1
 
 Genes = tuple[tuple[float, ...], tuple[float, ...]]
 """A factor and an offset per layer."""
@@ -31,6 +30,11 @@ Genes = tuple[tuple[float, ...], tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Legr:
+    """The filter norm with a factor and an offset per layer, learned by evolution on held-out images."""
+
+    each_epoch: ClassVar[bool] = False
+    needs_held_out: ClassVar[bool] = True
+
     evaluations: int = 400
     population: int = 64
     tournament: int = 16
@@ -39,104 +43,81 @@ class Legr:
     mutated: float = 0.1
     """The part of the layers that a mutation changes."""
     images: int = 2000
-    """Held-out images that candidates are judged by."""
+    """Held-out images that judge a candidate."""
 
-    def __post_init__(self) -> None:
-        if self.evaluations < 1 or self.population < 2 or self.tournament < 1 or not 0 < self.target < 1:
-            raise ConfigError(
-                f"legr needs evaluations and a tournament of at least 1, a population of 2, a target between 0 and 1: {self}."
-            )
+    def measure(self, inputs: CriterionInput) -> list[LayerScores]:
+        norms = []
+        for place in filter_axes(inputs.model, inputs.graph):
+            squares = place.reduce(place.tensor.detach().square(), torch.sum)
+            norms += layer_scores(inputs.graph, place, squares.cpu())
+        scores = _transformed(norms, self._evolve(inputs, norms))
+        # Offsets can make scores negative; shares cannot be.
+        lowest = min(float(score.values.min()) for score in scores)
+        return [LayerScores(score.tie, score.layer, score.values - lowest) for score in scores]
 
-    def measure(self, subject: CriterionInput) -> list[LayerScores]:
-        layers = [
-            (layer, tie, part)
-            for layer, name, axis, weight in filters(subject.model, subject.graph)
-            for tie, part in values_by_tie(
-                subject.graph,
-                name,
-                axis,
-                weight.detach().square().sum([other for other in range(weight.ndim) if other != axis]).cpu(),
-            ).items()
-        ]
-        factors, offsets = self._evolve(subject, layers)
-        scores = [
-            factor * part + offset
-            for factor, offset, (_, _, part) in zip(factors, offsets, layers, strict=True)
-        ]
-        # Offsets can make scores negative, shares cannot be.
-        lowest = min(float(score.min()) for score in scores)
-        return [
-            LayerScores(tie, layer, score - lowest)
-            for (layer, tie, _), score in zip(layers, scores, strict=True)
-        ]
+    def _evolve(self, inputs: CriterionInput, norms: list[LayerScores]) -> Genes:
+        """The best genes found. The first candidate is the plain norms."""
+        rng = random.Random(inputs.seed)
+        spreads = [float(norm.values.std()) if len(norm.values) > 1 else 0.0 for norm in norms]
+        images = inputs.held_out.subset(torch.arange(min(self.images, inputs.held_out.size)))
 
-    def _evolve(self, subject: CriterionInput, layers: list[tuple[str, str, Tensor]]) -> Genes:
-        chance = random.Random(subject.seed)
-        spreads = [float(part.std()) if len(part) > 1 else 0.0 for _, _, part in layers]
-        judged = subject.held_out.subset(torch.arange(min(self.images, subject.held_out.size)))
-        identity: Genes = ((1.0,) * len(layers), (0.0,) * len(layers))
-
-        def worth(genes: Genes) -> float:
-            widths, scores = _ranked(subject.graph, layers, genes, self.target)
-            small = slim(subject.model, widths, graph=subject.graph, weights="inherit", scores=scores).eval()
-            loss = evaluate(small, judged, subject.engine).loss
+        def loss_of(genes: Genes) -> float:
+            widths, scores = _prune(inputs.graph, _transformed(norms, genes), self.target)
+            small = slim(inputs.model, widths, graph=inputs.graph, weights="inherit", scores=scores).eval()
+            loss = evaluate(small, images, inputs.engine).loss
             return loss if math.isfinite(loss) else math.inf
 
-        living: list[tuple[float, Genes]] = []
-        best: tuple[float, Genes] | None = None
-        for i in range(self.evaluations):
-            if i == 0:
-                genes = identity
-            elif i < self.population:
-                genes = (
-                    tuple(math.exp(chance.gauss(0, 1)) for _ in layers),
-                    tuple(chance.gauss(0, spread) for spread in spreads),
-                )
+        genes: Genes = ((1.0,) * len(norms), (0.0,) * len(norms))
+        best = (loss_of(genes), genes)
+        living = [best]
+        for i in range(1, self.evaluations):
+            if i < self.population:
+                factors = tuple(math.exp(rng.gauss(0, 1)) for _ in norms)
+                genes = (factors, tuple(rng.gauss(0, spread) for spread in spreads))
             else:
-                parent = min(chance.sample(living, min(self.tournament, len(living))))[1]
-                genes = self._mutated(parent, spreads, 1 - i / (1.25 * self.evaluations), chance)
-            candidate = (worth(genes), genes)
+                parent = min(rng.sample(living, min(self.tournament, len(living))))[1]
+                genes = self._mutate(parent, spreads, 1 - i / (1.25 * self.evaluations), rng)
+            candidate = (loss_of(genes), genes)
             living = [*living, candidate][-self.population :]
-            best = candidate if best is None or candidate[0] < best[0] else best
-        assert best is not None
+            best = candidate if candidate[0] < best[0] else best
         return best[1]
 
-    def _mutated(self, parent: Genes, spreads: list[float], step: float, chance: random.Random) -> Genes:
+    def _mutate(self, parent: Genes, spreads: list[float], step: float, rng: random.Random) -> Genes:
         factors, offsets = list(parent[0]), list(parent[1])
-        for i in chance.sample(range(len(factors)), max(1, round(self.mutated * len(factors)))):
-            factors[i] *= math.exp(chance.gauss(0, step))
-            offsets[i] += chance.gauss(0, spreads[i])
+        for i in rng.sample(range(len(factors)), max(1, round(self.mutated * len(factors)))):
+            factors[i] *= math.exp(rng.gauss(0, step))
+            offsets[i] += rng.gauss(0, spreads[i])
         return tuple(factors), tuple(offsets)
 
 
-def _ranked(
-    graph: ChannelGraph, layers: list[tuple[str, str, Tensor]], genes: Genes, target: float
-) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """One ranking over all channels, the lowest pruned until the MACs are down to the target: widths, and scores that choose channels."""
-    scores = {tie: torch.zeros(width) for tie, width in graph.widths.items()}
-    for factor, offset, (_, tie, part) in zip(*genes, layers, strict=True):
-        # Layers that write the same channels add up. One that writes a tie more than once counts by its mean.
-        values = factor * part + offset
-        scores[tie] = scores[tie] + (values if len(values) == len(scores[tie]) else values.mean())
-    least = {tie: max(graph.steps[tie], math.ceil(KEEP * width)) for tie, width in graph.widths.items()}
-    ranking = sorted(
-        (float(score), tie)
-        for tie, values in scores.items()
-        for score in values.sort(descending=True).values[least[tie] :]
-    )
-    wanted = target * graph.macs()
+def _transformed(norms: list[LayerScores], genes: Genes) -> list[LayerScores]:
+    return [
+        LayerScores(norm.tie, norm.layer, factor * norm.values + offset)
+        for factor, offset, norm in zip(*genes, norms, strict=True)
+    ]
 
-    def widths(count: int) -> dict[str, int]:
+
+def _prune(
+    graph: ChannelGraph, layers: list[LayerScores], target: float
+) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """Prune the lowest channels of all layers down to a part of the MACs: widths, and scores per tie."""
+    scores = {tie: torch.zeros(width) for tie, width in graph.widths.items()}
+    for layer in layers:
+        tie, values = layer.tie, layer.values
+        # Layers that write the same channels add up; several values per channel count by their mean.
+        scores[tie] = scores[tie] + (values if len(values) == len(scores[tie]) else values.mean())
+    ranking = []
+    for tie, values in scores.items():
+        kept = max(graph.steps[tie], math.ceil(MIN_KEPT * graph.widths[tie]))
+        ranking += [(float(score), tie) for score in values.sort(descending=True).values[kept:]]
+    ranking.sort()
+
+    def pruned(count: int) -> dict[str, int]:
         left = dict(graph.widths)
         for _, tie in ranking[:count]:
             left[tie] -= 1
-        return {
-            tie: max(graph.steps[tie], width // graph.steps[tie] * graph.steps[tie])
-            for tie, width in left.items()
-        }
+        return {tie: max(step, left[tie] // step * step) for tie, step in graph.steps.items()}
 
-    low, high = 0, len(ranking)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if graph.macs(widths(middle)) <= wanted else (middle + 1, high)
-    return widths(low), scores
+    allowed = target * graph.macs()
+    count = bisect_left(range(len(ranking)), True, key=lambda count: graph.macs(pruned(count)) <= allowed)
+    return pruned(count), scores

@@ -1,4 +1,4 @@
-"""Networks and images to measure importance on, and its numbers in a form that is easy to compare."""
+"""Inputs for criteria, and their scores in a form that is easy to compare."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import peel
 from helpers.nets import Net
 from peel.data.in_memory import InMemoryImages
-from peel.steps.criteria import find_criterion
+from peel.steps.criteria import find_criterion, measure_layers
 from peel.steps.importance import Criterion, CriterionInput, Importance, LayerScores, summarise
 from peel.train.engine import Engine
 from peel.train.objective import CrossEntropy
@@ -20,20 +20,20 @@ CPU = Engine(torch.device("cpu"))
 
 
 def images(count: int, shape: tuple[int, ...] = (3, 8, 8), seed: int = 0, classes: int = 5) -> InMemoryImages:
-    chance = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     channels, height, width = shape
-    pixels = torch.randint(256, (count, height, width, channels), generator=chance, dtype=torch.uint8)
+    pixels = torch.randint(256, (count, height, width, channels), generator=rng, dtype=torch.uint8)
     return InMemoryImages(
-        pixels, torch.randint(classes, (count,), generator=chance), (0.5,) * channels, (0.3,) * channels
+        pixels, torch.randint(classes, (count,), generator=rng), (0.5,) * channels, (0.3,) * channels
     )
 
 
-def seen(split: InMemoryImages) -> tuple[Tensor, Tensor]:
-    """All images of a split as a network sees them, and their labels."""
+def normalised(split: InMemoryImages) -> tuple[Tensor, Tensor]:
+    """All images of a split, normalised, and their labels."""
     return (split.pixels.permute(0, 3, 1, 2) / 255 - 0.5) / 0.3, split.labels
 
 
-def subject(
+def make_inputs(
     net: nn.Module,
     groups: dict[str, list[str]] | None = None,
     train: InMemoryImages | None = None,
@@ -54,12 +54,11 @@ def subject(
     )
 
 
-def importance(criterion: str | Criterion, of: CriterionInput, reduce: str = "mean") -> Importance:
-    chosen = find_criterion(criterion) if isinstance(criterion, str) else criterion
-    return summarise(chosen.measure(of), of.graph, reduce)
+def importance(criterion: str | Criterion, inputs: CriterionInput, reduce: str = "mean") -> Importance:
+    return summarise(measure_layers(find_criterion(criterion), inputs), inputs.graph, reduce)
 
 
-def per_tie(found: list[LayerScores]) -> dict[tuple[str, str], list[float]]:
+def by_tie(found: list[LayerScores]) -> dict[tuple[str, str], list[float]]:
     return {(item.tie, item.layer): item.values.tolist() for item in found}
 
 
@@ -68,24 +67,24 @@ def filled(parameter: Tensor, values: list[float] | float) -> None:
         parameter.copy_(torch.tensor(values).expand(parameter.shape))
 
 
-class Rivals(Net):
-    """Two branches side by side: one has large filters, the other small ones."""
+class TwoBranches(Net):
+    """Two parallel branches: one has large filters, the other small ones."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.loud, self.quiet, self.fc = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1), nn.Linear(16, 5)
+        self.large, self.small, self.fc = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1), nn.Linear(16, 5)
         with torch.no_grad():
-            self.loud.weight.mul_(10)
-            self.quiet.weight.mul_(0.5)
+            self.large.weight.mul_(10)
+            self.small.weight.mul_(0.5)
             self.fc.weight[:, :8] *= 0.3
             self.fc.weight[:, 8:] *= 20
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.cat([F.relu(self.loud(x)), F.relu(self.quiet(x))], 1))
+        return self.head(torch.cat([F.relu(self.large(x)), F.relu(self.small(x))], 1))
 
-    def answers(self, x: Tensor, branch: str) -> Tensor:
-        """What the network would say with one branch only."""
+    def predictions(self, x: Tensor, branch: str) -> Tensor:
+        """The classes that the network predicts with one branch only."""
         twin = copy.deepcopy(self)
-        twin.fc.weight.data[:, slice(8, 16) if branch == "loud" else slice(0, 8)] = 0
+        twin.fc.weight.data[:, slice(8, 16) if branch == "large" else slice(0, 8)] = 0
         return twin(x).argmax(1)
