@@ -172,5 +172,5 @@ def l1_coefficient_for(l1_strength: float, recipe: Recipe, steps_per_epoch: int,
     Where the search has several rounds, `later` are the recipes of those after the first.
     """
     return (
-        l1_strength * (1 - recipe.momentum) / sum(part.rate_sum(steps_per_epoch) for part in (recipe, *later))
+        l1_strength * (1 - recipe.momentum) / sum(part.lr_sum(steps_per_epoch) for part in (recipe, *later))
     )

@@ -1,16 +1,16 @@
-"""The record of a training, and who is told of it as it grows."""
+"""Metrics and epoch records."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-__all__ = ["Epoch", "Metrics", "Watcher"]
+__all__ = ["EpochRecord", "Metrics"]
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """Accuracy (fractions) and cross entropy over a whole split."""
+    """Cross entropy and accuracies (fractions) over a whole split."""
 
     loss: float
     top1: float
@@ -18,22 +18,15 @@ class Metrics:
 
 
 @dataclass(frozen=True)
-class Epoch:
-    """One line of the record of a training."""
+class EpochRecord:
+    """The result of one epoch. `train` holds means of the loss, its terms and top-1."""
 
     epoch: int
-    of: int
+    epochs: int
     lr: float
     train: dict[str, float]
     test: dict[str, float] | None
     seconds: float
+    """Training time, without the evaluation."""
     images_per_second: float
     extra: dict[str, Any] = field(default_factory=dict)
-
-
-class Watcher(Protocol):
-    """Is told how training goes."""
-
-    def begin(self, history: list[Epoch]) -> None: ...
-    def step(self, done: int, total: int, images: int) -> None: ...
-    def epoch(self, epoch: Epoch) -> None: ...
