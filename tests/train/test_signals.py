@@ -40,9 +40,9 @@ def test_an_interrupted_command_resumes_with_the_same_bits(
     number: signal.Signals, tmp_path: Path, whole: bytes
 ) -> None:
     folder = tmp_path / "stopped"
-    code, output = run(folder, PEEL_FAULT=f"5:{number.name.removeprefix('SIG')}")
+    code, output = run(folder, FAULT=f"5:{number.name.removeprefix('SIG')}")
     assert code == 128 + number
-    assert "the state is kept" in output
+    assert "Resume with the same command" in output
     assert f"--output {folder}" in output
     assert list((folder / "checkpoints").glob("original-00000-0000006-*.pt"))
     assert run(folder)[0] == 0
@@ -191,8 +191,8 @@ def test_a_run_killed_twenty_times_leaves_no_process_and_no_more_than_two_checkp
     tmp_path: Path, whole: bytes
 ) -> None:
     folder = tmp_path / "run"
-    for step in range(1, 21):
-        assert run(folder, "--checkpoint-seconds", "0", PEEL_FAULT=f"{step}:kill")[0] == KILLED
+    for _ in range(20):
+        assert run(folder, "--checkpoint-seconds", "0", FAULT="1:kill")[0] == KILLED
         assert len(kept(folder)) <= 2
         assert len(list((folder / "checkpoints").iterdir())) <= 3, "at most one incomplete file"
     assert run(folder)[0] == 0

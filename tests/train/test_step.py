@@ -185,7 +185,7 @@ def test_a_micro_batch_of_one_image_that_does_not_fit_ends_the_command_with_code
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = {
-        "--steps": "original",
+        "--stages": "original",
         "--train.epochs": "1",
         "--train.batch-size": "32",
         "--device": "cpu",
@@ -216,13 +216,13 @@ def test_out_of_memory_errors_of_the_cpu_are_recognized() -> None:
 @pytest.mark.parametrize(("size", "parts"), [(1, 1), (8, 8), (8, 6)])
 def test_a_norm_layer_that_sees_one_value_per_channel_is_explained(size: int, parts: int) -> None:
     with pytest.raises(ConfigError, match=f"{size} images are split into {parts} micro-batches. Choose"):
-        small_run(Pooled(), steps=["original"], train={"epochs": 1, "batch_size": size}, parts=parts)
+        small_run(Pooled(), stages=["original"], train={"epochs": 1, "batch_size": size}, accumulate=parts)
 
 
 def test_public_out_of_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
     inject("0:oom", monkeypatch)
     with pytest.raises(peel.OutOfMemoryError, match="a micro-batch of 1 images"):
-        small_run(steps=["original"], train={"epochs": 1, "batch_size": 1})
+        small_run(stages=["original"], train={"epochs": 1, "batch_size": 1})
 
 
 # Compilation
