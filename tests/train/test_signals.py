@@ -24,6 +24,7 @@ from peel.train.loop import fit
 from peel.train.objective import CrossEntropy
 from peel.train.recipe import Recipe
 from peel.train.signals import Interrupted, defer_signals, handle_signals, interrupt_requested
+from peel.train.step import TrainStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -136,7 +137,13 @@ def test_a_signal_in_the_last_step_is_raised_after_the_checkpoint(
     assert len(trained(checkpoints=checkpoints)[1]) == PLAIN.epochs
 
 
-# Many interrupts
+def test_an_interrupt_releases_the_gpu_before_it_leaves_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = []
+    monkeypatch.setattr(TrainStep, "release", lambda self: released.append(interrupt_requested()))
+    with handle_signals(), pytest.raises(Interrupted):
+        inject("3:term", monkeypatch)
+        trained()
+    assert released == [signal.SIGTERM]
 
 
 class StopAfter(Callback):
