@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
+from peel.run.config import make_config
 from torch import nn
 
 from helpers.small import PLAIN, trained
 from peel.errors import ConfigError
-from peel.train.recipe import RECIPES, Recipe, backbone_recipe, named_recipe
+from peel.train.recipe import FIELDS, RECIPES, Recipe, backbone_recipe, named_recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -130,17 +131,28 @@ def test_the_backbone_of_the_paper_trains_for_50_epochs(name: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("epochs", 0, "epochs must be a whole number of at least 1, not 0"),
-        ("epochs", 2.5, "epochs must be a whole number"),
-        ("batch_size", True, "batch_size must be a whole number"),
-        ("lr", -0.1, "lr must be a number of at least 0"),
-        ("lr", math.nan, "lr must be a number"),
-        ("lr", "fast", "not 'fast'"),
-        ("momentum", 1.0, "momentum must be a number from 0 to below 1"),
-        ("label_smoothing", 1.0, "label_smoothing"),
-        ("schedule", "cosin", "Did you mean cosine"),
-        ("augment", "crop-flop", "Did you mean crop-flip"),
-        ("milestones", (0.5, 1.5), r"milestones .* \(0.5, 1.5\)"),
+        ("epochs", 0, "train.epochs: expected int >= 1, not 0"),
+        ("epochs", 2.5, "train.epochs: expected int, not 2.5"),
+        ("batch_size", True, "train.batch_size: expected int, not True"),
+        ("lr", -0.1, "train.lr: expected float >= 0.0, not -0.1"),
+        ("lr", math.nan, "train.lr: expected float >= 0.0, not nan"),
+        ("lr", "fast", "train.lr: expected float, not 'fast'"),
+        ("momentum", 1.0, "train.momentum: expected float < 1.0"),
+        ("label_smoothing", 1.0, "train.label_smoothing: expected float < 1.0"),
+        ("milestones", (0.5, 1.5), r"train.milestones: expected float < 1.0, not \(0.5, 1.5\)"),
+        ("retries", -1, "train.retries: expected int >= 0"),
+    ],
+)
+def test_the_config_of_a_run_checks_types_and_ranges(field: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_config({"train": {field: value}})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("schedule", "cosin", "'cosin'.* Did you mean cosine"),
+        ("augment", "crop-flop", "'crop-flop'.* Did you mean crop-flip"),
         ("momentum", 0.0, "nesterov needs a momentum"),
         ("epoch", 3, "no field 'epoch'.* Did you mean epochs"),
     ],
@@ -148,6 +160,11 @@ def test_the_backbone_of_the_paper_trains_for_50_epochs(name: str) -> None:
 def test_a_wrong_field_is_named_with_its_value(field: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PLAIN.changed(**{field: value})
+
+
+def test_every_field_has_a_description() -> None:
+    assert [item.name for item in fields(Recipe)] == list(FIELDS)
+    assert all(FIELDS.values())
 
 
 def test_an_unknown_recipe_is_answered_with_similar_names() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +17,7 @@ from ..utils.environment import env_number
 
 T = TypeVar("T")
 
-__all__ = ["SINGLE_PROCESS", "World", "init_distributed", "shutdown_distributed"]
+__all__ = ["World", "init_distributed", "shutdown_distributed"]
 
 #: Seconds after which a process stops waiting for the others; the variable PEEL_TIMEOUT overrides it.
 TIMEOUT = 300.0
@@ -83,8 +82,8 @@ class World:
 
     def check_equal(self, what: str, value: str) -> None:
         """Raise an error in all processes unless they have the same value."""
-        digests = self.gather(hashlib.sha256(value.encode()).hexdigest())
-        different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        values = self.gather(value)
+        different = [rank for rank, other in enumerate(values) if other != values[0]]
         if different:
             raise RunError(
                 f"{what} differs between rank 0 and rank {', '.join(map(str, different))}. "
@@ -92,19 +91,15 @@ class World:
             )
 
 
-SINGLE_PROCESS = World()
-
-
 def init_distributed(device: torch.device) -> World:
     """Join the processes that the variables of torchrun describe; a single process without them."""
     if env_number("WORLD_SIZE", 1) == 1:
-        return SINGLE_PROCESS
-    names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"WORLD_SIZE is set, but {', '.join(missing)} is not: start processes with torchrun or --gpus."
-        )
+        return World()
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise ConfigError(
+                f"WORLD_SIZE is set, but {name} is not: start processes with torchrun or --gpus."
+            )
     if not dist.is_initialized():
         timeout = timedelta(seconds=env_number("PEEL_TIMEOUT", TIMEOUT))
         # Objects travel over gloo: over NCCL each message would wait for the queued GPU work.

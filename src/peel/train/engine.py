@@ -6,15 +6,15 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from ..errors import ConfigError, OutOfMemoryError, did_you_mean
+from ..errors import ConfigError, OutOfMemoryError
 from ..utils.environment import count_cores, env_number
-from .distributed import SINGLE_PROCESS, World, init_distributed
+from .distributed import World, init_distributed
 from .sync_batch_norm import SyncBatchNormMode
 
 __all__ = ["COMPILE", "Engine", "eval_batch_size", "is_out_of_memory", "make_engine", "retry_on_oom"]
@@ -43,14 +43,14 @@ class Engine:
     pad_channels: bool = False
     """Pad odd widths with zero channels while training, to widths with fast kernels."""
     compile: str = "off"
-    """When to compile networks; a key of `COMPILE`."""
+    """When to compile networks: one of `COMPILE`."""
     cache_teacher: bool = False
     """Cache the teacher's logits where the augmentation has few enough variants of an image."""
     deterministic: bool = True
     """The same seed gives the same bits."""
     sync_bn: bool = False
     """Batch norm takes its statistics over all processes."""
-    world: World = SINGLE_PROCESS
+    world: World = field(default_factory=World)
 
     def prepare(self, model: nn.Module) -> nn.Module:
         return model.to(self.device).to(memory_format=torch.channels_last)
@@ -63,10 +63,10 @@ class Engine:
 
     @property
     def description(self) -> str:
-        is_cuda = self.device.type == "cuda"
-        cpu = f"CPU, {torch.get_num_threads()} threads"
-        name = torch.cuda.get_device_name(self.device) if is_cuda else cpu
-        return f"{name}, {'bfloat16' if self.bf16 else 'float32'}"
+        precision = "bfloat16" if self.bf16 else "float32"
+        if self.device.type == "cuda":
+            return f"{torch.cuda.get_device_name(self.device)}, {precision}"
+        return f"CPU, {torch.get_num_threads()} threads, {precision}"
 
 
 def make_engine(
@@ -78,49 +78,37 @@ def make_engine(
     compile: str = "auto",
     sync_bn: bool = False,
 ) -> Engine:
-    """The engine for a device; `auto` prefers a GPU. `deterministic` has a cost on a GPU only."""
-    if compile not in COMPILE:
-        raise ConfigError(
-            f"compile must be one of {', '.join(COMPILE)}, not {compile!r}.{did_you_mean(compile, COMPILE)}"
-        )
+    """The engine for a device; `auto` prefers a GPU. `deterministic` is slower on a GPU only."""
     if compile == "on" and (deterministic or sync_bn):
         raise ConfigError("compile cannot be on together with deterministic or sync_bn: choose one of them.")
-    for name, value, low in (
-        ("accumulate", accumulate, 1),
-        ("workers", 0 if workers is None else workers, 0),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise ConfigError(f"{name} must be a whole number of at least {low}, not {value!r}.")
     chosen = _find_device(device)
     is_cuda = chosen.type == "cuda"
+    world = init_distributed(chosen)
+    if is_cuda:
+        torch.cuda.set_device(chosen)
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.deterministic = deterministic
+        torch.use_deterministic_algorithms(deterministic, warn_only=deterministic)
+        if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    elif compile == "auto":
+        compile = "off"  # on a CPU compiling takes longer than it saves in most trainings
     if workers is None:
         # One per core; fewer on a CPU, where they compete with training.
         cores = count_cores() // int(env_number("LOCAL_WORLD_SIZE", 1))
         workers = max(1, min(24 if is_cuda else 4, cores))
-    common = Engine(
+    return Engine(
         chosen,
+        bf16=is_cuda and torch.cuda.is_bf16_supported(including_emulation=False),
+        cuda_graphs=is_cuda and not deterministic,
         workers=workers,
         accumulation_steps=accumulate,
-        sync_bn=sync_bn,
-        world=init_distributed(chosen),
-    )
-    if not is_cuda:
-        # On a CPU compiling takes longer than it saves in most trainings.
-        return replace(common, compile="on" if compile == "on" else "off")
-    torch.cuda.set_device(chosen)
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.deterministic = deterministic
-    torch.use_deterministic_algorithms(deterministic, warn_only=deterministic)
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    return replace(
-        common,
-        bf16=torch.cuda.is_bf16_supported(including_emulation=False),
-        cuda_graphs=not deterministic,
-        deterministic=deterministic,
-        pad_channels=True,
-        cache_teacher=not deterministic,
+        pad_channels=is_cuda,
         compile="off" if deterministic or sync_bn else compile,
+        cache_teacher=is_cuda and not deterministic,
+        deterministic=deterministic or not is_cuda,
+        sync_bn=sync_bn,
+        world=world,
     )
 
 

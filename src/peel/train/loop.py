@@ -57,11 +57,8 @@ def fit(
     steps_per_epoch = train.size // recipe.batch_size
     if steps_per_epoch < 1:
         raise DataError(
-            f"a batch of {recipe.batch_size} images is larger than the training set of {train.size}. "
-            f"Choose a batch size of at most {train.size}."
+            f"a batch of {recipe.batch_size} images exceeds the training set: choose at most {train.size}."
         )
-    if recipe.retries and checkpoints is None:
-        log.warning("retries %d has no effect without checkpoints; set output.", recipe.retries)
     engine.prepare(model)
     lr_scale = 1.0
     with defer_signals():
@@ -82,7 +79,12 @@ def fit(
                 if lr_scale < 0.5**recipe.retries or checkpoints is None:
                     raise
                 level = logging.WARNING if engine.world.is_main_process else logging.DEBUG
-                log.log(level, "%s Training returns to it with the learning rate times %g.", error, lr_scale)
+                log.log(
+                    level,
+                    "%s Training returns to the last one, with the learning rate times %g.",
+                    error,
+                    lr_scale,
+                )
             finally:
                 state.train_step.release()
 

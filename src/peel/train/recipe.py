@@ -5,81 +5,47 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, get_type_hints
+
+from msgspec import Meta
 
 from ..errors import ConfigError, did_you_mean
 
 __all__ = ["AUGMENTATIONS", "FIELDS", "RECIPES", "Recipe", "backbone_recipe", "named_recipe"]
 
-AUGMENTATIONS: dict[str, str] = {
-    "auto": "depends on the data: crop for digits, crop-flip for small photographs, imagenet for large ones",
-    "none": "no augmentation",
-    "crop": "random crop after padding by an eighth of the size",
-    "crop-flip": "the same, and a random horizontal flip",
-    "imagenet": "random resized crop, random horizontal flip and color jitter",
-}
+#: `auto` depends on the data: crop for digits, crop-flip for small photographs, imagenet for large ones.
+AUGMENTATIONS = ("auto", "none", "crop", "crop-flip", "imagenet")
 
 SCHEDULES = ("cosine", "steps")
-
-#: What each field of a recipe means; `peel run --help` shows it.
-FIELDS: dict[str, str] = {
-    "epochs": "Number of epochs.",
-    "batch_size": "Images per step, over all processes.",
-    "lr": "Peak learning rate.",
-    "momentum": "Momentum of SGD.",
-    "nesterov": "Whether to use Nesterov momentum.",
-    "weight_decay": "Weight decay of weights with more than one axis.",
-    "decay_norms": "Whether norm layers and biases decay too.",
-    "warmup_epochs": "Epochs of linear warm-up; may be a fraction.",
-    "warmup_from": "Learning rate at which the warm-up starts.",
-    "schedule": "cosine (to zero) or steps.",
-    "milestones": "With steps: where the learning rate drops, as fractions of the training.",
-    "gamma": "With steps: the factor of each drop.",
-    "label_smoothing": "Label smoothing of the cross entropy.",
-    "augment": "auto, none, crop, crop-flip or imagenet.",
-    "retries": "How often a diverged training returns to its last checkpoint, with half the learning rate.",
-}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """SGD with Nesterov momentum and everything around it; `FIELDS` explains each field."""
+    """Hyperparameters of a training with SGD. The config of a run checks their types and ranges."""
 
-    epochs: int = 100
-    batch_size: int = 512
-    lr: float = 0.2
-    momentum: float = 0.9
-    nesterov: bool = True
-    weight_decay: float = 1e-4
-    decay_norms: bool = False
-    warmup_epochs: float = 1.0
-    warmup_from: float = 0.0
-    schedule: str = "cosine"
-    milestones: tuple[float, ...] = (0.3, 0.6, 0.8)
-    gamma: float = 0.2
-    label_smoothing: float = 0.1
-    augment: str = "auto"
-    retries: int = 0
+    epochs: Annotated[int, Meta(ge=1, description="Number of epochs.")] = 100
+    batch_size: Annotated[int, Meta(ge=1, description="Images per step, over all processes.")] = 512
+    lr: Annotated[float, Meta(ge=0, description="Peak learning rate.")] = 0.2
+    momentum: Annotated[float, Meta(ge=0, lt=1, description="Momentum of SGD.")] = 0.9
+    nesterov: Annotated[bool, Meta(description="Whether to use Nesterov momentum.")] = True
+    weight_decay: Annotated[float, Meta(ge=0, description="Decay of weights with more than one axis.")] = 1e-4
+    decay_norms: Annotated[bool, Meta(description="Whether norm layers and biases decay too.")] = False
+    warmup_epochs: Annotated[float, Meta(ge=0, description="Epochs of linear warm-up.")] = 1.0
+    warmup_from: Annotated[float, Meta(ge=0, description="Learning rate that warm-up starts at.")] = 0.0
+    schedule: Annotated[str, Meta(description="cosine (to zero) or steps.")] = "cosine"
+    milestones: Annotated[
+        tuple[Annotated[float, Meta(gt=0, lt=1)], ...],
+        Meta(description="With steps: where the learning rate drops, as fractions of the training."),
+    ] = (0.3, 0.6, 0.8)
+    gamma: Annotated[float, Meta(ge=0, description="With steps: the factor of each drop.")] = 0.2
+    label_smoothing: Annotated[float, Meta(ge=0, lt=1, description="Smoothing of the labels.")] = 0.1
+    augment: Annotated[str, Meta(description="auto, none, crop, crop-flip or imagenet.")] = "auto"
+    retries: Annotated[
+        int,
+        Meta(ge=0, description="How often a diverged training restarts from a checkpoint at half the lr."),
+    ] = 0
 
     def __post_init__(self) -> None:
-        for name, low in (("epochs", 1), ("batch_size", 1), ("retries", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ConfigError(f"{name} must be a whole number of at least {low}, not {value!r}.")
-        for name in (
-            "lr",
-            "momentum",
-            "weight_decay",
-            "warmup_epochs",
-            "warmup_from",
-            "gamma",
-            "label_smoothing",
-        ):
-            value = getattr(self, name)
-            limit = 1.0 if name in ("momentum", "label_smoothing") else math.inf
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < limit:
-                bounds = "from 0 to below 1" if limit == 1 else "of at least 0"
-                raise ConfigError(f"{name} must be a number {bounds}, not {value!r}.")
         if self.nesterov and self.momentum == 0:
             raise ConfigError("nesterov needs a momentum above 0.")
         for name, known in (("augment", AUGMENTATIONS), ("schedule", SCHEDULES)):
@@ -88,8 +54,6 @@ class Recipe:
                 raise ConfigError(
                     f"{name} must be one of {', '.join(known)}, not {value!r}.{did_you_mean(value, known)}"
                 )
-        if any(not 0 < milestone < 1 for milestone in self.milestones):
-            raise ConfigError(f"milestones must be fractions between 0 and 1, not {self.milestones!r}.")
 
     def lr_at(self, step: int, steps_per_epoch: int) -> float:
         """Learning rate of a step, counted from 0 over the whole training."""
@@ -112,6 +76,12 @@ class Recipe:
                 raise ConfigError(f"a recipe has no field {name!r}.{did_you_mean(name, FIELDS)}")
         return replace(self, **overrides)
 
+
+#: The description of each field of a recipe; `peel run --help` shows it.
+FIELDS: Mapping[str, str] = {
+    name: hint.__metadata__[-1].description
+    for name, hint in get_type_hints(Recipe, include_extras=True).items()
+}
 
 _CIFAR = Recipe(epochs=200, batch_size=128, lr=0.1, weight_decay=5e-4, label_smoothing=0.0)
 

@@ -23,7 +23,7 @@ __all__ = ["TrainStep"]
 
 log = logging.getLogger("peel")
 
-#: Steps that run eagerly before the capture: the allocator and cuDNN settle meanwhile.
+#: Eager steps before the capture of a CUDA graph: the allocator and cuDNN settle meanwhile.
 WARM_UP_STEPS = 5
 
 _DDP_ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
@@ -67,10 +67,7 @@ class _BufferSnapshot:
 
 
 class _CudaGraph:
-    """Runs a step eagerly a few times, then captures it and replays it from static input buffers.
-
-    Small networks are bound by kernel launches otherwise.
-    """
+    """Captures a step and replays it: small networks are bound by kernel launches otherwise."""
 
     def __init__(self, step: Callable[[Batch], None]) -> None:
         self.step = step
@@ -82,10 +79,6 @@ class _CudaGraph:
         self.static: Batch | None = None
         self.stream: torch.cuda.Stream | None = None
         self.warm_up_steps = 0
-
-    @property
-    def is_captured(self) -> bool:
-        return self.graph is not None
 
     @property
     def needs_capture(self) -> bool:
@@ -125,7 +118,7 @@ class TrainStep:
         self.loss: nn.Module = _LossModule(model, objective)
         #: `loss`, or its compiled form.
         self.forward: Callable[..., Any] = self.loss
-        self.is_compiled = self.has_run_compiled = False
+        self.is_compiled = self.has_run_compiled = self.cannot_compile = False
         self.graph = _CudaGraph(self._compute) if engine.cuda_graphs and engine.world.size == 1 else None
         self.optimizer = _make_optimizer(model, recipe, engine, is_graphed=self.graph is not None)
         self.buffers = _BufferSnapshot(self.loss)
@@ -140,7 +133,7 @@ class TrainStep:
             else:
                 group["lr"] = lr
         while True:
-            if self.graph is None or not self.graph.is_captured:
+            if self.graph is None or self.graph.graph is None:
                 self.buffers.save()
             try:
                 self._run(batch)
@@ -223,7 +216,7 @@ class TrainStep:
 
     def compile(self) -> None:
         """Compile the network from the next step on."""
-        if self.is_compiled:
+        if self.is_compiled or self.cannot_compile:
             return
         # Networks of other widths that were compiled before count towards dynamo's recompile limit.
         torch.compiler.reset()
@@ -234,7 +227,7 @@ class TrainStep:
 
     def _stop_compiling(self, error: Exception) -> None:
         self.forward = self.loss
-        self.is_compiled = False
+        self.is_compiled, self.cannot_compile = False, True
         self._reset_graph()
         log.warning("the network cannot be compiled: %s: %s", type(error).__name__, str(error)[:200])
 
@@ -281,12 +274,12 @@ def _make_optimizer(model: nn.Module, recipe: Recipe, engine: Engine, *, is_grap
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = [parameter for parameter in trained if parameter.ndim > 1]
     others = [parameter for parameter in trained if parameter.ndim <= 1]
-    groups: list[dict[str, Any]] = [
-        {"params": weights, "weight_decay": recipe.weight_decay},
-        {"params": others, "weight_decay": recipe.weight_decay if recipe.decay_norms else 0.0},
-    ]
+    decay = recipe.weight_decay
     return torch.optim.SGD(
-        [group for group in groups if group["params"]],
+        [
+            {"params": weights, "weight_decay": decay},
+            {"params": others, "weight_decay": decay if recipe.decay_norms else 0.0},
+        ],
         # A CUDA graph reads the learning rate from the device.
         lr=torch.tensor(recipe.lr, device=engine.device) if is_graphed else recipe.lr,
         momentum=recipe.momentum,
