@@ -158,8 +158,20 @@ def _out_of_memory(world: World) -> str:
     return ""
 
 
+def _compiled(world: World) -> list[str]:
+    """The classes of the modules that are compiled when compilation is on from the first step."""
+    compiled: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda module, **_: compiled.append(type(module).__name__) or module)
+        step = TrainStep(fresh(), CrossEntropy(0.0), PLAIN, engine_of(world))
+        step.compile()
+        step(Batch(torch.randn(12, 3, 8, 8), torch.arange(12) % 10, None), 0.1)
+    return compiled
+
+
 def _with_ddp(world: World) -> dict[str, Any]:
     return {
+        "compiled": _compiled(world),
         "exchanges": _exchanges(world, [1, 3]),
         "weights": _weights(world, 1),
         "out of memory": _out_of_memory(world),
@@ -184,6 +196,11 @@ def test_two_processes_reach_the_weights_of_one_that_accumulates_the_same_micro_
     """Also with a head that gets no gradient."""
     assert with_ddp[0]["weights"] == with_ddp[1]["weights"]
     assert with_ddp[0]["weights"] == pytest.approx(_weights(World(), 2), rel=1e-5, abs=1e-6)
+
+
+def test_ddp_is_compiled_too(with_ddp: list[dict[str, Any]]) -> None:
+    for found in with_ddp:
+        assert found["compiled"][-1] == "DistributedDataParallel"
 
 
 def test_out_of_memory_in_several_processes_names_the_way_out(with_ddp: list[dict[str, Any]]) -> None:

@@ -152,7 +152,8 @@ class TrainStep:
 
     def _run(self, batch: Batch) -> None:
         if self.engine.world.size > 1 and not isinstance(self.loss, DistributedDataParallel):
-            self.loss = self.forward = self._wrap_in_ddp(batch)
+            self.loss = self._wrap_in_ddp(batch)
+            self.forward = torch.compile(self.loss, dynamic=False) if self.is_compiled else self.loss
         if self.graph is not None and self.graph.needs_capture:
             try:
                 self.graph.capture(batch)
