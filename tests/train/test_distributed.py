@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,13 +19,15 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.killing import exit_code, start
-from helpers.small import CPU, PLAIN, few_digits, fresh
+from helpers.small import CPU, PLAIN, Restless, few_digits, fresh, same_weights
 from peel.data.batch import Batch
 from peel.data.view import EVAL
 from peel.errors import OutOfMemoryError, RunError
+from peel.train.callbacks import Callback
+from peel.train.checkpoint import Checkpoints
 from peel.train.distributed import World, init_distributed, shutdown_distributed
 from peel.train.engine import Engine
-from peel.train.loop import evaluate
+from peel.train.loop import evaluate, fit
 from peel.train.objective import CrossEntropy
 from peel.train.signals import Interrupted, defer_signals, handle_signals
 from peel.train.state import TrainingState
@@ -169,9 +172,47 @@ def _compiled(world: World) -> list[str]:
     return compiled
 
 
-def _with_ddp(world: World) -> dict[str, Any]:
+class SignalAt(Callback):
+    """Sends SIGTERM to its own process at a step."""
+
+    def __init__(self, step: int) -> None:
+        self.signal_at = step
+
+    def on_step_end(self, step: int, total_steps: int, batch_size: int) -> None:
+        if step == self.signal_at:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def _is_same_after_resume(world: World, folder: str) -> bool:
+    """Whether a training of three epochs of four steps, interrupted in the second, ends with the same bits."""
+    models = []
+    for number, checkpoints in enumerate(
+        (None, Checkpoints(Path(folder), "a"), Checkpoints(Path(folder), "a"))
+    ):
+        torch.manual_seed(0)
+        model = Restless()
+        callbacks = [SignalAt(6)] if number == 1 and world.rank == 1 else []
+        with handle_signals(), contextlib.suppress(Interrupted):
+            fit(
+                model,
+                CrossEntropy(),
+                few_digits().train,
+                PLAIN,
+                engine=engine_of(world),
+                seed=0,
+                checkpoints=checkpoints,
+                callbacks=callbacks,
+            )
+        models.append(model)
+    state = saved.newest()
+    is_whole = state is not None and state["epoch"] == PLAIN.epochs
+    return is_whole and same_weights(models[0], models[2]) and not same_weights(models[0], models[1])
+
+
+def _with_ddp(world: World, folder: str) -> dict[str, Any]:
     return {
         "compiled": _compiled(world),
+        "same after resume": _is_same_after_resume(world, folder),
         "exchanges": _exchanges(world, [1, 3]),
         "weights": _weights(world, 1),
         "out of memory": _out_of_memory(world),
@@ -181,7 +222,8 @@ def _with_ddp(world: World) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def with_ddp(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of two processes with DDP. Not warm: the threads of DDP do not survive a fork."""
-    return together(2, tmp_path_factory.mktemp("ddp"), _with_ddp, warm=False)
+    place = tmp_path_factory.mktemp("ddp")
+    return together(2, place, _with_ddp, str(place / "checkpoints"), warm=False)
 
 
 def test_gradients_are_exchanged_once_for_all_micro_batches(with_ddp: list[dict[str, Any]]) -> None:
@@ -196,6 +238,12 @@ def test_two_processes_reach_the_weights_of_one_that_accumulates_the_same_micro_
     """Also with a head that gets no gradient."""
     assert with_ddp[0]["weights"] == with_ddp[1]["weights"]
     assert with_ddp[0]["weights"] == pytest.approx(_weights(World(), 2), rel=1e-5, abs=1e-6)
+
+
+def test_a_signal_to_one_process_stops_both_and_they_resume_with_the_same_bits(
+    with_ddp: list[dict[str, Any]],
+) -> None:
+    assert [found["same after resume"] for found in with_ddp] == [True, True]
 
 
 def test_ddp_is_compiled_too(with_ddp: list[dict[str, Any]]) -> None:
