@@ -184,11 +184,10 @@ class SignalAt(Callback):
 
 
 def _is_same_after_resume(world: World, folder: str) -> bool:
-    """Whether a training of three epochs of four steps, interrupted in the second, ends with the same bits."""
+    """Whether a training of three epochs of four steps, interrupted in its second, ends the same."""
     models = []
-    for number, checkpoints in enumerate(
-        (None, Checkpoints(Path(folder), "a"), Checkpoints(Path(folder), "a"))
-    ):
+    saved = Checkpoints(Path(folder), "a")
+    for number, checkpoints in enumerate((None, saved, saved)):
         torch.manual_seed(0)
         model = Restless()
         callbacks = [SignalAt(6)] if number == 1 and world.rank == 1 else []

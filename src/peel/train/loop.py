@@ -79,12 +79,7 @@ def fit(
                 if lr_scale < 0.5**recipe.retries or checkpoints is None:
                     raise
                 level = logging.WARNING if engine.world.is_main_process else logging.DEBUG
-                log.log(
-                    level,
-                    "%s Training returns to the last one, with the learning rate times %g.",
-                    error,
-                    lr_scale,
-                )
+                log.log(level, "%s Training resumes with the learning rate times %g.", error, lr_scale)
             finally:
                 state.train_step.release()
 
