@@ -60,7 +60,7 @@ def plain_loop(
             began = time.perf_counter()
             for batch, labels in loader:
                 for group in optimiser.param_groups:
-                    group["lr"] = recipe.rate(done, len(loader))
+                    group["lr"] = recipe.lr_at(done, len(loader))
                 loss = nn.functional.cross_entropy(
                     model(batch.to(device)), labels.to(device), label_smoothing=recipe.label_smoothing
                 )

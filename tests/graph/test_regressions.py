@@ -159,7 +159,17 @@ def test_own_models_may_be_grey_and_take_no_arguments(
     monkeypatch.chdir(tmp_path)
     assert (
         main(
-            ["run", "own_grey.py:grey", "--output", "run", "--stages", "original", "--distill", "none", *SHORT]
+            [
+                "run",
+                "own_grey.py:grey",
+                "--output",
+                "run",
+                "--stages",
+                "original",
+                "--distill",
+                "none",
+                *SHORT,
+            ]
         )
         == 0
     )
@@ -209,7 +219,7 @@ def test_pull_is_that_of_all_rounds_together(tmp_path: Path) -> None:
     from peel.train.recipe import Recipe
 
     steps = 200 // recipe["batch_size"]
-    rates = sum(Recipe(**{**recipe, "milestones": (), "epochs": epochs}).rate_sum(steps) for epochs in (2, 1))
+    rates = sum(Recipe(**{**recipe, "milestones": (), "epochs": epochs}).lr_sum(steps) for epochs in (2, 1))
     assert {line["stage"] for line in lines} == {"backbone", "backbone-2"}
     assert plan["l1_coefficient"] * rates / (1 - recipe["momentum"]) == pytest.approx(2.0)
 

@@ -92,7 +92,11 @@ def files() -> dict[str, Any]:
             "pool": 4_000_000,
             "policy": "importance",
         }
-        | {**nets, **peel, "backbone": {"backbone_ratio": 0.8, "start": "uniform", **network([9, 9, 20], 16_000_000)}}
+        | {
+            **nets,
+            **peel,
+            "backbone": {"backbone_ratio": 0.8, "start": "uniform", **network([9, 9, 20], 16_000_000)},
+        }
         | {
             "groups": GROUPS,
             "rounds": [first],

@@ -16,7 +16,6 @@ from torch import Tensor
 from helpers.killing import Suicidal, command, exit_code, run_until, start
 from helpers.small import Counting, Small, few_digits, small_run
 from peel.errors import CorruptFileError, RunError
-from peel.train.callbacks import Callback
 from peel.run.result import Result
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -230,7 +229,10 @@ def test_the_page_of_a_forced_run_that_is_stopped_again_says_so(killed: Path) ->
     )
     with pytest.raises(RunError, match="no more"):
         small_run(
-            output=killed, callbacks=[Breaking](), **{**BASE, "train": {**BASE["train"], "lr": 0.05}}, force=True
+            output=killed,
+            callbacks=[Breaking](),
+            **{**BASE, "train": {**BASE["train"], "lr": 0.05}},
+            force=True,
         )
     assert "went on with other settings (--force;" in (killed / "report.html").read_text()
 

@@ -16,7 +16,6 @@ from helpers.small import CPU, Small, few_digits, same_weights, small_run
 from peel.data.augmentation import EVAL
 from peel.errors import ConfigError
 from peel.methods.config import CRITERIA
-from peel.train.callbacks import Callback
 from peel.run.prune import prune
 from peel.run.result import Result
 from peel.train.recipe import Recipe
@@ -363,7 +362,10 @@ def test_two_rounds_split_the_pool_and_train_the_widened_backbone_on() -> None:
 
 
 def test_a_cap_holds_layers_back() -> None:
-    free, capped = planned(budget="90%", backbone_ratio=0.5), planned(budget="90%", backbone_ratio=0.5, max_width=1.0)
+    free, capped = (
+        planned(budget="90%", backbone_ratio=0.5),
+        planned(budget="90%", backbone_ratio=0.5, max_width=1.0),
+    )
     original = capped["original"]["widths"]
     assert any(free["widths"][tie] > width for tie, width in original.items())
     assert all(capped["widths"][tie] <= width for tie, width in original.items())
@@ -496,7 +498,9 @@ def steps_of_the_backbone(**settings: Any) -> int:
 def test_changes_for_every_training_reach_the_backbone_and_its_own_win() -> None:
     assert steps_of_the_backbone(train={"epochs": 3, "batch_size": 40}, backbone={"epochs": 2}) == 2 * 5
     assert (
-        steps_of_the_backbone(train={"epochs": 3, "batch_size": 40}, backbone={"epochs": 2, "batch_size": 100})
+        steps_of_the_backbone(
+            train={"epochs": 3, "batch_size": 40}, backbone={"epochs": 2, "batch_size": 100}
+        )
         == 2 * 2
     )
     result = run(

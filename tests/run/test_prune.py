@@ -228,7 +228,16 @@ def model(num_classes=10):
 """
 
 
-COMMAND = ["run", "own.py:model", "--train.epochs", "1", "--train.batch-size", "256", "--backbone.epochs", "1"]
+COMMAND = [
+    "run",
+    "own.py:model",
+    "--train.epochs",
+    "1",
+    "--train.batch-size",
+    "256",
+    "--backbone.epochs",
+    "1",
+]
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import pytest
 from helpers.folders import content
 from helpers.small import Counting, same_weights, small_run
 from peel.errors import CorruptFileError, RunError, StoreError
-from peel.train.callbacks import Callback
 from peel.run.folder import RunFolder
 from peel.run.result import Result
 from peel.train.history import EpochRecord

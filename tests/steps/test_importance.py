@@ -30,7 +30,7 @@ from peel.steps.importance import (
 )
 from peel.train.loop import fit
 from peel.train.objective import CrossEntropy
-from peel.train.recipe import RECIPES, Recipe
+from peel.train.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -367,4 +367,6 @@ def test_l1_strength_is_how_far_scales_move_over_the_schedule(changed: dict[str,
 
 def test_the_coefficient_of_the_paper_has_a_strength_of_12_5() -> None:
     steps = 1_281_167 // 512
-    assert l1_coefficient_for(12.5, RECIPES["imagenet-backbone"], steps) == pytest.approx(1e-4, rel=0.01)
+    assert l1_coefficient_for(12.5, backbone_recipe("imagenet-resnet"), steps) == pytest.approx(
+        1e-4, rel=0.01
+    )

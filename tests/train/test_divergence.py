@@ -1,4 +1,4 @@
-"""Losses that are no numbers any more: noticed, explained, and gone back from."""
+"""Divergence: a loss that is not finite stops training, or returns it to the last checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.small import CPU, PLAIN, few_digits, fresh, same_weights, trained
+from helpers.faults import inject
+from helpers.small import CPU, PLAIN, few_digits, fresh, same_weights, small_run, trained
 from peel.data.batch import Batch
 from peel.data.datasets import Split
 from peel.errors import DivergedError
@@ -23,11 +24,8 @@ from peel.train.objective import CrossEntropy, Losses
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# Divergence
-
-
 class Poisoned:
-    """The training images, with a batch that holds no numbers at one step of one epoch."""
+    """The training images, with a batch of NaN at one step of one epoch."""
 
     def __init__(self, split: Split, batch: int, epoch: int) -> None:
         self.split, self.batch, self.epoch, self.seen = split, batch, epoch, 0
@@ -44,12 +42,12 @@ class Poisoned:
 
 
 @pytest.mark.parametrize("seconds", [600.0, 0.0])
-def test_a_loss_that_is_no_number_stops_the_training_and_keeps_the_last_good_checkpoint(
+def test_a_loss_that_is_not_finite_stops_training_and_keeps_the_last_good_checkpoint(
     seconds: float, tmp_path: Path
 ) -> None:
     checkpoints = Checkpoints(tmp_path, "peel")
     poisoned: Any = Poisoned(few_digits().train, 1, 1)
-    with pytest.raises(DivergedError, match=r"\(epoch 2, step \d\).*kept in .*lower lr"):
+    with pytest.raises(DivergedError, match=r"\(epoch 2, step \d\).*checkpoints are in .*lower lr"):
         fit(
             fresh(), CrossEntropy(), poisoned, PLAIN, engine=CPU, seed=0, test=few_digits().test,
             checkpoints=checkpoints, checkpoint_seconds=seconds,
@@ -58,17 +56,17 @@ def test_a_loss_that_is_no_number_stops_the_training_and_keeps_the_last_good_che
     assert state is not None
     assert (state["epoch"], state["step"]) == (1, 0 if seconds else 1)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state["model"].values())
-    # The images mended, the same call ends as if nothing had happened.
+    # With good images, the same call ends as an uninterrupted one.
     mended, history = trained(checkpoints=checkpoints)
     straight, _ = trained()
     assert len(history) == 3
     assert same_weights(mended, straight)
 
 
-def test_a_last_step_that_breaks_the_weights_is_noticed_although_its_loss_was_a_number(
+def test_weights_that_the_last_step_breaks_are_noticed_although_its_loss_is_finite(
     tmp_path: Path,
 ) -> None:
-    """The loss of a step is computed before its weights change: the damage of the last one shows in no loss of the epoch."""
+    """The loss of a step is computed before its update."""
 
     class Breaking(CrossEntropy):
         calls = 0
@@ -97,7 +95,7 @@ def test_a_last_step_that_breaks_the_weights_is_noticed_although_its_loss_was_a_
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state["model"].values())
 
 
-def test_a_loss_that_is_no_number_is_noticed_although_the_weights_are() -> None:
+def test_an_infinite_loss_is_noticed_although_the_weights_are_finite() -> None:
     class Undefined(CrossEntropy):
         def __call__(self, model: nn.Module, batch: Batch) -> Losses:
             losses = super().__call__(model, batch)
@@ -107,15 +105,12 @@ def test_a_loss_that_is_no_number_is_noticed_although_the_weights_are() -> None:
         fit(fresh(), Undefined(), few_digits().train, PLAIN, engine=CPU, seed=0)
 
 
-def test_a_rate_far_too_high_is_an_error_not_a_result() -> None:
+def test_a_learning_rate_far_too_high_is_an_error() -> None:
     with pytest.raises(DivergedError):
         trained(replace(PLAIN, lr=1e18, warmup_epochs=0))
 
 
-# Going back after a divergence
-
-
-def test_a_training_that_diverged_goes_back_and_on_with_half_the_rate(
+def test_a_diverged_training_returns_to_its_checkpoint_with_half_the_learning_rate(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe = replace(PLAIN, epochs=4, retries=1)
@@ -125,13 +120,13 @@ def test_a_training_that_diverged_goes_back_and_on_with_half_the_rate(
         history = fit(
             model, CrossEntropy(), split, recipe, engine=CPU, seed=0, checkpoints=Checkpoints(tmp_path, "a")
         )
-    assert "on with 0.5 of the rate" in caplog.text
-    assert [epoch.extra.get("slower") for epoch in history] == [None, None, 0.5, 0.5]
-    assert history[2].lr == pytest.approx(0.5 * recipe.rate(11, 4))
+    assert "with the learning rate times 0.5" in caplog.text
+    assert [record.extra.get("lr_scale") for record in history] == [None, None, 0.5, 0.5]
+    assert history[2].lr == pytest.approx(0.5 * recipe.lr_at(11, 4))
     assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
 
 
-def test_it_goes_back_to_its_beginning_where_nothing_was_kept_yet(tmp_path: Path) -> None:
+def test_a_training_that_diverges_in_its_first_epoch_returns_to_its_beginning(tmp_path: Path) -> None:
     split: Any = Poisoned(few_digits().train, 1, 0)
     fit(
         fresh(),
@@ -144,7 +139,7 @@ def test_it_goes_back_to_its_beginning_where_nothing_was_kept_yet(tmp_path: Path
     )
 
 
-def test_it_goes_back_only_as_often_as_it_was_asked_to(tmp_path: Path) -> None:
+def test_training_returns_to_its_checkpoint_at_most_retries_times(tmp_path: Path) -> None:
     class Never(CrossEntropy):
         def __call__(self, model: nn.Module, batch: Batch) -> Losses:
             return super().__call__(model, batch._replace(images=batch.images * math.nan))
@@ -160,3 +155,22 @@ def test_it_goes_back_only_as_often_as_it_was_asked_to(tmp_path: Path) -> None:
             seed=0,
             checkpoints=checkpoints,
         )
+
+
+def test_a_loss_that_is_not_finite_is_noticed_within_a_hundred_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    inject("5:nan", monkeypatch)
+    recipe = replace(PLAIN, epochs=1, batch_size=1, lr=0.01)
+    with pytest.raises(DivergedError, match=r"epoch 1, step 100\)"):
+        trained(recipe)
+
+
+def test_a_diverged_run_resumes_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(DivergedError, match="epoch 2, step"):
+        inject("4:nan", patch)
+        small_run(output=tmp_path / "run")
+    names = [path.name[:22] for path in (tmp_path / "run" / "checkpoints").glob("*.pt")]
+    assert names == ["original-00001-0000000"]
+    resumed, whole = small_run(output=tmp_path / "run").model, small_run().model
+    assert resumed is not None
+    assert whole is not None
+    assert same_weights(resumed, whole)

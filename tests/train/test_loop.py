@@ -1,14 +1,10 @@
-"""The training loop."""
+"""The training loop and the evaluation."""
 
 from __future__ import annotations
 
 import copy
 import logging
-import math
-import os
-import signal
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,69 +15,23 @@ from torch import Tensor, nn
 from helpers.small import CPU, PLAIN, few_digits, fresh, same_weights, trained
 from peel.data.augmentation import EVAL
 from peel.data.batch import Batch
-from peel.data.datasets import Split
 from peel.data.in_memory import InMemoryImages
-from peel.errors import CorruptFileError, DataError
-from peel.train import auto_compile as pace_module
-from peel.train.auto_compile import AutoCompile
+from peel.errors import ConfigError, CorruptFileError, DataError
+from peel.train.callbacks import Callback
 from peel.train.checkpoint import Checkpoints
-from peel.train.history import Epoch
+from peel.train.distributed import World
+from peel.train.history import EpochRecord
 from peel.train.loop import evaluate, fit
-from peel.train.objective import CrossEntropy, Losses, get_logits
+from peel.train.objective import CrossEntropy, Losses
 from peel.train.recipe import Recipe
-from peel.train.signals import Interrupted, handle_signals
+from peel.train.state import local_batch_size
 from peel.utils.rng import epoch_order
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# Weight decay
-
-
-@dataclass(frozen=True)
-class Nothing:
-    """A loss whose gradient is zero everywhere."""
-
-    def __call__(self, model: nn.Module, batch: Batch) -> Losses:
-        scores = get_logits(model(batch.images))
-        loss = 0.0 * sum(parameter.sum() for parameter in model.parameters())
-        return Losses(loss, {}, scores)
-
-
-@pytest.mark.parametrize("decay_norms", [False, True])
-def test_norms_and_biases_decay_only_where_asked(decay_norms: bool) -> None:
-    recipe = replace(
-        PLAIN,
-        epochs=1,
-        lr=0.1,
-        weight_decay=0.01,
-        warmup_epochs=0,
-        decay_norms=decay_norms,
-        momentum=0.0,
-        nesterov=False,
-    )
-    model = fresh()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(1.0)
-    fit(model, Nothing(), few_digits().train, recipe, engine=CPU, seed=0)
-    left = math.prod(1 - recipe.rate(step, 4) * 0.01 for step in range(4))
-    assert left < 0.999
-    for name, parameter in model.named_parameters():
-        expected = (
-            left
-            if name in ("conv1.weight", "conv2.weight", "conv3.weight", "conv4.weight", "fc.weight")
-            or decay_norms
-            else 1.0
-        )
-        assert parameter.detach().mean().item() == pytest.approx(expected, rel=1e-5), name
-
-
-# The loss and the scores
-
-
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
-def test_smoothed_labels_are_spread_over_all_classes(smoothing: float) -> None:
+def test_label_smoothing_is_spread_over_all_classes(smoothing: float) -> None:
     model, images, labels = fresh().eval(), torch.randn(6, 3, 8, 8), torch.tensor([0, 1, 2, 9, 9, 4])
     losses = CrossEntropy(smoothing)(model, Batch(images, labels))
     soft = torch.full((6, 10), smoothing / 10)
@@ -91,39 +41,39 @@ def test_smoothed_labels_are_spread_over_all_classes(smoothing: float) -> None:
     assert losses.terms["cross_entropy"].item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-class Known(nn.Module):
-    """Scores read off the image: no weights, nothing to compute."""
+class PixelsAsLogits(nn.Module):
+    """Its logits are the pixels of the image."""
 
     def forward(self, images: Tensor) -> Tensor:
         return images.flatten(1)
 
 
-def test_top_1_and_top_5_count_what_a_person_would_count() -> None:
+def test_top_1_and_top_5_count_correct_images() -> None:
     torch.manual_seed(0)
     pixels = torch.randint(0, 256, (57, 1, 12, 1), dtype=torch.uint8)
     labels = torch.randint(0, 12, (57,))
     split = InMemoryImages(pixels, labels, (0.5,), (0.25,))
-    scores = evaluate(Known(), split, CPU, batch_size=10)
+    metrics = evaluate(PixelsAsLogits(), split, CPU, batch_size=10)
     first = among = 0
     for row, label in zip(pixels.flatten(1).tolist(), labels.tolist()):
         above = sum(value > row[label] for value in row)
         assert row.count(row[label]) == 1 or above > 5 or above + row.count(row[label]) <= 5, (
-            "a tie would make this ambiguous"
+            "equal logits would make this ambiguous"
         )
         first, among = first + (above == 0), among + (above < 5)
-    assert scores.top1 == first / 57
-    assert scores.top5 == among / 57
+    assert metrics.top1 == first / 57
+    assert metrics.top5 == among / 57
     assert 0 < first < among < 57
 
 
-def test_top_5_of_three_classes_is_certain() -> None:
+def test_top_5_of_three_classes_is_one() -> None:
     split = InMemoryImages(
         torch.randint(0, 256, (8, 1, 3, 1), dtype=torch.uint8), torch.arange(8) % 3, (0.5,), (0.25,)
     )
-    assert evaluate(Known(), split, CPU).top5 == 1.0
+    assert evaluate(PixelsAsLogits(), split, CPU).top5 == 1.0
 
 
-def test_evaluation_leaves_the_network_as_it_was() -> None:
+def test_an_evaluation_does_not_change_the_network() -> None:
     model = fresh(dropout=0.5).train()
     before = copy.deepcopy(model)
     first = evaluate(model, few_digits().test, CPU)
@@ -132,10 +82,7 @@ def test_evaluation_leaves_the_network_as_it_was() -> None:
     assert evaluate(model, few_digits().test, CPU) == first
 
 
-# Training
-
-
-def test_training_reduces_the_loss_and_learns_the_digits() -> None:
+def test_training_learns_the_digits() -> None:
     recipe = Recipe(epochs=12, batch_size=50, lr=0.1, augment="none", label_smoothing=0.0)
     model, history = trained(recipe, test=few_digits().test)
     assert [record.epoch for record in history] == list(range(1, 13))
@@ -146,23 +93,23 @@ def test_training_reduces_the_loss_and_learns_the_digits() -> None:
     assert not model.training
 
 
-def test_training_is_what_a_plain_loop_of_sgd_does() -> None:
+def test_training_equals_a_plain_loop_with_sgd() -> None:
     recipe = replace(PLAIN, epochs=2, weight_decay=0.01, label_smoothing=0.1)
     model, _ = trained(recipe)
     reference, data = fresh(), few_digits().train
     weights = [parameter for parameter in reference.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in reference.parameters() if parameter.ndim <= 1]
-    optimiser = torch.optim.SGD(
+    optimizer = torch.optim.SGD(
         [{"params": weights, "weight_decay": 0.01}, {"params": others}], lr=1.0, momentum=0.9, nesterov=True
     )
     for epoch in range(2):
         for step, index in enumerate(epoch_order(200, 0, epoch).split(50)):
             images, labels, _ = next(iter(data.batches(index, 50, EVAL, CPU.device)))
-            for group in optimiser.param_groups:
-                group["lr"] = recipe.rate(4 * epoch + step, 4)
-            optimiser.zero_grad()
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.lr_at(4 * epoch + step, 4)
+            optimizer.zero_grad()
             nn.functional.cross_entropy(reference(images), labels, label_smoothing=0.1).backward()
-            optimiser.step()
+            optimizer.step()
     expected = reference.state_dict()
     assert all(
         torch.allclose(tensor, expected[name], rtol=1e-3, atol=1e-5)
@@ -171,31 +118,31 @@ def test_training_is_what_a_plain_loop_of_sgd_does() -> None:
 
 
 def test_the_recorded_loss_is_the_mean_over_the_batches() -> None:
-    # Without learning, the batches in training mode have the same losses every time.
+    # With a learning rate of 0, the losses are the same every time.
     recipe = replace(PLAIN, epochs=1, lr=0.0)
     _, history = trained(recipe)
     seen: list[float] = []
 
-    class Noting(CrossEntropy):
+    class Recording(CrossEntropy):
         def __call__(self, model: nn.Module, batch: Batch) -> Losses:
             losses = super().__call__(model, batch)
             seen.append(float(losses.total.detach()))
             return losses
 
-    fit(fresh(), Noting(), few_digits().train, recipe, engine=CPU, seed=0)
+    fit(fresh(), Recording(), few_digits().train, recipe, engine=CPU, seed=0)
     assert len(seen) == 4
     assert history[0].train["loss"] == pytest.approx(sum(seen) / 4)
 
 
-def test_each_epoch_sees_every_image_at_most_once_and_whole_batches_only() -> None:
+def test_an_epoch_has_whole_batches_and_each_image_at_most_once() -> None:
     seen: list[Tensor] = []
 
-    class Noting(CrossEntropy):
+    class Recording(CrossEntropy):
         def __call__(self, model: nn.Module, batch: Batch) -> Losses:
             seen.append(batch.images.detach().clone())
             return super().__call__(model, batch)
 
-    fit(fresh(), Noting(), few_digits().train, replace(PLAIN, epochs=2, batch_size=60), engine=CPU, seed=0)
+    fit(fresh(), Recording(), few_digits().train, replace(PLAIN, epochs=2, batch_size=60), engine=CPU, seed=0)
     assert [len(batch) for batch in seen] == [60] * 6
     for epoch in (seen[:3], seen[3:]):
         assert len({image.contiguous().numpy().tobytes() for batch in epoch for image in batch}) == 180
@@ -212,93 +159,88 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others() -> None:
     assert not same_weights(first, other)
 
 
-def test_a_batch_as_large_as_the_set_is_one_step_and_a_larger_one_is_refused() -> None:
+def test_a_batch_larger_than_the_training_set_is_refused() -> None:
     _, history = trained(replace(PLAIN, epochs=1, batch_size=200))
     assert len(history) == 1
     with pytest.raises(
-        DataError, match=r"a batch of 201 images is larger than the training set of 200.* at most 200"
+        DataError, match=r"a batch of 201 images exceeds the training set: choose at most 200"
     ):
         trained(replace(PLAIN, batch_size=201))
 
 
-def test_what_is_found_at_the_end_of_an_epoch_is_kept_in_its_record() -> None:
-    _, history = trained(
-        each_epoch=lambda model: {"scale": float(model.get_parameter("norm1.weight").detach().abs().mean())}
-    )
+def test_extra_metrics_of_callbacks_are_merged_into_the_record() -> None:
+    _, history = trained(callbacks=[Listening(), Scale()])
     assert len({record.extra["scale"] for record in history}) == 3
 
 
-# Order of calls that others rely on
+class Scale(Callback):
+    def extra_metrics(self, model: nn.Module) -> dict[str, Any]:
+        return {"scale": float(model.get_parameter("norm1.weight").detach().sum())}
 
 
-class Listening:
+class Listening(Callback):
     def __init__(self) -> None:
         self.heard: list[tuple[Any, ...]] = []
 
-    def begin(self, history: Sequence[Epoch]) -> None:
+    def on_train_begin(self, history: list[EpochRecord]) -> None:
         self.heard.append(("begin", len(history)))
 
-    def step(self, done: int, total: int, images: int) -> None:
-        self.heard.append(("step", done, total, images))
+    def on_step_end(self, step: int, total_steps: int, batch_size: int) -> None:
+        self.heard.append(("step", step, total_steps, batch_size))
 
-    def epoch(self, epoch: Epoch) -> None:
-        self.heard.append(("epoch", epoch.epoch))
+    def on_epoch_end(self, record: EpochRecord) -> None:
+        self.heard.append(("epoch", record.epoch))
 
 
-def test_a_watcher_hears_of_every_step_and_epoch_in_order() -> None:
-    watcher = Listening()
-    trained(replace(PLAIN, epochs=2), watcher=watcher)
+def test_callbacks_are_called_for_every_step_and_epoch_in_order() -> None:
+    listening = Listening()
+    trained(replace(PLAIN, epochs=2), callbacks=[listening])
     steps = [("step", done, 8, 50) for done in range(1, 9)]
-    assert watcher.heard == [("begin", 0), *steps[:4], ("epoch", 1), *steps[4:], ("epoch", 2)]
+    assert listening.heard == [("begin", 0), *steps[:4], ("epoch", 1), *steps[4:], ("epoch", 2)]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("stop_at", [1, 4, 5, 7, 11])
-def test_training_stopped_at_any_step_goes_on_with_the_same_bits(
+def test_training_resumes_from_any_step_with_the_same_bits(
     stop_at: int, dropout: float, tmp_path: Path
 ) -> None:
-    class Stopping(Listening):
-        def step(self, done: int, total: int, images: int) -> None:
-            if done == stop_at + 1:
+    class Stopping(Callback):
+        def on_step_end(self, step: int, total_steps: int, batch_size: int) -> None:
+            if step == stop_at + 1:
                 raise KeyboardInterrupt
 
     recipe = replace(PLAIN, augment="crop")
-    arguments: dict[str, Any] = {
-        "test": few_digits().test,
-        "each_epoch": lambda model: {"scale": float(model.norm1.weight.detach().sum())},
-    }
-    straight, expected = trained(recipe, model=fresh(dropout=dropout), **arguments)
+    arguments: dict[str, Any] = {"test": few_digits().test, "checkpoint_seconds": 0.0}
+    straight, expected = trained(recipe, model=fresh(dropout=dropout), callbacks=[Scale()], **arguments)
     checkpoints = Checkpoints(tmp_path, "peel")
     with pytest.raises(KeyboardInterrupt):
         trained(
             recipe,
             model=fresh(dropout=dropout),
             checkpoints=checkpoints,
-            checkpoint_seconds=0.0,
-            watcher=Stopping(),
+            callbacks=[Scale(), Stopping()],
             **arguments,
         )
     torch.rand(5)
-    watcher = Listening()
+    listening = Listening()
     resumed, history = trained(
         recipe,
         model=fresh(1, dropout=dropout),
         checkpoints=checkpoints,
-        checkpoint_seconds=0.0,
-        watcher=watcher,
+        callbacks=[Scale(), listening],
         **arguments,
     )
-    assert watcher.heard[0] == ("begin", stop_at // 4)
-    assert watcher.heard[1] == ("step", stop_at + 1, 12, 50), "finished steps are not repeated"
+    assert listening.heard[0] == ("begin", stop_at // 4)
+    assert listening.heard[1] == ("step", stop_at + 1, 12, 50), "finished steps are not repeated"
     assert same_weights(straight, resumed)
     timeless = [replace(record, seconds=0, images_per_second=0) for record in history]
     assert timeless == [replace(record, seconds=0, images_per_second=0) for record in expected]
 
 
-def test_no_augmentation_shows_the_images_as_they_are() -> None:
+def test_without_augmentation_the_images_are_not_changed() -> None:
     shown: list[Tensor] = []
 
-    class Noting(CrossEntropy):
+    class Recording(CrossEntropy):
         def __call__(self, model: nn.Module, batch: Batch) -> Losses:
             shown.append(batch.images)
             return super().__call__(model, batch)
@@ -311,127 +253,18 @@ def test_no_augmentation_shows_the_images_as_they_are() -> None:
     }
     for augment, inside in (("none", 200), ("crop", 60)):
         shown.clear()
-        fit(fresh(), Noting(), train, replace(PLAIN, epochs=1, augment=augment), engine=CPU, seed=0)
+        fit(fresh(), Recording(), train, replace(PLAIN, epochs=1, augment=augment), engine=CPU, seed=0)
         same = sum(image.contiguous().numpy().tobytes() in plain for batch in shown for image in batch)
         assert same == 200 if augment == "none" else same < inside
 
 
-# Stopping while the test images are looked at
-
-
-class Signalling:
-    """Test images that ask the process to stop, the second time they are looked at."""
-
-    def __init__(self, split: Split) -> None:
-        self.split, self.size, self.labels, self.shape, self.times = (
-            split,
-            split.size,
-            split.labels,
-            split.shape,
-            0,
-        )
-
-    def batches(self, *arguments: Any) -> Any:
-        self.times += 1
-        for batch in self.split.batches(*arguments):
-            if self.times == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-            yield batch
-
-
-def test_a_signal_during_the_evaluation_keeps_the_epoch(tmp_path: Path) -> None:
-    data, recipe = few_digits(), replace(PLAIN, epochs=3)
-    whole, first, second = fresh(), fresh(), fresh()
-    straight = fit(whole, CrossEntropy(), data.train, recipe, engine=CPU, seed=0, test=data.test)
-    checkpoints = Checkpoints(tmp_path, "a")
-    test: Any = Signalling(data.test)
-    with handle_signals(), pytest.raises(Interrupted):
-        fit(first, CrossEntropy(), data.train, recipe, engine=CPU, seed=0, test=test, checkpoints=checkpoints)
-    state = checkpoints.newest()
-    assert state is not None
-    assert (state["epoch"], state["step"]) == (1, 4)
-    resumed = fit(
-        second,
-        CrossEntropy(),
-        data.train,
-        recipe,
-        engine=CPU,
-        seed=0,
-        test=data.test,
-        checkpoints=checkpoints,
-    )
-    assert all(torch.equal(value, whole.state_dict()[name]) for name, value in second.state_dict().items())
-    assert [epoch.train for epoch in resumed] == [epoch.train for epoch in straight]
-    assert [epoch.test for epoch in resumed] == [epoch.test for epoch in straight]
-
-
-# Compiling
-
-
-def test_compiling_waits_until_the_steps_that_are_left_repay_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(pace_module.time, "perf_counter", lambda: now[0])
-
-    def asked(steps: int, seconds: float, compile: str = "auto") -> list[int]:
-        """The steps before which the network would be compiled."""
-        pace = AutoCompile(replace(CPU, compile=compile))
-        found = []
-        for step in range(steps):
-            if pace.should_compile(steps - step):
-                found.append(step)
-            now[0] += seconds
-        return found
-
-    assert asked(1000, 0.5) == []
-    assert asked(1500, 0.5) == [49]
-    assert asked(100_000, 0.001) == []
-    assert asked(100, 0.5, "on") == [0]
-    assert asked(100_000, 0.5, "off") == []
-
-
-@pytest.mark.slow
-def test_a_compiled_network_learns_the_same() -> None:
-    plain, compiled = fresh(), fresh()
-    recipe = replace(PLAIN, epochs=2)
-    first = fit(plain, CrossEntropy(0.1), few_digits().train, recipe, engine=CPU, seed=0)
-    second = fit(
-        compiled, CrossEntropy(0.1), few_digits().train, recipe, engine=replace(CPU, compile="on"), seed=0
-    )
-    assert [epoch.train["loss"] for epoch in second] == pytest.approx(
-        [epoch.train["loss"] for epoch in first], rel=1e-4
-    )
-    assert set(compiled.state_dict()) == set(plain.state_dict())
-
-
-def test_a_network_that_cannot_be_compiled_is_trained_as_it_is(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*arguments: Any, **options: Any) -> Any:
-        raise RuntimeError("there is no compiler here")
-
-    plain, other = fresh(), fresh()
-    first = fit(plain, CrossEntropy(), few_digits().train, PLAIN, engine=CPU, seed=0)
-    compile = nn.Module.compile
-    monkeypatch.setattr(
-        nn.Module, "compile", lambda self, **options: compile(self, backend=broken, **options)
-    )
-    with caplog.at_level(logging.WARNING, "peel"):
-        second = fit(
-            other, CrossEntropy(), few_digits().train, PLAIN, engine=replace(CPU, compile="on"), seed=0
-        )
-    assert "cannot be compiled" in caplog.text
-    assert "there is no compiler here" in caplog.text
-    assert [epoch.train for epoch in second] == [epoch.train for epoch in first]
-    assert same_weights(plain, other)
-
-
-def test_short_epochs_are_kept_only_now_and_then_and_nothing_changes(tmp_path: Path) -> None:
+def test_short_epochs_are_not_saved_each(tmp_path: Path) -> None:
     kept: list[int] = []
 
-    class Noting(Checkpoints):
-        def save(self, state: dict[str, Any], epoch: int, step: int, **options: Any) -> Path:
+    class Recording(Checkpoints):
+        def save(self, state: dict[str, Any], epoch: int, step: int) -> Path:
             kept.append(epoch)
-            return super().save(state, epoch, step, **options)
+            return super().save(state, epoch, step)
 
     whole, other = fresh(), fresh()
     recipe = replace(PLAIN, epochs=5)
@@ -443,28 +276,66 @@ def test_short_epochs_are_kept_only_now_and_then_and_nothing_changes(tmp_path: P
         recipe,
         engine=CPU,
         seed=0,
-        checkpoints=Noting(tmp_path, "a"),
+        checkpoints=Recording(tmp_path, "a"),
         epoch_seconds=600.0,
     )
     assert kept == [5]
     assert same_weights(whole, other)
 
 
-def test_a_checkpoint_of_other_shapes_is_refused_in_words(tmp_path: Path) -> None:
-    """As another version of peel may leave one, which pads widths to other numbers while it trains."""
+def test_a_checkpoint_of_another_network_is_refused(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, "peel")
     trained(checkpoints=checkpoints)
     wider = fresh(num_classes=12)
-    with pytest.raises(CorruptFileError, match="other shapes than the network"):
+    with pytest.raises(CorruptFileError, match=r"written by other code.*(size mismatch|state_dict)"):
         trained(model=wider, checkpoints=checkpoints)
 
 
-def test_a_checkpoint_of_another_version_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, "peel")
     trained(checkpoints=checkpoints)
     state = checkpoints.newest()
     assert state is not None
-    del state["steps"]
+    del state["optimizer"]
     checkpoints.save(state, 99, 0)
-    with pytest.raises(CorruptFileError, match="not as this version of peel writes it"):
+    with pytest.raises(CorruptFileError, match=r"written by other code.*optimizer"):
         trained(checkpoints=checkpoints)
+
+
+def test_with_another_number_of_steps_per_epoch_the_epoch_restarts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stopping(Callback):
+        def on_step_end(self, step: int, total_steps: int, batch_size: int) -> None:
+            if step == 7:
+                raise KeyboardInterrupt
+
+    checkpoints = Checkpoints(tmp_path, "peel")
+    with pytest.raises(KeyboardInterrupt):
+        trained(checkpoints=checkpoints, checkpoint_seconds=0.0, callbacks=[Stopping()])
+    listening = Listening()
+    with caplog.at_level(logging.WARNING, "peel"):
+        _, history = trained(
+            replace(PLAIN, batch_size=40),
+            checkpoints=checkpoints,
+            checkpoint_seconds=0.0,
+            callbacks=[listening],
+        )
+    assert "epoch 2 restarts" in caplog.text
+    assert listening.heard[:2] == [("begin", 1), ("step", 6, 15, 40)]
+    assert [record.epoch for record in history] == [1, 2, 3]
+    state = checkpoints.newest()
+    assert state is not None
+    assert state["epoch"] == 3
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "processes", "micro_batches", "suggested"), [(50, 4, 1, 48), (2, 4, 1, 4), (8, 2, 5, 10)]
+)
+def test_a_batch_that_cannot_be_divided_is_refused(
+    batch_size: int, processes: int, micro_batches: int, suggested: int
+) -> None:
+    engine = replace(CPU, world=World(0, processes), accumulation_steps=micro_batches)
+    with pytest.raises(ConfigError, match=f"--train.batch-size {suggested}[.]"):
+        local_batch_size(replace(PLAIN, batch_size=batch_size), engine)
+    assert local_batch_size(replace(PLAIN, batch_size=suggested), engine) == suggested // processes

@@ -1,288 +1,225 @@
-"""Signals, short memory and losses that are no numbers: what is promised in docs/faults.md."""
+"""Signals interrupt training after the current step, with a checkpoint."""
 
 from __future__ import annotations
 
-import logging
+import os
+import resource
 import signal
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
-import peel
-from helpers.killing import command, exit_code
-from helpers.small import CPU, Pooled, Small, few_digits, same_weights, small_run
-from peel.cli.main import main
-from peel.errors import ConfigError, OutOfMemoryError
+from helpers.commands import run
+from helpers.faults import inject
+from helpers.folders import kept, weights
+from helpers.killing import KILLED
+from helpers.small import CPU, PLAIN, Small, few_digits, fresh, same_weights, trained
+from peel.data.datasets import Split
+from peel.train import signals
+from peel.train.callbacks import Callback
 from peel.train.checkpoint import Checkpoints
-from peel.train.engine import Engine
 from peel.train.loop import fit
-from peel.train.memory import retry_on_oom
 from peel.train.objective import CrossEntropy
 from peel.train.recipe import Recipe
-from peel.train.signals import Interrupted, handle_signals
+from peel.train.signals import Interrupted, defer_signals, handle_signals, interrupt_requested
+from peel.train.step import TrainStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RECIPE = Recipe(epochs=2, batch_size=64, lr=0.05, augment="crop")
-
-#: Two epochs of five steps, and the same in two parts each.
-FIVE_STEPS = Recipe(epochs=2, batch_size=40, lr=0.05, augment="crop")
-IN_TWO_PARTS = Engine(CPU.device, accumulation_steps=2)
-
-
-OPTIONS = [
-    "--train.epochs",
-    "2",
-    "--search.epochs",
-    "1",
-    "--train.batch-size",
-    "128",
-    "--device",
-    "cpu",
-    "--quiet",
-    "--output",
-]
-
-
-def run(output: Path, **environment: str) -> tuple[int, str]:
-    """Exit code of the command and what it said."""
-    said = output.with_name(f"{output.name}.said")
-    said.write_text("")
-    return exit_code(
-        command(["run", "helpers.small:Small", *OPTIONS, str(output)], said, **environment)
-    ), said.read_text()
-
 
 @pytest.mark.parametrize(
-    ("name", "number"),
+    "number",
     [
-        ("term", signal.SIGTERM),
-        pytest.param("usr1", signal.SIGUSR1, marks=pytest.mark.slow),
-        pytest.param("int", signal.SIGINT, marks=pytest.mark.slow),  # test_faults.py has it from outside
+        signal.SIGTERM,
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),  # test_faults.py sends it from outside
     ],
 )
-def test_a_run_that_is_told_to_stop_keeps_its_state_and_goes_on_with_the_same_bits(
-    name: str, number: int, tmp_path: Path
+def test_an_interrupted_command_resumes_with_the_same_bits(
+    number: signal.Signals, tmp_path: Path, whole: bytes
 ) -> None:
-    code, said = run(tmp_path / "stopped", PEEL_FAULT=f"5:{name}")
+    folder = tmp_path / "stopped"
+    code, output = run(folder, FAULT=f"5:{number.name.removeprefix('SIG')}")
     assert code == 128 + number
-    assert "the state is kept" in said
-    assert f"--output {tmp_path / 'stopped'}" in said
-    assert list((tmp_path / "stopped" / "checkpoints").glob("original-00000-0000006-*.pt"))
-    assert run(tmp_path / "stopped")[0] == 0
-    assert run(tmp_path / "whole")[0] == 0
-    assert (tmp_path / "stopped" / "slim.safetensors").read_bytes() == (
-        tmp_path / "whole" / "slim.safetensors"
-    ).read_bytes()
+    assert "Resume with the same command" in output
+    assert f"--output {folder}" in output
+    assert list((folder / "checkpoints").glob("original-00000-0000006-*.pt"))
+    assert run(folder)[0] == 0
+    assert weights(folder) == whole
+
+
+def test_signals_are_deferred_while_training_runs_and_raised_otherwise() -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    with handle_signals():
+        with defer_signals():
+            assert interrupt_requested() is None
+            signal.raise_signal(signal.SIGTERM)
+            assert interrupt_requested() == signal.SIGTERM
+        with pytest.raises(Interrupted, match="SIGUSR1") as caught:
+            signal.raise_signal(signal.SIGUSR1)
+        assert caught.value.signal_number == signal.SIGUSR1
+    assert interrupt_requested() is None
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_second_ctrl_c_is_raised_at_once() -> None:
+    with handle_signals(), defer_signals():
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_worker_process_whose_launcher_is_gone_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "_LAUNCHER", os.getppid())
+    assert interrupt_requested() is None
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert interrupt_requested() == signal.SIGTERM
 
 
 class Vanishing:
-    """Python drops what is raised while an object is taken away."""
+    """Python drops exceptions that are raised in a destructor."""
 
     def __del__(self) -> None:
         signal.raise_signal(signal.SIGTERM)
 
 
-def test_a_signal_at_a_moment_when_nothing_can_be_raised_is_not_lost() -> None:
-    """Neither where nobody asks for it, nor in a training that begins right after it."""
-    with handle_signals(), pytest.raises(Interrupted, match="SIGTERM"):
-        Vanishing()
-        time.sleep(10)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_whose_exception_is_dropped_interrupts_the_next_training() -> None:
     with handle_signals():
         Vanishing()
         with pytest.raises(Interrupted, match="SIGTERM"):
-            fit(Small(), CrossEntropy(), few_digits().train, RECIPE, engine=CPU, seed=0)
+            trained()
 
 
-def test_short_memory_halves_the_parts_and_the_batch_stays(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("PEEL_FAULT", "0:oom")
-    monkeypatch.setenv("PEEL_FAULT_OOM", "")
-    torch.manual_seed(0)
-    short = Small()
-    with caplog.at_level(logging.WARNING, "peel"):
-        history = fit(short, CrossEntropy(), few_digits().train, RECIPE, engine=CPU, seed=0)
-    assert "2 parts of about 32 images" in caplog.text
-    assert len(history) == 2
-    monkeypatch.setenv("PEEL_FAULT_OOM", "")
-    torch.manual_seed(0)
-    parts = Small()
-    fit(
-        parts,
-        CrossEntropy(),
-        few_digits().train,
-        RECIPE,
-        engine=type(CPU)(CPU.device, accumulation_steps=2),
-        seed=0,
-    )
-    for (name, value), other in zip(short.named_parameters(), parts.parameters()):
-        assert torch.equal(value, other), name
+class SignalingSplit:
+    """Test images that interrupt the process, the second time they are evaluated."""
+
+    def __init__(self, split: Split) -> None:
+        self.split, self.size, self.labels, self.shape = split, split.size, split.labels, split.shape
+        self.times = 0
+
+    def batches(self, *arguments: Any) -> Any:
+        self.times += 1
+        for batch in self.split.batches(*arguments):
+            if self.times == 2:
+                signal.raise_signal(signal.SIGTERM)
+            yield batch
 
 
-class Tight(Small):
-    """A network whose backward pass has memory for so many images at a time. With more it fails near its end: the forward pass has moved
-    the running statistics by then, and most gradients are there.
-    """
-
-    def __init__(self, num_classes: int = 10, *, room: int = 0) -> None:
-        super().__init__(num_classes)
-        self.room = room
-        self.conv1.register_forward_hook(self._watch)
-
-    def _watch(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(self._ask_for_memory)
-
-    def _ask_for_memory(self, gradient: Tensor) -> None:
-        if len(gradient) > self.room:
-            raise torch.OutOfMemoryError("the backward pass asks for more memory than there is")
-
-
-class Shrinking:
-    """From a step on, a network has room for half a batch only."""
-
-    def __init__(self, model: Tight, step: int) -> None:
-        self.model, self.first = model, step
-
-    def begin(self, history: Any) -> None:
-        self.step(0, 0, 0)
-
-    def step(self, done: int, total: int, images: int) -> None:
-        self.model.room = FIVE_STEPS.batch_size // (1 if done < self.first else 2)
-
-    def epoch(self, epoch: Any) -> None:
-        pass
-
-
-class Leaving(Shrinking):
-    """Leaves a training right after that step, before it is kept."""
-
-    def step(self, done: int, total: int, images: int) -> None:
-        if done > self.first:
-            raise InterruptedError
-
-
-def trained_tight(
-    engine: Engine = CPU,
-    watcher: type[Shrinking] | None = None,
-    step: int = 0,
-    checkpoints: Checkpoints | None = None,
-) -> Tight:
-    torch.manual_seed(0)
-    model = Tight(room=FIVE_STEPS.batch_size)
-    watching = watcher(model, step) if watcher is not None else None
-    fit(
-        model, CrossEntropy(), few_digits().train, FIVE_STEPS, engine=engine, seed=0,
-        checkpoints=checkpoints, checkpoint_seconds=0, watcher=watching,
-    )  # fmt: skip
-    return model
-
-
-@pytest.mark.parametrize("step", [0, 3])
-def test_a_step_whose_backward_pass_finds_too_little_memory_leaves_no_trace(
-    step: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, "peel"):
-        short = trained_tight(watcher=Shrinking, step=step)
-    assert [record.getMessage() for record in caplog.records if record.name == "peel"] == [
-        "memory is short: batches now go through in 2 parts of about 20 images. The batch is the same; batch norm sees the parts."
-    ]
-    # The same training with enough memory, taken up again before that step with twice as many parts.
-    checkpoints = Checkpoints(tmp_path, "peel")
-    if step:
-        with pytest.raises(InterruptedError):
-            trained_tight(watcher=Leaving, step=step, checkpoints=checkpoints)
-    in_parts = trained_tight(IN_TWO_PARTS, checkpoints=checkpoints)
-    assert same_weights(short, in_parts)
-    assert short.norm1.num_batches_tracked == step + 2 * (10 - step)
-
-
-def test_a_backward_pass_without_memory_for_one_image_ends_the_command_with_code_5(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = {
-        "--steps": "original",
-        "--train.epochs": "1",
-        "--train.batch-size": "32",
-        "--device": "cpu",
-        "--output": str(tmp_path / "run"),
-    }
-    code = main(
-        ["run", "test_stopping:Tight", "--quiet", *(word for pair in options.items() for word in pair)]
-    )
-    assert code == 5
-    said = capsys.readouterr().err
-    assert (
-        "a part of 1 images does not fit into the memory of cpu. Choose a smaller batch, smaller images, or more parts (--parts)."
-        in said
-    )
-    assert [parts for parts in (2, 4, 8, 16, 32) if f"go through in {parts} parts" in caplog.text] == [
-        2,
-        4,
-        8,
-        16,
-        32,
+def test_after_a_signal_during_the_evaluation_only_that_is_repeated(tmp_path: Path) -> None:
+    test = few_digits().test
+    straight, expected = trained(test=test)
+    checkpoints = Checkpoints(tmp_path, "a")
+    with handle_signals(), pytest.raises(Interrupted):
+        trained(test=SignalingSplit(test), checkpoints=checkpoints)
+    state = checkpoints.newest()
+    assert state is not None
+    assert (state["epoch"], state["step"]) == (1, 4)
+    resumed, history = trained(test=test, checkpoints=checkpoints, model=fresh(1))
+    assert same_weights(resumed, straight)
+    assert [(record.train, record.test) for record in history] == [
+        (record.train, record.test) for record in expected
     ]
 
 
-def test_what_a_cpu_says_of_too_little_memory_is_understood() -> None:
-    asked = []
-
-    def work(size: int) -> int:
-        asked.append(size)
-        torch.empty(size * 2**50)
-        return size
-
-    with pytest.raises(OutOfMemoryError, match="not one image fits"):
-        retry_on_oom(work, 4, torch.device("cpu"))
-    assert asked == [4, 2, 1]
-    with pytest.raises(RuntimeError, match="size"):
-        retry_on_oom(lambda size: torch.zeros(size) + torch.zeros(size + 1), 4, torch.device("cpu"))
-
-
-@pytest.mark.parametrize(("size", "parts"), [(1, 1), (8, 8), (8, 6)])
-def test_a_norm_layer_that_would_see_one_value_is_explained(size: int, parts: int) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=f"sees {size} images of a batch in {parts} parts. Choose a larger batch or fewer parts",
-    ):
-        small_run(Pooled(), steps=["original"], train={"epochs": 1, "batch_size": size}, parts=parts)
-
-
-def test_short_memory_does_not_end_in_parts_that_a_norm_layer_cannot_take(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PEEL_FAULT", "0:oom")
-    monkeypatch.setenv("PEEL_FAULT_OOM", "")
-    with pytest.raises(
-        OutOfMemoryError, match=r"2 images do not fit .* one image is too small for a batch norm"
-    ):
-        small_run(Pooled(), steps=["original"], train={"epochs": 1, "batch_size": 2})
-
-
-def test_memory_for_not_even_one_image_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PEEL_FAULT_OOM", "1")
-    with pytest.raises(peel.OutOfMemoryError, match="1 images does not fit"):
-        small_run()
-
-
-def test_a_loss_that_is_no_number_stops_the_run_and_the_last_good_checkpoint_stays(
+def test_a_signal_in_the_last_step_is_raised_after_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PEEL_FAULT", "4:nan")
-    with pytest.raises(peel.DivergedError, match="epoch 2, step"):
-        small_run(output=tmp_path / "run")
-    monkeypatch.setenv("PEEL_FAULT", "")
-    assert [path.name[:22] for path in (tmp_path / "run" / "checkpoints").glob("*.pt")] == [
-        "original-00001-0000000"
-    ]
-    small_run(output=tmp_path / "run")
-    small_run(output=tmp_path / "whole")
-    assert (tmp_path / "run" / "slim.safetensors").read_bytes() == (
-        tmp_path / "whole" / "slim.safetensors"
-    ).read_bytes()
+    checkpoints = Checkpoints(tmp_path, "a")
+    with monkeypatch.context() as patch, handle_signals(), pytest.raises(Interrupted):
+        inject("11:term", patch)
+        trained(checkpoints=checkpoints)
+    state = checkpoints.newest()
+    assert state is not None
+    assert (state["epoch"], state["step"]) == (3, 0)
+    assert len(trained(checkpoints=checkpoints)[1]) == PLAIN.epochs
+
+
+def test_an_interrupt_releases_the_gpu_before_it_leaves_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = []
+    monkeypatch.setattr(TrainStep, "release", lambda self: released.append(interrupt_requested()))
+    with handle_signals(), pytest.raises(Interrupted):
+        inject("3:term", monkeypatch)
+        trained()
+    assert released == [signal.SIGTERM]
+
+
+class StopAfter(Callback):
+    """Interrupts its own process after some steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    def on_step_end(self, step: int, total_steps: int, batch_size: int) -> None:
+        self.left -= 1
+        if not self.left:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def resources(folder: Path) -> tuple[int, int, int, int]:
+    """Memory, open files and children of this process, and bytes of checkpoints."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    return pages * resource.getpagesize(), len(os.listdir("/proc/self/fd")), len(children), size
+
+
+def test_twenty_interrupts_in_one_process_leak_nothing(tmp_path: Path) -> None:
+    recipe = Recipe(epochs=10, batch_size=4, lr=0.01, augment="crop")
+    found, history = [], None
+    while history is None:
+        try:
+            with handle_signals():
+                history = fit(
+                    Small(),
+                    CrossEntropy(),
+                    few_digits().train,
+                    recipe,
+                    engine=CPU,
+                    seed=0,
+                    checkpoints=Checkpoints(tmp_path, "peel"),
+                    callbacks=[StopAfter(24)],
+                )
+        except Interrupted:
+            found.append(resources(tmp_path))
+    memory, files, children, checkpoint_bytes = zip(*found)
+    assert len(found) == 20, "500 steps, interrupted after every 24"
+    assert len(history) == recipe.epochs
+    assert memory[-1] - memory[2] < 2**22
+    assert len(set(files)) == 1
+    assert len(set(children)) == 1
+    assert checkpoint_bytes[-1] < 1.5 * checkpoint_bytes[2]
+
+
+@pytest.mark.slow
+def test_a_run_killed_twenty_times_leaves_no_process_and_no_more_than_two_checkpoints(
+    tmp_path: Path, whole: bytes
+) -> None:
+    folder = tmp_path / "run"
+    for _ in range(20):
+        assert run(folder, "--checkpoint-seconds", "0", FAULT="1:kill")[0] == KILLED
+        assert len(kept(folder)) <= 2
+        assert len(list((folder / "checkpoints").iterdir())) <= 3, "at most one incomplete file"
+    assert run(folder)[0] == 0
+    assert weights(folder) == whole
+    assert not kept(folder)
+    for status in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            assert str(folder) not in status.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+
+
+def test_handlers_are_not_set_outside_of_the_main_thread() -> None:
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    def work() -> None:
+        with handle_signals():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before]

@@ -24,7 +24,7 @@ from ..train.history import Metrics
 from ..train.loop import evaluate
 from ..train.objective import CrossEntropy, Objective
 from ..train.recipe import Recipe
-from ..train.state import part_size
+from ..train.state import local_batch_size
 from ..train.teacher_cache import CachedTeacher, LogitCache, make_logit_cache
 from ..utils.rng import derive_seed, seed_everything
 from .config import Config
@@ -107,7 +107,7 @@ class Pipeline:
         checks = ((trains, self.recipe, size), (self.trains_backbone, problem.backbone_recipe, left))
         for is_used, recipe, images in checks:
             if is_used:
-                part_size(recipe, problem.engine)
+                local_batch_size(recipe, problem.engine)
             if is_used and recipe.batch_size > images:
                 raise DataError(
                     f"the batch size {recipe.batch_size} is larger than the training set of {images} images. "
@@ -274,10 +274,7 @@ class Pipeline:
         problem.engine.prepare(teacher).eval().requires_grad_(False)
         objective = Distillation(objective, teacher, 0.1 if weight is None else weight, config.temperature)
         images = self._with_teacher_logits(teacher)
-        network = self._train(name, network, objective, widths, images)
-        if self.logit_cache is not None and self.world.is_main_process:
-            self.logit_cache.save()
-        return network
+        return self._train(name, network, objective, widths, images)
 
     def _train(
         self, name: str, network: nn.Module, objective: Objective, widths: Widths, images: Split | None = None
@@ -291,11 +288,8 @@ class Pipeline:
         """The training images, with cached logits of the teacher where a cache is worth it."""
         problem, images = self.problem, self.problem.data.train
         if self.logit_cache is None and problem.engine.cache_teacher:
-            code = " ".join([*problem.graph.operators, *problem.graph.constants])
             classes = len(problem.data.classes)
-            self.logit_cache = make_logit_cache(
-                teacher, images, self.recipe.augment, classes, problem.engine, self.teacher_folder, code
-            )
+            self.logit_cache = make_logit_cache(teacher, images, self.recipe.augment, classes, problem.engine)
         return images if self.logit_cache is None else CachedTeacher(images, self.logit_cache)
 
     def _add_row(self, name: str, widths: Widths, metrics: Metrics | None = None) -> None:

@@ -147,5 +147,5 @@ def l1_coefficient_for(l1_strength: float, recipe: Recipe, steps_per_epoch: int,
 
     The paper's 1e-4 is a strength of about 12.5. `later` are the recipes of the rounds after the first.
     """
-    rates = sum(part.rate_sum(steps_per_epoch) for part in (recipe, *later))
+    rates = sum(part.lr_sum(steps_per_epoch) for part in (recipe, *later))
     return l1_strength * (1 - recipe.momentum) / rates

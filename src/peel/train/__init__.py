@@ -1,1 +1,1 @@
-"""Training: one plain loop for every stage. Nothing in here knows about pruning."""
+"""Training: one loop for every stage. Nothing here knows about pruning."""

@@ -1,4 +1,4 @@
-"""What happens beside training: progress, trackers, and whatever a user adds."""
+"""Callbacks: how progress bars, loggers and trackers follow a run."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ __all__ = ["Callback"]
 
 
 class Callback:
-    """Override what you need; every method does nothing by default."""
+    """Base class of callbacks. All methods do nothing; override what you need."""
 
     def on_run_begin(self, stages: Sequence[tuple[str, float]]) -> None:
-        """The stages of the run, each with its estimated work."""
+        """A run begins; `stages` holds the name and the estimated work of each stage."""
 
-    def on_stage_begin(self, name: str, description: str) -> None: ...
+    def on_stage_begin(self, name: str, description: str) -> None:
+        """A stage begins."""
 
     def on_train_begin(self, history: list[EpochRecord]) -> None:
-        """`history`: the epochs that are done already, after a resume."""
+        """Training begins; after a resume, `history` holds the epochs that are done."""
 
     def on_step_end(self, step: int, total_steps: int, batch_size: int) -> None:
-        """`step` counts from 1 over the whole training."""
+        """A step ended; `step` counts from 1 over the whole training."""
 
     def extra_metrics(self, model: nn.Module) -> dict[str, Any]:
-        """Added to the record of the epoch."""
+        """Called at the end of an epoch; the result is merged into the `extra` of its record."""
         return {}
 
-    def on_epoch_end(self, record: EpochRecord) -> None: ...
+    def on_epoch_end(self, record: EpochRecord) -> None:
+        """An epoch ended and is saved."""
 
-    def on_note(self, text: str) -> None: ...
+    def on_note(self, text: str) -> None:
+        """The run has a remark for the user."""

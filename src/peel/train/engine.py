@@ -1,51 +1,56 @@
-"""Where and how a network runs: the device, its precision and memory format."""
+"""The engine: device, precision, memory, and what makes training fast."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError, OutOfMemoryError
 from ..utils.environment import count_cores, env_number
-from .distributed import SINGLE_PROCESS, World, init_distributed
+from .distributed import World, init_distributed
 from .sync_batch_norm import SyncBatchNormMode
 
-__all__ = ["COMPILE", "Engine", "make_engine"]
+__all__ = ["COMPILE", "Engine", "eval_batch_size", "is_out_of_memory", "make_engine", "retry_on_oom"]
 
-COMPILE: dict[str, str] = {
-    "auto": "on a GPU, when what is left of the training takes longer than ten minutes",
-    "on": "from the first step",
-    "off": "never",
-}
+T = TypeVar("T")
+
+log = logging.getLogger("peel")
+
+#: When to compile networks. "auto": on a GPU, when more than ten minutes of training are left.
+COMPILE = ("auto", "on", "off")
 
 
 @dataclass(frozen=True)
 class Engine:
+    """Where and how networks run."""
+
     device: torch.device
     bf16: bool = False
-    """Forward passes in bfloat16; weights and losses stay in float32."""
+    """Mixed precision: forward passes in bfloat16, weights and losses in float32."""
     cuda_graphs: bool = False
-    """Training steps recorded once as a CUDA graph and replayed: small networks are bound by launches otherwise."""
+    """Replay training steps as a CUDA graph: otherwise small networks are bound by kernel launches."""
     workers: int = 0
-    """Processes that decode images, where they are read from disk."""
+    """Data loader processes, for images that are read from disk."""
     accumulation_steps: int = 1
-    """In how many parts a batch goes through the network; gradients add up, and the weights move once."""
+    """Micro-batches per batch; their gradients add up to one update."""
     pad_channels: bool = False
-    """Odd widths are padded with zero channels while training, to widths whose kernels are fast."""
+    """Pad odd widths with zero channels while training, to widths with fast kernels."""
     compile: str = "off"
-    """Whether networks are turned into fused kernels before training: on, off, or auto, when the steps that are left repay it."""
+    """When to compile networks: one of `COMPILE`."""
     cache_teacher: bool = False
-    """What a teacher says is kept for every view of every image, where views can be counted: asked once for all students."""
+    """Cache the teacher's logits where the augmentation has few enough variants of an image."""
     deterministic: bool = True
     """The same seed gives the same bits."""
     sync_bn: bool = False
-    """Batch norms take their statistics over all processes instead of each over its part."""
-    world: World = SINGLE_PROCESS
-    """The processes that train together."""
+    """Batch norm takes its statistics over all processes."""
+    world: World = field(default_factory=World)
 
     def prepare(self, model: nn.Module) -> nn.Module:
         return model.to(self.device).to(memory_format=torch.channels_last)
@@ -58,19 +63,10 @@ class Engine:
 
     @property
     def description(self) -> str:
-        name = (
-            torch.cuda.get_device_name(self.device)
-            if self.device.type == "cuda"
-            else f"CPU, {torch.get_num_threads()} threads"
-        )
-        return f"{name}, {'bfloat16' if self.bf16 else 'float32'}"
-
-
-def _workers(device: torch.device) -> int:
-    """One process per core that this one may use; on a CPU fewer, as they share the cores with training."""
-    return max(
-        1, min(24 if device.type == "cuda" else 4, count_cores() // int(env_number("LOCAL_WORLD_SIZE", 1)))
-    )
+        precision = "bfloat16" if self.bf16 else "float32"
+        if self.device.type == "cuda":
+            return f"{torch.cuda.get_device_name(self.device)}, {precision}"
+        return f"CPU, {torch.get_num_threads()} threads, {precision}"
 
 
 def make_engine(
@@ -82,52 +78,81 @@ def make_engine(
     compile: str = "auto",
     sync_bn: bool = False,
 ) -> Engine:
-    """The engine for a device: `auto` takes a GPU where there is one. `deterministic` gives up speed for equal bits on a GPU."""
-    if compile not in COMPILE:
-        raise ConfigError(
-            f"compile is one of {', '.join(COMPILE)}, not {compile!r}.{did_you_mean(compile, COMPILE)}"
-        )
+    """The engine for a device; `auto` prefers a GPU. `deterministic` is slower on a GPU only."""
     if compile == "on" and (deterministic or sync_bn):
-        raise ConfigError(
-            "a network that is compiled is neither deterministic nor has it batch norms over all processes: choose one."
-        )
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ConfigError(f"accumulate must be a whole number of at least 1, not {accumulate!r}.")
-    if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 0):
-        raise ConfigError(f"workers must be a whole number, 0 or more, not {workers!r}.")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    try:
-        chosen = torch.device(device)
-        torch.empty(1, device=chosen)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"the device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
-    if chosen.type not in ("cpu", "cuda"):
-        raise ConfigError(f"training runs on cpu or cuda, not on {device!r}.")
-    count = _workers(chosen) if workers is None else workers
+        raise ConfigError("compile cannot be on together with deterministic or sync_bn: choose one of them.")
+    chosen = _find_device(device)
+    is_cuda = chosen.type == "cuda"
     world = init_distributed(chosen)
-    common = Engine(chosen, workers=count, accumulation_steps=accumulate, sync_bn=sync_bn, world=world)
-    if chosen.type != "cuda":
-        # Compiling takes longer than most trainings on a CPU are worth, so it happens there only where it was asked for.
-        return replace(common, compile="on" if compile == "on" else "off")
-    torch.cuda.set_device(chosen)
-    torch.set_float32_matmul_precision("high")
-    # Either way: another run in this process may have had it otherwise.
-    torch.backends.cudnn.deterministic = deterministic
-    torch.use_deterministic_algorithms(deterministic, warn_only=deterministic)
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        return replace(
-            common, bf16=torch.cuda.is_bf16_supported(including_emulation=False), pad_channels=True
-        )
-    return replace(
-        common,
-        bf16=torch.cuda.is_bf16_supported(including_emulation=False),
-        cuda_graphs=True,
-        deterministic=False,
-        pad_channels=True,
-        cache_teacher=True,
-        compile="off" if sync_bn else compile,
+    if is_cuda:
+        torch.cuda.set_device(chosen)
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.deterministic = deterministic
+        torch.use_deterministic_algorithms(deterministic, warn_only=deterministic)
+        if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    elif compile == "auto":
+        compile = "off"  # on a CPU compiling takes longer than it saves in most trainings
+    if workers is None:
+        # One per core; fewer on a CPU, where they compete with training.
+        cores = count_cores() // int(env_number("LOCAL_WORLD_SIZE", 1))
+        workers = max(1, min(24 if is_cuda else 4, cores))
+    return Engine(
+        chosen,
+        bf16=is_cuda and torch.cuda.is_bf16_supported(including_emulation=False),
+        cuda_graphs=is_cuda and not deterministic,
+        workers=workers,
+        accumulation_steps=accumulate,
+        pad_channels=is_cuda,
+        compile="off" if deterministic or sync_bn else compile,
+        cache_teacher=is_cuda and not deterministic,
+        deterministic=deterministic or not is_cuda,
+        sync_bn=sync_bn,
+        world=world,
     )
+
+
+def _find_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"the device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"training runs on cpu or cuda, not on {name!r}.")
+    return device
+
+
+#: The largest batch of an evaluation, in images and in pixels.
+EVAL_IMAGES, EVAL_PIXELS = 1000, 16_000_000
+
+
+def eval_batch_size(shape: tuple[int, int, int]) -> int:
+    """Batch size of forward passes without gradients, for images of this shape."""
+    return min(EVAL_IMAGES, max(1, EVAL_PIXELS // (shape[1] * shape[2])))
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error means out of memory. On the CPU torch raises a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "CPUAllocator" in str(error)
+    )
+
+
+def retry_on_oom(work: Callable[[int], T], batch_size: int, device: torch.device) -> T:
+    """Call `work(batch_size)`, again with half the batch size as long as it runs out of memory."""
+    while True:
+        try:
+            return work(batch_size)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if batch_size == 1:
+                raise OutOfMemoryError(f"a single image does not fit into the memory of {device}.") from None
+            batch_size = -(-batch_size // 2)
+            torch.cuda.empty_cache()
+            log.info("out of memory: forward passes continue with a batch size of %d.", batch_size)

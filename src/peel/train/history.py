@@ -1,4 +1,4 @@
-"""The record of a training."""
+"""Metrics and epoch records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["EpochRecord", "Metrics"]
 
 @dataclass(frozen=True)
 class Metrics:
-    """Accuracy (fractions) and cross entropy over a whole split."""
+    """Cross entropy and accuracies (fractions) over a whole split."""
 
     loss: float
     top1: float
@@ -19,7 +19,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """One line of the record of a training."""
+    """The result of one epoch. `train` holds means of the loss, its terms and top-1."""
 
     epoch: int
     epochs: int
@@ -27,5 +27,6 @@ class EpochRecord:
     train: dict[str, float]
     test: dict[str, float] | None
     seconds: float
+    """Training time, without the evaluation."""
     images_per_second: float
     extra: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What training minimises. An objective runs the model on a batch and returns named losses; the loop knows nothing else about it."""
+"""Objectives: what training minimizes. An objective runs the model on a batch and returns named losses."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from ..data.batch import Batch
 from ..errors import ModelError
 
-__all__ = ["CrossEntropy", "Losses", "Objective"]
+__all__ = ["CrossEntropy", "Losses", "Objective", "get_logits"]
 
 
 @dataclass(frozen=True)
 class Losses:
-    """The loss to minimise, its terms by name, and the class scores they were computed from."""
+    """The loss to minimize, its terms by name, and the logits."""
 
     total: Tensor
     terms: dict[str, Tensor]
@@ -29,24 +29,25 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Cross entropy with the labels; `label_smoothing` is spread evenly over all classes, the true one included."""
+    """Cross entropy with the labels."""
 
     label_smoothing: float = 0.0
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
-        scores = get_logits(model(batch.images))
-        loss = F.cross_entropy(scores, batch.labels, label_smoothing=self.label_smoothing)
-        return Losses(loss, {"cross_entropy": loss.detach()}, scores)
+        logits = get_logits(model(batch.images))
+        loss = F.cross_entropy(logits, batch.labels, label_smoothing=self.label_smoothing)
+        return Losses(loss, {"cross_entropy": loss.detach()}, logits)
 
 
 def get_logits(output: object) -> Tensor:
-    """The class scores among what a model returns; networks with auxiliary heads give them first. Losses are computed in float32."""
+    """The logits in a model's output, in float32. With auxiliary heads the main logits come first."""
     if isinstance(output, tuple):
         output = output[0]
     if not isinstance(output, Tensor):
         output = getattr(output, "logits", output)
     if not isinstance(output, Tensor):
         raise ModelError(
-            f"the model returns a {type(output).__name__}; a classifier returns a tensor of class scores, or a tuple that begins with it."
+            f"the model returns a {type(output).__name__}; "
+            "a classifier must return a tensor of logits, or a tuple that starts with one."
         )
     return output.float()

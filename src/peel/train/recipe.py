@@ -1,175 +1,122 @@
-"""Recipes: how a network is trained, as named settings of which every field can be changed."""
+"""Training recipes: named hyperparameters, each of which can be overridden."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, get_type_hints
+
+from msgspec import Meta
 
 from ..errors import ConfigError, did_you_mean
 
 __all__ = ["AUGMENTATIONS", "FIELDS", "RECIPES", "Recipe", "backbone_recipe", "named_recipe"]
 
-AUGMENTATIONS: dict[str, str] = {
-    "auto": "what suits the data: crop for digits, crop-flip for small photographs, imagenet for large ones",
-    "none": "the image as it is",
-    "crop": "padded by an eighth of its size and cropped at random",
-    "crop-flip": "the same, and mirrored half of the time",
-    "imagenet": "a random part resized to the full size, mirrored half of the time, with jittered colours",
-}
+#: `auto` depends on the data: crop for digits, crop-flip for small photographs, imagenet for large ones.
+AUGMENTATIONS = ("auto", "none", "crop", "crop-flip", "imagenet")
 
-SCHEDULES: dict[str, str] = {
-    "cosine": "a cosine from the full rate to zero, step by step",
-    "steps": "the rate times `gamma` at each milestone (parts of the whole schedule)",
-}
-
-
-#: What each field of a recipe means; `peel run --help` shows it.
-FIELDS: dict[str, str] = {
-    "epochs": "How often the training images are seen.",
-    "batch_size": "Images per step, of all processes together.",
-    "lr": "The highest learning rate.",
-    "momentum": "Of SGD.",
-    "nesterov": "Nesterov's momentum.",
-    "weight_decay": "Of weights with more than one axis.",
-    "decay_norms": "Whether norm layers and biases decay too.",
-    "warmup_epochs": "Epochs in which the rate rises in a line; parts of one too.",
-    "warmup_from": "The rate that the warm-up starts from.",
-    "schedule": "cosine (to zero) or steps.",
-    "milestones": "With steps: where the rate falls, as parts of the schedule.",
-    "gamma": "With steps: what the rate is multiplied by there.",
-    "label_smoothing": "The part of a label that is spread over all classes.",
-    "augment": "auto, none, crop, crop-flip or imagenet.",
-    "retries": "How often a training whose loss is no number any more goes back to its last checkpoint and on with half the rate.",
-}
+SCHEDULES = ("cosine", "steps")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """SGD with Nesterov momentum and everything around it; `FIELDS` explains each field."""
+    """Hyperparameters of a training with SGD. The config of a run checks their types and ranges."""
 
-    epochs: int = 100
-    batch_size: int = 512
-    lr: float = 0.2
-    momentum: float = 0.9
-    nesterov: bool = True
-    weight_decay: float = 1e-4
-    decay_norms: bool = False
-    warmup_epochs: float = 1.0
-    warmup_from: float = 0.0
-    schedule: str = "cosine"
-    milestones: tuple[float, ...] = (0.3, 0.6, 0.8)
-    gamma: float = 0.2
-    label_smoothing: float = 0.1
-    augment: str = "auto"
-    retries: int = 0
+    epochs: Annotated[int, Meta(ge=1, description="Number of epochs.")] = 100
+    batch_size: Annotated[int, Meta(ge=1, description="Images per step, over all processes.")] = 512
+    lr: Annotated[float, Meta(ge=0, description="Peak learning rate.")] = 0.2
+    momentum: Annotated[float, Meta(ge=0, lt=1, description="Momentum of SGD.")] = 0.9
+    nesterov: Annotated[bool, Meta(description="Whether to use Nesterov momentum.")] = True
+    weight_decay: Annotated[float, Meta(ge=0, description="Decay of weights with more than one axis.")] = 1e-4
+    decay_norms: Annotated[bool, Meta(description="Whether norm layers and biases decay too.")] = False
+    warmup_epochs: Annotated[float, Meta(ge=0, description="Epochs of linear warm-up.")] = 1.0
+    warmup_from: Annotated[float, Meta(ge=0, description="Learning rate that warm-up starts at.")] = 0.0
+    schedule: Annotated[str, Meta(description="cosine (to zero) or steps.")] = "cosine"
+    milestones: Annotated[
+        tuple[Annotated[float, Meta(gt=0, lt=1)], ...],
+        Meta(description="With steps: where the learning rate drops, as fractions of the training."),
+    ] = (0.3, 0.6, 0.8)
+    gamma: Annotated[float, Meta(ge=0, description="With steps: the factor of each drop.")] = 0.2
+    label_smoothing: Annotated[float, Meta(ge=0, lt=1, description="Smoothing of the labels.")] = 0.1
+    augment: Annotated[str, Meta(description="auto, none, crop, crop-flip or imagenet.")] = "auto"
+    retries: Annotated[
+        int,
+        Meta(ge=0, description="How often a diverged training restarts from a checkpoint at half the lr."),
+    ] = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
-        if isinstance(self.retries, bool) or not isinstance(self.retries, int) or self.retries < 0:
-            raise ConfigError(f"retries must be a whole number, 0 or more, not {self.retries!r}.")
-        for name, low, high in (
-            ("lr", 0.0, math.inf),
-            ("momentum", 0.0, 1.0),
-            ("weight_decay", 0.0, math.inf),
-            ("warmup_epochs", 0.0, math.inf),
-            ("warmup_from", 0.0, math.inf),
-            ("gamma", 0.0, math.inf),
-            ("label_smoothing", 0.0, 1.0),
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < high:
-                raise ConfigError(
-                    f"{name} must be a number from {low:g} to {'below 1' if high == 1 else 'any finite value'}, not {value!r}."
-                )
         if self.nesterov and self.momentum == 0:
             raise ConfigError("nesterov needs a momentum above 0.")
-        if self.augment not in AUGMENTATIONS:
-            raise ConfigError(
-                f"augment is one of {', '.join(AUGMENTATIONS)}, not {self.augment!r}.{did_you_mean(self.augment, AUGMENTATIONS)}"
-            )
-        if self.schedule not in SCHEDULES:
-            raise ConfigError(
-                f"schedule is one of {', '.join(SCHEDULES)}, not {self.schedule!r}.{did_you_mean(self.schedule, SCHEDULES)}"
-            )
-        if any(not 0 < part < 1 for part in self.milestones):
-            raise ConfigError(
-                f"milestones are parts of the schedule between 0 and 1, not {self.milestones!r}."
-            )
+        for name, known in (("augment", AUGMENTATIONS), ("schedule", SCHEDULES)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(known)}, not {value!r}.{did_you_mean(value, known)}"
+                )
 
-    def rate(self, step: int, steps_per_epoch: int) -> float:
-        """The learning rate of a step, counted from 0 over the whole training."""
+    def lr_at(self, step: int, steps_per_epoch: int) -> float:
+        """Learning rate of a step, counted from 0 over the whole training."""
         total = self.epochs * steps_per_epoch
-        warm = min(round(self.warmup_epochs * steps_per_epoch), total)
-        if step < warm:
-            return self.warmup_from + (self.lr - self.warmup_from) * (step + 1) / warm
+        warmup = min(round(self.warmup_epochs * steps_per_epoch), total)
+        if step < warmup:
+            return self.warmup_from + (self.lr - self.warmup_from) * (step + 1) / warmup
         if self.schedule == "cosine":
-            return self.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, total - warm)))
-        passed = sum(step >= part * total for part in self.milestones)
-        return self.lr * self.gamma**passed
+            return self.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+        return self.lr * self.gamma ** sum(step >= milestone * total for milestone in self.milestones)
 
-    def rate_sum(self, steps_per_epoch: int) -> float:
-        """The learning rates of all steps together: how far a constant gradient would move a weight, times (1 - momentum)."""
-        return sum(self.rate(step, steps_per_epoch) for step in range(self.epochs * steps_per_epoch))
+    def lr_sum(self, steps_per_epoch: int) -> float:
+        """Sum of the learning rates of all steps."""
+        return sum(self.lr_at(step, steps_per_epoch) for step in range(self.epochs * steps_per_epoch))
 
     def changed(self, **overrides: Any) -> Recipe:
         """The recipe with some fields changed; an unknown name is an error."""
-        known = [field.name for field in fields(self)]
         for name in overrides:
-            if name not in known:
-                raise ConfigError(f"a recipe has no field {name!r}.{did_you_mean(name, known)}")
+            if name not in FIELDS:
+                raise ConfigError(f"a recipe has no field {name!r}.{did_you_mean(name, FIELDS)}")
         return replace(self, **overrides)
 
+
+#: The description of each field of a recipe; `peel run --help` shows it.
+FIELDS: Mapping[str, str] = {
+    name: hint.__metadata__[-1].description
+    for name, hint in get_type_hints(Recipe, include_extras=True).items()
+}
 
 _CIFAR = Recipe(epochs=200, batch_size=128, lr=0.1, weight_decay=5e-4, label_smoothing=0.0)
 
 RECIPES: Mapping[str, Recipe] = {
-    # The paper's: batch 512, lr 0.2 after one epoch of warm-up, cosine to zero, label smoothing 0.1; DMCP's weight decay.
+    # The paper's settings, with DMCP's weight decay.
     "imagenet-resnet": Recipe(epochs=100),
     "imagenet-mobilenet": Recipe(epochs=250, weight_decay=4e-5),
-    "imagenet-backbone": Recipe(epochs=50),
-    "imagenet-mobilenet-backbone": Recipe(epochs=50, weight_decay=4e-5),
-    # CIFAR: the paper has none. The schedule of FPGM with a cosine; a quarter of it for the backbone.
+    # The paper has no CIFAR recipe. This is FPGM's, with a cosine.
     "cifar": _CIFAR,
-    "cifar-backbone": replace(_CIFAR, epochs=50),
     "cifar-steps": replace(_CIFAR, schedule="steps"),
-    # A short one for large batches: what a GPU does in seconds.
-    "cifar-fast": Recipe(
-        epochs=30, batch_size=512, lr=0.4, weight_decay=5e-4, warmup_epochs=3, label_smoothing=0.1
-    ),
-    "cifar-fast-backbone": Recipe(
-        epochs=10, batch_size=512, lr=0.4, weight_decay=5e-4, warmup_epochs=1, label_smoothing=0.1
-    ),
-    # The embedded default: seconds on two cores. Digits must not be mirrored.
+    # Short, with large batches: seconds on a GPU.
+    "cifar-fast": Recipe(epochs=30, lr=0.4, weight_decay=5e-4, warmup_epochs=3),
+    # For the embedded digits: seconds on two CPU cores.
     "digits": Recipe(epochs=20, batch_size=64, lr=0.1, weight_decay=5e-4),
-    "digits-backbone": Recipe(epochs=12, batch_size=64, lr=0.1, weight_decay=5e-4),
 }
 
-
-#: Recipe -> the one that its backbone is trained with.
-_BACKBONES = {
-    "imagenet-resnet": "imagenet-backbone",
-    "imagenet-mobilenet": "imagenet-mobilenet-backbone",
-    "cifar-steps": "cifar-backbone",
+#: What the recipe of the backbone changes: the paper has 50 epochs.
+_BACKBONE_CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "imagenet-resnet": {"epochs": 50},
+    "imagenet-mobilenet": {"epochs": 50},
+    "cifar": {"epochs": 50},
+    "cifar-steps": {"epochs": 50, "schedule": "cosine"},
+    "cifar-fast": {"epochs": 10, "warmup_epochs": 1},
+    "digits": {"epochs": 12},
 }
 
 
 def backbone_recipe(name: str) -> Recipe:
-    """The recipe of the backbone that belongs to a named recipe: the paper's 50 epochs, or a quarter of the schedule."""
-    known = _BACKBONES.get(name, f"{name}-backbone")
-    if known in RECIPES:
-        return RECIPES[known]
-    recipe = named_recipe(name)
-    return replace(recipe, epochs=max(1, recipe.epochs // 4))
+    """The recipe that trains the backbone of a run with a named recipe."""
+    return named_recipe(name).changed(**_BACKBONE_CHANGES[name])
 
 
 def named_recipe(name: str) -> Recipe:
     if name not in RECIPES:
         raise ConfigError(
-            f"no recipe is called {name!r}.{did_you_mean(name, RECIPES)} Known are {', '.join(RECIPES)}."
+            f"unknown recipe {name!r}.{did_you_mean(name, RECIPES)} Known recipes: {', '.join(RECIPES)}."
         )
     return RECIPES[name]

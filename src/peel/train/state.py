@@ -1,67 +1,50 @@
-"""The state of a training, and keeping it."""
+"""The state of a training: progress, and what a checkpoint holds."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..data.batch import Batch
 from ..errors import ConfigError, CorruptFileError, DivergedError
-from ..utils.rng import get_rng_state, set_rng_state
+from ..utils.rng import epoch_order, get_rng_state, set_rng_state
 from .checkpoint import Checkpoints, non_persistent_buffers
 from .engine import Engine
 from .history import EpochRecord
 from .objective import Objective
 from .recipe import Recipe
 from .signals import interrupt_requested
-from .step import Step
+from .step import TrainStep
 
-__all__ = ["Start", "Training", "part_size"]
+__all__ = ["TrainingState", "local_batch_size"]
 
 log = logging.getLogger("peel")
 
-#: Several processes ask each other about so often whether one was told to stop or a checkpoint is due: not at every step, which would make
-#: each wait for the slowest, and not later than this many seconds or steps.
-ASK_SECONDS, ASK_STEPS = 1.0, 10
+#: Several processes poll each other after every step if it takes longer than this, else after every tenth.
+SLOW_STEP_SECONDS, POLL_STEPS = 0.1, 10
 
 
-@dataclass(frozen=True)
-class Start:
-    """Where a training begins or goes on."""
-
-    epoch: int = 0
-    step: int = 0
-    history: list[EpochRecord] = field(default_factory=list)
-    seconds: float = 0.0
-    """Spent in that epoch already."""
-    slower: float = 1.0
-    """What the rate is multiplied by, after a training that diverged went back."""
-
-
-def part_size(recipe: Recipe, engine: Engine) -> int:
-    """Images of a batch that each process sees; an error where the batch cannot be shared so."""
-    processes = engine.world.size
-    if recipe.batch_size % processes:
-        near = max(processes, recipe.batch_size // processes * processes)
-        raise ConfigError(
-            f"a batch of {recipe.batch_size} images cannot be shared evenly by {processes} processes. Choose a multiple of {processes}, "
-            f"such as --train.batch-size {near}, or another number of processes."
-        )
+def local_batch_size(recipe: Recipe, engine: Engine) -> int:
+    """Images per step and process; an error where the batch cannot be divided."""
+    processes, micro_batches = engine.world.size, engine.accumulation_steps
     size = recipe.batch_size // processes
-    if engine.accumulation_steps > size:
+    if recipe.batch_size % processes or size < micro_batches:
         raise ConfigError(
-            f"{size} images cannot go through in {engine.accumulation_steps} micro-batches. Choose at most {size}."
+            f"a batch of {recipe.batch_size} images cannot be divided among {processes} processes, in "
+            f"{micro_batches} micro-batches each. Choose a multiple of {processes}, "
+            f"such as --train.batch-size {max(size, micro_batches) * processes}."
         )
     return size
 
 
-class Training:
-    """The state of a training, and keeping it."""
+class TrainingState:
+    """Model, optimizer, random numbers and progress of a training."""
 
     def __init__(
         self,
@@ -70,173 +53,148 @@ class Training:
         recipe: Recipe,
         engine: Engine,
         checkpoints: Checkpoints | None,
-        steps: int,
+        steps_per_epoch: int,
     ) -> None:
-        self.model, self.recipe, self.engine, self.checkpoints, self.steps = (
-            model,
-            recipe,
-            engine,
-            checkpoints,
-            steps,
-        )
+        self.model, self.recipe, self.engine, self.checkpoints = model, recipe, engine, checkpoints
         self.world = engine.world
-        self.part_size = part_size(recipe, engine)
-        self.running = Step(model, objective, recipe, engine)
-        self.finite: list[Tensor] = []
-        #: The step at which the processes last asked each other, and when, by the first one's clock; and the step at which they will again.
-        self.last_ask: tuple[int, float] | None = None
-        self.next_ask = 0
+        self.steps_per_epoch = steps_per_epoch
+        self.total_steps = recipe.epochs * steps_per_epoch
+        self.local_batch_size = local_batch_size(recipe, engine)
+        self.train_step = TrainStep(model, objective, recipe, engine)
+        self.history: list[EpochRecord] = []
+        self.epoch = 0
+        #: Steps done in this epoch.
+        self.step = 0
+        self.epoch_began = self.last_save = time.perf_counter()
+        #: Factor of the learning rate, halved when training returns to a checkpoint after diverging.
+        self.lr_scale = 1.0
+        self.next_poll = 0
 
-    def part(self, order: Tensor, start_step: int) -> Tensor:
-        """What this process sees of an epoch: its part of every batch, from a step on."""
-        parts = order.view(-1, self.world.size, self.part_size)
-        return parts[start_step:, self.world.rank].flatten()
+    @property
+    def global_step(self) -> int:
+        """Steps done over the whole training."""
+        return self.epoch * self.steps_per_epoch + self.step
 
-    def asked(self, step: int, is_time: bool) -> tuple[int | None, bool]:
-        """The signal that asks to stop, and whether a checkpoint is due; with several processes, all learn it at the same step."""
-        if self.world.size == 1:
-            return interrupt_requested(), is_time and self.checkpoints is not None
-        if step < self.next_ask:
-            return None, False
-        now = time.perf_counter()
-        answers = self.world.gather((interrupt_requested(), is_time, now))
-        _, is_due, moment = answers[0]
-        last_step, last_moment = self.last_ask or (step - 1, moment - ASK_SECONDS)
-        seconds_per_step = max((moment - last_moment) / (step - last_step), 1e-9)
-        self.last_ask = step, moment
-        self.next_ask = step + max(1, min(ASK_STEPS, int(ASK_SECONDS / seconds_per_step)))
-        return next(
-            (stop for stop, _, _ in answers if stop is not None), None
-        ), is_due and self.checkpoints is not None
+    @property
+    def seconds(self) -> float:
+        """Time spent in this epoch."""
+        return time.perf_counter() - self.epoch_began
 
-    def means(self, steps: int) -> dict[str, float]:
-        sums = self.running.sums
-        totals = self.world.all_reduce(torch.stack(list(sums.values()))) / (steps * self.world.size)
-        return dict(zip(sums, totals.tolist(), strict=True))
+    def indices(self, size: int, seed: int) -> Tensor:
+        """Indices of the images that this process still has to see in this epoch."""
+        if self.step == 0:
+            self.epoch_began = time.perf_counter()
+        order = epoch_order(size, seed, self.epoch)[: self.steps_per_epoch * self.recipe.batch_size]
+        batches = order.view(self.steps_per_epoch, self.world.size, self.local_batch_size)
+        return batches[self.step :, self.world.rank].flatten()
 
-    def clear_sums(self) -> None:
-        for value in self.running.sums.values():
+    def run_step(self, batch: Batch) -> None:
+        self.train_step(batch, self.recipe.lr_at(self.global_step, self.steps_per_epoch) * self.lr_scale)
+        self.step += 1
+
+    def end_epoch(self, record: EpochRecord) -> None:
+        self.history.append(record)
+        self.epoch, self.step = self.epoch + 1, 0
+        for value in self.train_step.sums.values():
             value.zero_()
 
-    def check_finite(self, epoch: int, step: int, *, weights: bool) -> None:
-        """A loss that is no number any more stays so in the sum: one look covers all steps since the last.
+    def mean_losses(self) -> dict[str, float]:
+        """Means over the epoch; waits for the device."""
+        sums = self.train_step.sums
+        total = self.world.all_reduce(torch.stack(list(sums.values())))
+        means = (total / (self.steps_per_epoch * self.world.size)).tolist()
+        return dict(zip(sums, means, strict=True))
 
-        What the last step did to the weights shows in no loss yet, so before they are kept they are looked at themselves.
+    def poll(self, save_seconds: float, *, force: bool = False) -> tuple[int | None, bool]:
+        """The signal that asks to stop, and whether a checkpoint is due; the same in all processes."""
+        is_due = self.checkpoints is not None and time.perf_counter() - self.last_save >= save_seconds
+        if self.world.size == 1:
+            return interrupt_requested(), is_due
+        if self.global_step < self.next_poll and not force:
+            return None, False
+        is_slow = self.seconds / max(1, self.step) > SLOW_STEP_SECONDS
+        answers = self.world.gather((interrupt_requested(), is_due, is_slow))
+        self.next_poll = self.global_step + (1 if answers[0][2] else POLL_STEPS)
+        return next((stop for stop, _, _ in answers if stop is not None), None), answers[0][1]
+
+    def check_finite(self, *, weights: bool) -> None:
+        """Raise DivergedError if the loss of any step so far was not finite; waits for the device.
+
+        No loss shows the effect of the last update yet: before a checkpoint the weights are checked as well.
         """
-        is_good = math.isfinite(float(self.running.sums["loss"]))
-        if is_good and weights:
-            is_good = bool(torch.stack([torch.isfinite(tensor).all() for tensor in self.finite]).all())
-        if self.world.any(not is_good):
-            is_kept = self.checkpoints is not None and self.checkpoints.exist()
-            kept = (
-                f" The last good checkpoint is kept in {self.checkpoints.folder}."
-                if is_kept and self.checkpoints is not None
-                else ""
-            )
+        is_finite = math.isfinite(float(self.train_step.sums["loss"]))
+        if is_finite and weights:
+            checks = [torch.isfinite(parameter).all() for parameter in self.model.parameters()]
+            is_finite = bool(torch.stack(checks).all())
+        if self.world.any(not is_finite):
+            kept = f" Its checkpoints are in {self.checkpoints.folder}." if self.checkpoints else ""
             raise DivergedError(
-                f"the loss is no finite number any more (epoch {epoch + 1}, step {step + 1}).{kept} A lower lr, more warm-up epochs, or "
-                "a look at the images usually helps."
+                f"the loss is not finite (epoch {self.epoch + 1}, step {self.step}).{kept} "
+                "Try a lower lr or more warm-up epochs, and check the images."
             )
 
-    def keep(
-        self,
-        epoch: int,
-        step: int,
-        history: list[EpochRecord],
-        seconds: float,
-        slower: float,
-        *,
-        goes_back: bool = False,
-    ) -> None:
+    def save(self) -> None:
         """Write a checkpoint."""
         if self.checkpoints is None:
             return
-        own = self.world.gather(self._own())
-        sums = {name: self.world.all_reduce(value.clone()) for name, value in self.running.sums.items()}
+        # Random numbers, and batch-norm statistics within an epoch, differ between processes.
+        is_alone = self.world.size == 1
+        buffers = non_persistent_buffers(self.model) if is_alone else dict(self.model.named_buffers())
+        buffers = {name: value.cpu() for name, value in buffers.items()}
+        processes = self.world.gather({"rng": get_rng_state(self.engine.device), "buffers": buffers})
+        sums = {name: self.world.all_reduce(value.clone()) for name, value in self.train_step.sums.items()}
         if self.world.is_main_process:
             state = {
-                "epoch": epoch,
-                "step": step,
-                "steps": self.steps,
-                "seconds": seconds,
-                "slower": slower,
-                "history": [asdict(record) for record in history],
+                "epoch": self.epoch,
+                "step": self.step,
+                "steps_per_epoch": self.steps_per_epoch,
+                "seconds": self.seconds,
+                "lr_scale": self.lr_scale,
+                "history": [asdict(record) for record in self.history],
                 "model": self.model.state_dict(),
-                "optimiser": self.running.momenta(),
+                "optimizer": self.train_step.optimizer.state_dict()["state"],
                 "sums": sums,
-                "own": own,
+                "processes": processes,
             }
-            self.checkpoints.save(state, epoch, step, goes_back=goes_back)
+            self.checkpoints.save(state, self.epoch, self.step)
         self.world.barrier()
+        self.last_save = time.perf_counter()
 
-    def _own(self) -> dict[str, Any]:
-        """What each process has for itself: random numbers, statistics of norm layers between the ends of epochs, and buffers that are no
-        part of the network's own state.
-        """
-        buffers = (
-            dict(self.model.named_buffers()) if self.world.size > 1 else non_persistent_buffers(self.model)
-        )
-        return {
-            **get_rng_state(self.engine.device),
-            "buffers": {name: value.cpu() for name, value in buffers.items()},
-        }
+    def resume(self, lr_scale: float) -> None:
+        """Load the newest checkpoint, if there is one. `lr_scale` limits the factor of the learning rate."""
+        state = None
+        if self.checkpoints is not None:
+            state = self.world.broadcast(self.checkpoints.newest() if self.world.is_main_process else None)
+            if state is not None:
+                self._load(state, self.checkpoints)
+        self.lr_scale = min(lr_scale, self.lr_scale)
+        if state is None and self.recipe.retries:
+            self.save()
 
-    def start(self, slower: float) -> Start:
-        """Begin, or go on from the newest checkpoint, with the rate as much slower as it says, or more."""
-        where = self._resume(slower)
-        # A mask of infinities that belongs to the network is none of our business.
-        tensors = [*self.model.state_dict().values(), *non_persistent_buffers(self.model).values()]
-        floats = [tensor for tensor in tensors if tensor.is_floating_point()]
-        self.finite = [tensor for tensor in floats if bool(torch.isfinite(tensor).all())]
-        return where
-
-    def _resume(self, slower: float) -> Start:
-        state = self.world.broadcast(
-            self.checkpoints.newest() if self.checkpoints is not None and self.world.is_main_process else None
-        )
-        if state is None:
-            if self.recipe.retries:
-                # Somewhere to go back to.
-                self.keep(0, 0, [], 0.0, slower)
-            return Start(slower=slower)
-        assert self.checkpoints is not None
-        if (
-            "steps" not in state
-            or not isinstance(state["optimiser"], dict)
-            or "random of python" not in state["own"][0]
-        ):
-            raise CorruptFileError(
-                f"the newest checkpoint in {self.checkpoints.folder} is not as this version of peel writes it. "
-                "Go on with the version that wrote it, or start anew with another --output."
-            )
+    def _load(self, state: dict[str, Any], checkpoints: Checkpoints) -> None:
         try:
             self.model.load_state_dict(state["model"])
-        except RuntimeError as error:
+            # Hyperparameters stay those of the recipe, which may have changed.
+            optimizer = self.train_step.optimizer
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": state["optimizer"]})
+            process = state["processes"][self.world.rank]
+            set_rng_state(process["rng"], self.engine.device)
+            self.history = [EpochRecord(**record) for record in state["history"]]
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CorruptFileError(
-                f"the newest checkpoint in {self.checkpoints.folder} has tensors of other shapes than the network that is trained here: "
-                "another version of peel or of the model's code may have written it. Go on with that, or start anew with another --output."
+                f"the newest checkpoint in {checkpoints.folder} was written by other code, of the model or "
+                f"of peel ({str(error).splitlines()[0]}). Resume with that code, or choose another --output."
             ) from error
-        self.running.set_momenta(state["optimiser"])
-        begins_anew = state["steps"] != self.steps and state["step"] > 0
-        if begins_anew:
-            log.warning(
-                "an epoch has %d steps now, not %d: the one that was running begins anew.",
-                self.steps,
-                state["steps"],
-            )
-            state.update(step=0, seconds=0.0, sums={})
-        for name, value in state["sums"].items():
-            # They were added up over all processes.
-            self.running.sums[name] = (value if self.world.is_main_process else torch.zeros_like(value)).to(
-                self.engine.device
-            )
-        own = state["own"][self.world.rank]
-        set_rng_state(own, self.engine.device)
         for name, value in self.model.named_buffers():
-            if name in own["buffers"]:
-                value.copy_(own["buffers"][name])
-        history = [EpochRecord(**record) for record in state["history"]]
-        start = Start(state["epoch"], state["step"], history, state["seconds"], min(slower, state["slower"]))
-        if begins_anew:
-            self.keep(start.epoch, 0, history, 0.0, start.slower, goes_back=True)
-        return start
+            if name in process["buffers"]:
+                value.copy_(process["buffers"][name])
+        self.epoch, self.lr_scale = state["epoch"], state["lr_scale"]
+        if state["step"] and state["steps_per_epoch"] != self.steps_per_epoch:
+            log.warning("the number of steps per epoch has changed: epoch %d restarts.", self.epoch + 1)
+            return
+        self.step = state["step"]
+        self.epoch_began -= state["seconds"]
+        for name, value in state["sums"].items():
+            # The saved sums are over all processes.
+            own = value if self.world.is_main_process else torch.zeros_like(value)
+            self.train_step.sums[name] = own.to(self.engine.device)

@@ -1,8 +1,10 @@
-"""Batch norm over the batch of all processes together (an option; by default each process normalises with its own part)."""
+"""Batch norm over the images of all processes.
+
+torch.nn.SyncBatchNorm needs a GPU and replaces modules, which loses subclasses such as timm's BatchNormAct2d.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,24 +17,13 @@ __all__ = ["SyncBatchNormMode"]
 
 
 class SyncBatchNormMode(TorchFunctionMode):
-    """While this is on, batch norms that train take mean and variance over all processes.
+    """While active, `F.batch_norm` in training mode takes mean and variance over all processes."""
 
-    It works on the function, not on the modules: whatever class a network derives from torch's is covered, and the network stays as it is.
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is F.batch_norm:
-            return _joint_batch_norm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (_sync_batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
 
 
-def _joint_batch_norm(
+def _sync_batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -44,28 +35,28 @@ def _joint_batch_norm(
 ) -> Tensor:
     if not training:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    others = [axis for axis in range(input.ndim) if axis != 1]
+    axes = [axis for axis in range(input.ndim) if axis != 1]
     shape = [1, -1] + [1] * (input.ndim - 2)
     values = input.float()
-    # Every process has an equal part of the batch.
+    # All processes have equally many images.
     count = values.numel() // values.shape[1] * dist.get_world_size()
-    mean: Tensor = _Summed.apply(values.sum(others)) / count
-    centred = values - mean.view(shape)
-    variance: Tensor = _Summed.apply(centred.square().sum(others)) / count
+    mean: Tensor = _AllReduce.apply(values.sum(axes)) / count
+    centered = values - mean.view(shape)
+    variance: Tensor = _AllReduce.apply(centered.square().sum(axes)) / count
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
-            running_mean.lerp_(mean.detach().to(running_mean.dtype), momentum)
-            running_var.lerp_(variance.detach().to(running_var.dtype) * (count / max(1, count - 1)), momentum)
-    scaled = centred * torch.rsqrt(variance + eps).view(shape)
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_(variance.to(running_var.dtype) * (count / max(1, count - 1)), momentum)
+    normalized = centered * torch.rsqrt(variance + eps).view(shape)
     if weight is not None:
-        scaled = scaled * weight.view(shape)
+        normalized = normalized * weight.view(shape)
     if bias is not None:
-        scaled = scaled + bias.view(shape)
-    return scaled.to(input.dtype)
+        normalized = normalized + bias.view(shape)
+    return normalized.to(input.dtype)
 
 
-class _Summed(torch.autograd.Function):
-    """The sum over all processes; its gradient is the sum of theirs."""
+class _AllReduce(torch.autograd.Function):
+    """Differentiable all-reduce. That of torch.distributed.nn is deprecated."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -75,6 +66,4 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total = gradient.clone()
-        dist.all_reduce(total)
-        return total
+        return _AllReduce.forward(ctx, gradient)
