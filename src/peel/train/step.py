@@ -153,7 +153,7 @@ class TrainStep:
     def _run(self, batch: Batch) -> None:
         if self.engine.world.size > 1 and not isinstance(self.loss, DistributedDataParallel):
             self.loss = self._wrap_in_ddp(batch)
-            self.forward = torch.compile(self.loss, dynamic=False) if self.is_compiled else self.loss
+            self.forward = _compiled(self.loss) if self.is_compiled else self.loss
         if self.graph is not None and self.graph.needs_capture:
             try:
                 self.graph.capture(batch)
@@ -219,9 +219,7 @@ class TrainStep:
         """Compile the network from the next step on."""
         if self.is_compiled or self.cannot_compile:
             return
-        # Networks of other widths that were compiled before count towards dynamo's recompile limit.
-        torch.compiler.reset()
-        self.forward = torch.compile(self.loss, dynamic=False)
+        self.forward = _compiled(self.loss)
         self.is_compiled = True
         self._reset_graph()
         log.info("compiling the network.")
@@ -268,6 +266,16 @@ class TrainStep:
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize(self.engine.device)
         self._reset_graph()
+
+
+def _compiled(loss: nn.Module) -> Callable[..., Any]:
+    """Networks of other widths that were compiled before must not count towards the recompile limit."""
+    options: dict[str, Any] = {"isolate_recompiles": True}
+    if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:  # torch before 2.15
+        torch.compiler.reset()
+        options = {}
+    compiled: Callable[..., Any] = torch.compile(loss, dynamic=False, **options)
+    return compiled
 
 
 def _make_optimizer(model: nn.Module, recipe: Recipe, engine: Engine, *, is_graphed: bool) -> torch.optim.SGD:
