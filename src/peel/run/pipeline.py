@@ -29,7 +29,7 @@ from ..train.teacher_cache import CachedTeacher, LogitCache, make_logit_cache
 from ..utils.rng import derive_seed, seed_everything
 from .config import Config
 from .estimate import estimate_work, seconds_per_mac
-from .folder import RunFolder, read_json
+from .folder import RunFolder
 from .result import Result, Row, StageRecord
 from .resume import RunState, open_or_resume, refuse_or_note, teacher_identity
 from .teacher import Teacher, find_teacher, weights_hash
@@ -59,7 +59,6 @@ class Pipeline:
     state: RunState | None = None
     loaded_teacher: Teacher | None = None
     teacher_file: str = "stages/original.json"
-    teacher_folder: Path | None = None
     logit_cache: LogitCache | None = None
     rows: dict[str, Row] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -85,7 +84,7 @@ class Pipeline:
         if needs_teacher or "original" in stages:
             self.loaded_teacher = find_teacher(self.teacher, problem)
             if self.loaded_teacher is not None:
-                self.teacher_file, self.teacher_folder = self.loaded_teacher.file, self.loaded_teacher.folder
+                self.teacher_file = self.loaded_teacher.file
         if needs_teacher and "original" not in stages and self.loaded_teacher is None:
             raise ConfigError(
                 'distillation needs a teacher: add "original" to the stages, name a trained teacher, or set '
@@ -179,14 +178,14 @@ class Pipeline:
             )
         with RunFolder(self.config.teacher, "--teacher") as shared:
             own = teacher_identity(self.identity)
-            open_or_resume(shared, "the teacher of another run", own, self.environment, force=self.force)
+            state = open_or_resume(shared, "a shared teacher", own, self.environment, force=self.force)
+            self.trainer.notes = [f"The teacher: {note}" for note in state.forced]
             self.teacher_file = str(Path(self.config.teacher) / "stages" / "original.json")
-            self.teacher_folder = Path(self.config.teacher)
             self.trainer.folder = shared
             try:
                 return self._train("original", network, objective, graph.widths)
             finally:
-                self.trainer.folder = self.folder
+                self.trainer.folder, self.trainer.notes = self.folder, []
 
     def _check_teacher(self, teacher: nn.Module) -> None:
         """A run keeps its teacher: it is known by the hash of its weights."""
@@ -318,7 +317,7 @@ class Pipeline:
         rows = [self.rows[name] for name in ("original", "uniform", "peel") if name in self.rows]
         told = [note for record in self.trainer.records.values() for note in record.notes]
         forced = self.state.forced if self.state is not None else []
-        self.notes = list(dict.fromkeys([*self.notes, *told, *forced, *self._teacher_notes()]))
+        self.notes = list(dict.fromkeys([*self.notes, *told, *forced]))
         for callback in self.trainer.callbacks:
             for note in self.notes:
                 callback.on_note(note)
@@ -351,13 +350,3 @@ class Pipeline:
             "notes": self.notes,
         }
         folder.write_json("result.json", result)
-
-    def _teacher_notes(self) -> list[str]:
-        """What `--force` changed while the teacher was trained."""
-        path = self.teacher_folder / "state.json" if self.teacher_folder is not None else None
-        if path is None or not path.is_file():
-            return []
-        try:
-            return [f"The teacher: {note}" for note in read_json(path, RunState, "--teacher").forced]
-        except PeelError as error:
-            return [str(error)]

@@ -31,8 +31,6 @@ class Teacher:
     file: str = "stages/original.json"
     record: StageRecord | None = None
     """How it was trained, where that is known."""
-    folder: Path | None = None
-    """The run folder it comes from; its logits are cached there."""
 
 
 def find_teacher(reference: nn.Module | str, problem: Problem) -> Teacher | None:
@@ -56,9 +54,7 @@ def find_teacher(reference: nn.Module | str, problem: Problem) -> Teacher | None
         known = None
         if file.name == "original.json" and record.is_file():
             known = read_json(record, StageRecord, "--teacher")
-        teacher = Teacher(
-            load_weights(file, problem.model), str(file), known, path if path.is_dir() else None
-        )
+        teacher = Teacher(load_weights(file, problem.model), str(file), known)
         _refuse_slim(teacher, problem)
     _check(teacher.model, problem)
     return teacher
