@@ -1,4 +1,4 @@
-"""Multiply-adds counted by torch itself while a model runs: the independent check of predicted costs."""
+"""Multiply-adds counted by torch while a model runs: the independent check of predicted costs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+)  # has no public name; FlopCounterMode is built on it
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 __all__ = ["OperatorCount", "count_macs", "plain_attention"]
@@ -17,7 +19,7 @@ __all__ = ["OperatorCount", "count_macs", "plain_attention"]
 
 @contextmanager
 def plain_attention() -> Iterator[None]:
-    """Attention in its plain form: fused kernels are not counted by torch."""
+    """Run attention without fused kernels, which torch does not count."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -28,8 +30,8 @@ def plain_attention() -> Iterator[None]:
 
 
 def count_macs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """MACs of one forward pass, by `torch.utils.flop_counter`."""
-    # Its module tracker stumbles over parameters that are passed to modules as inputs while they require gradients.
+    """MACs of one forward pass, counted by `torch.utils.flop_counter`."""
+    # Its module tracker fails on parameters that require gradients and are passed to a module as inputs.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -43,7 +45,7 @@ def count_macs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 class OperatorCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """torch's formulas per operator without its bookkeeping per module: a third of the time on a network without data."""
+    """torch's formulas by operator, without its bookkeeping by module: a third of the time on the meta device."""
 
     macs = 0
 

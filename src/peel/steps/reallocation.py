@@ -242,9 +242,7 @@ def _costs_by_group(graph: ChannelGraph, model: CostModel) -> dict[str, Cost]:
     index = {name: i for i, name in enumerate(graph.widths)}
     group_of = {index[tie]: group for group, ties in graph.groups.items() for tie in ties}
     return {
-        group: CostModel(
-            model.num_ties, [term for term in model.terms if group_of.get(term.tie) == group]
-        ).total
+        group: CostModel(tuple(term for term in model.terms if group_of.get(term.tie) == group)).total
         for group in graph.groups
     }
 
