@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from .polynomial import Form
@@ -34,9 +35,7 @@ class ActivationCost:
         end = max((activation.last for activation in self.activations), default=0)
         change: list[float] = [0] * (end + 2)
         for forms, element_bytes, first, last in self.activations:
-            size: float = element_bytes
-            for form in forms:
-                size *= form.value(units)
+            size = prod((form.value(units) for form in forms), start=element_bytes)
             change[first] += size
             change[last + 1] -= size
         peak = alive = 0.0

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
-)  # has no public name; FlopCounterMode is built on it
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+)  # has no public name
+from torch.utils.flop_counter import flop_registry
 
 __all__ = ["OperatorCount", "count_macs", "plain_attention"]
 
@@ -29,23 +29,11 @@ def plain_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def count_macs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """MACs of one forward pass, counted by `torch.utils.flop_counter`."""
-    # Its module tracker fails on parameters that require gradients and are passed to a module as inputs.
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained:
-        parameter.requires_grad_(False)
-    try:
-        with torch.no_grad(), plain_attention(), FlopCounterMode(display=False) as counter:
-            model(*args, **kwargs)
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
-    return int(counter.get_total_flops()) // 2
-
-
 class OperatorCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """torch's formulas by operator, without its bookkeeping by module: a third of the time on the meta device."""
+    """Counts by the formulas of `torch.utils.flop_counter`, without its bookkeeping by module.
+
+    That takes a third of the time on meta tensors.
+    """
 
     macs = 0
 
@@ -60,3 +48,10 @@ class OperatorCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if formula is not None:
             self.macs += formula(*args, **(kwargs or {}), out_val=result) // 2
         return result
+
+
+def count_macs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """MACs of one forward pass."""
+    with torch.no_grad(), plain_attention(), OperatorCount() as counter:  # type: ignore[no-untyped-call]
+        model(*args, **kwargs)
+    return int(counter.macs)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -47,22 +48,13 @@ class Term(NamedTuple):
     factors: tuple[Form, ...]
 
     def value(self, units: Sequence[int]) -> int:
-        total = self.coefficient
-        for form in self.factors:
-            total *= form.value(units)
-        return total
+        return self.coefficient * prod(form.value(units) for form in self.factors)
 
 
 def product(layer: str, tie: int, forms: Sequence[Form]) -> Term:
     """The term of a layer from the forms of all its axes. Constant forms go into the coefficient."""
-    coefficient = 1
-    factors: list[Form] = []
-    for form in forms:
-        if form.units:
-            factors.append(form)
-        else:
-            coefficient *= form.constant
-    return Term(layer, tie, coefficient, tuple(sorted(factors)))
+    coefficient = prod(form.constant for form in forms if not form.units)
+    return Term(layer, tie, coefficient, tuple(sorted(form for form in forms if form.units)))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ __all__ = ["Widths", "make_divisible"]
 
 
 def make_divisible(value: float, divisor: int) -> int:
-    """The rounding of the MobileNet papers: the nearest multiple of `divisor` that is not below 90 % of `value`."""
+    """The rounding of the MobileNet papers: the nearest multiple, but never below 90 % of `value`."""
     nearest = max(divisor, int(value + divisor / 2) // divisor * divisor)
     return nearest + divisor if nearest < 0.9 * value else nearest
 

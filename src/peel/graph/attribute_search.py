@@ -18,8 +18,8 @@ from torch.fx import Node
 
 from ..cost.polynomial import Form
 from ..errors import TraceError
-from .attributes import Lengths, guessed_attributes, layer_attributes
-from .axes import Axis, Unit, axis_size, is_free, units_of
+from .attributes import Lengths, guessed_attributes
+from .axes import Axis, Unit, axis_size, fix, is_free, units_of
 from .call import module_of, values_in
 from .capture import TORCH, Capture, capture, with_batch
 from .channel_graph import ChannelGraph
@@ -83,9 +83,11 @@ class AttributeSearch:
         lengths = self._lengths()
         found: dict[str, dict[str, Any]] = {}
         for name, module in self.model.named_modules():
-            axes = self.findings.attributes.get(name, {})
-            known = {key: (axis_size(axis), self.builder.form(axis)) for key, axis in axes.items()}
-            attributes: dict[str, Any] = dict(layer_attributes(module, known))
+            attributes: dict[str, Any] = {
+                attribute: self.builder.form(axis)
+                for attribute, axis in self.findings.attributes.get(name, {}).items()
+                if is_free(axis) and getattr(module, attribute, None) == axis_size(axis)
+            }
             for attribute, guesses in guessed_attributes(module, lengths.get(name, Lengths())).items():
                 if attribute in attributes:
                     continue
@@ -150,12 +152,11 @@ class AttributeSearch:
                 for unit in guilty or free:
                     unit.fixed = _reason(failure.modules[-1], failure.line)
                 return
-        raise TraceError(
-            f"{type(self.model).__name__} does not run at other widths, and no width explains it: {failure.line}"
-        )
+        name = type(self.model).__name__
+        raise TraceError(f"{name} does not run at other widths, and no tie explains it: {failure.line}")
 
     def _suspects(self, failure: Failure) -> Iterator[list[Axis]]:
-        """Axes near the failure, nearest first: lengths in calls, axes that operators touched, then all axes."""
+        """Axes near the failure: those called with a length, then those of the operators, then all axes."""
         for module in reversed(failure.modules):
             yield [axis for name, _, axis in self.findings.lengths if name == module]
             yield [a for node in self.operators if module_of(node) == module for a in self._axes_at(node)]
@@ -183,7 +184,7 @@ class AttributeSearch:
         suspects = [axis for axis in axes if is_free(axis)]
         suspects = suspects or [axis for axis in self._axes_at(node) if is_free(axis)]
         for axis in suspects or [axis for _, _, axis in self.findings.lengths]:
-            self.interpreter.solver.fix(axis, _reason(module_of(node), _line_of(node)))
+            fix(axis, _reason(module_of(node), _line_of(node)))
         return not any(unit.fixed is not None for unit in self.builder.free)
 
     def _first_mismatch(self, graph: ChannelGraph) -> tuple[Node, list[Axis]] | None:

@@ -32,15 +32,6 @@ class Lengths:
     """Lengths of axes that operators of the module worked on, last operator first."""
 
 
-def layer_attributes(module: nn.Module, known: Mapping[str, tuple[int, Form]]) -> dict[str, Form]:
-    """Attributes of a layer of torch that hold the length they should."""
-    return {
-        name: form
-        for name, (length, form) in known.items()
-        if form.units and getattr(module, name, None) == length
-    }
-
-
 def guessed_attributes(module: nn.Module, lengths: Lengths) -> dict[str, list[Any]]:
     """Attribute -> what it may hold in terms of widths, best guess first."""
     guesses: dict[str, list[Any]] = {}

@@ -9,7 +9,7 @@ Two questions about a channel axis are kept apart:
 
 An axis is a tuple of `Segment(atom, inner)`: the channels of the atom in order, each repeated `inner` times
 (flattening a feature map of 7x7 gives `inner` 49). Concatenation joins tuples; a split cuts them. Where a cut
-falls inside an atom, the atom is *bound* to its two parts, everywhere at once. `AxisSolver.unify` walks along
+falls inside an atom, the atom is *bound* to its two parts, everywhere at once. `unify` walks along
 two axes, cutting and merging as it goes.
 
 A unit may be *fixed*, with a reason. Constants are units that are fixed from the start.
@@ -21,36 +21,33 @@ others, a layer norm takes statistics over it. Its size is still free.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from math import lcm, prod
 from typing import NamedTuple
 
-#: A flattened axis made of more segments than this is fixed. No known network needs more, and it would be slow.
+#: A flattened axis of more segments than this is fixed: no known network needs it, and it would be slow.
 _MAX_SEGMENTS = 4096
 
 
+@dataclass(slots=True, eq=False)
 class Unit:
     """How many channels: one unknown integer, `size` in the original network."""
 
-    __slots__ = ("causes", "fixed", "parent", "parts", "size")
-
-    def __init__(self, size: int, fixed: str | None = None) -> None:
-        self.size = size
-        self.fixed = fixed
-        self.parent: Unit | None = None
-        self.parts: tuple[tuple[Unit, int], ...] | None = None
-        self.causes: dict[str, None] = {}
+    size: int
+    fixed: str | None = None
+    parent: Unit | None = None
+    parts: tuple[tuple[Unit, int], ...] | None = None
+    causes: dict[str, None] = field(default_factory=dict)
 
 
+@dataclass(slots=True, eq=False)
 class Atom:
     """Which channels: a run of `unit` channels in a certain order."""
 
-    __slots__ = ("inexact", "parent", "parts", "unit")
-
-    def __init__(self, unit: Unit, inexact: str | None = None) -> None:
-        self.unit = unit
-        self.inexact = inexact
-        self.parent: Atom | None = None
-        self.parts: tuple[Segment, ...] | None = None
+    unit: Unit
+    inexact: str | None = None
+    parent: Atom | None = None
+    parts: tuple[Segment, ...] | None = None
 
 
 class Segment(NamedTuple):
@@ -138,191 +135,202 @@ def _copy(axis: Axis) -> Axis:
     return tuple(Segment(Atom(atom.unit), inner) for atom, inner in expand(axis))
 
 
-class AxisSolver:
-    """Collects what must be equal. All methods work in place on the atoms and units that the axes refer to."""
+# What must be equal. These functions change the atoms and units of the axes in place.
 
-    def fix(self, axis: Axis, reason: str) -> None:
-        """The axis keeps its length. The first reason given is kept."""
-        for unit in units_of(axis):
-            if unit.fixed is None:
-                unit.fixed = reason
 
-    def mark_inexact(self, axis: Axis, reason: str) -> None:
-        """Slicing the axis is not the same as masking it."""
-        for atom, _ in expand(axis):
-            if atom.inexact is None:
-                atom.inexact = reason
+def fix(axis: Axis, reason: str) -> None:
+    """The axis keeps its length. The first reason given is kept."""
+    for unit in units_of(axis):
+        if unit.fixed is None:
+            unit.fixed = reason
 
-    # Equality
 
-    def same_size(self, first: Axis, second: Axis, cause: str) -> None:
-        """The two axes keep the same length, but need not keep the same channels."""
-        if is_free(first) or is_free(second):
-            # Unify copies: the same units, but atoms of their own.
-            self.unify(_copy(first), _copy(second), cause)
+def mark_inexact(axis: Axis, reason: str) -> None:
+    """Slicing the axis is not the same as masking it."""
+    for atom, _ in expand(axis):
+        if atom.inexact is None:
+            atom.inexact = reason
 
-    def unify(self, first: Axis, second: Axis, cause: str) -> None:
-        """The two axes hold the same channels in the same order. Their original lengths must agree."""
-        left, right = list(expand(first))[::-1], list(expand(second))[::-1]
-        while left and right:
-            x, y = left.pop(), right.pop()
-            expanded_x, expanded_y = expand((x,)), expand((y,))
-            if expanded_x != (x,) or expanded_y != (y,):
-                left.extend(reversed(expanded_x))
-                right.extend(reversed(expanded_y))
-                continue
-            size_x, size_y = axis_size((x,)), axis_size((y,))
-            if size_x == size_y:
-                self._match(x, y, cause)
-                continue
-            large, small, stack = (x, y, left) if size_x > size_y else (y, x, right)
-            reason = root(large.atom.unit).fixed
-            if reason is not None:
-                self.fix((small,), reason)
-                stack.extend(constant(abs(size_x - size_y), reason))
-                continue
-            # Cut the larger segment so that its first part is as long as the smaller one, then try again.
-            left.append(x)
-            right.append(y)
-            length = min(size_x, size_y)
-            if length % large.inner == 0:
-                self._split(root(large.atom.unit), length // large.inner)
-            else:
-                self.fix((large, small), f"{cause}: channels do not line up")
 
-    def _match(self, x: Segment, y: Segment, cause: str) -> None:
-        """The two segments, of the same length and without parts, hold the same channels."""
-        (a, m), (b, k) = x, y
-        if m == k:
-            self._merge(a, b, cause)
-        elif not is_free((x,)) and not is_free((y,)):
-            return
-        elif k % m == 0:
-            self._bind(a, b, k // m, cause)
-        elif m % k == 0:
-            self._bind(b, a, m // k, cause)
+def same_size(first: Axis, second: Axis, cause: str) -> None:
+    """The two axes keep the same length, but need not keep the same channels."""
+    if is_free(first) or is_free(second):
+        # Unify copies: the same units, but atoms of their own.
+        unify(_copy(first), _copy(second), cause)
+
+
+def unify(first: Axis, second: Axis, cause: str) -> None:
+    """The two axes hold the same channels in the same order. Their original lengths must agree."""
+    left, right = list(expand(first))[::-1], list(expand(second))[::-1]
+    while left and right:
+        x, y = left.pop(), right.pop()
+        expanded_x, expanded_y = expand((x,)), expand((y,))
+        if expanded_x != (x,) or expanded_y != (y,):
+            left.extend(reversed(expanded_x))
+            right.extend(reversed(expanded_y))
+            continue
+        size_x, size_y = axis_size((x,)), axis_size((y,))
+        if size_x == size_y:
+            _match(x, y, cause)
+            continue
+        large, small, stack = (x, y, left) if size_x > size_y else (y, x, right)
+        reason = root(large.atom.unit).fixed
+        if reason is not None:
+            fix((small,), reason)
+            stack.extend(constant(abs(size_x - size_y), reason))
+            continue
+        # Cut the larger segment so that its first part is as long as the smaller one, then try again.
+        left.append(x)
+        right.append(y)
+        length = min(size_x, size_y)
+        if length % large.inner == 0:
+            _split(root(large.atom.unit), length // large.inner)
         else:
-            size, common = axis_size((x,)), lcm(m, k)
-            if size % common:
-                self.fix((x, y), f"{cause}: channels do not line up")
-                return
-            c = Atom(Unit(size // common))
-            self._bind(a, c, common // m, cause)
-            self._bind(b, c, common // k, cause)
+            fix((large, small), f"{cause}: channels do not line up")
 
-    def _merge(self, a: Atom, b: Atom, cause: str) -> None:
-        if a is b:
+
+def _match(x: Segment, y: Segment, cause: str) -> None:
+    """The two segments, of the same length and without parts, hold the same channels."""
+    (a, m), (b, k) = x, y
+    if m == k:
+        _merge(a, b, cause)
+    elif not is_free((x,)) and not is_free((y,)):
+        return
+    elif k % m == 0:
+        _bind(a, b, k // m, cause)
+    elif m % k == 0:
+        _bind(b, a, m // k, cause)
+    else:
+        size, common = axis_size((x,)), lcm(m, k)
+        if size % common:
+            fix((x, y), f"{cause}: channels do not line up")
             return
-        u, v = root(a.unit), root(b.unit)
-        if u is not v:
-            v.parent = u
-            u.fixed = u.fixed if u.fixed is not None else v.fixed
-            u.causes.update(v.causes)
-            u.causes[cause] = None
-        b.parent = a
-        a.inexact = a.inexact or b.inexact
+        c = Atom(Unit(size // common))
+        _bind(a, c, common // m, cause)
+        _bind(b, c, common // k, cause)
 
-    def _bind(self, atom: Atom, part: Atom, times: int, cause: str) -> None:
-        """Each channel of `part`, repeated `times` times, is the channels of `atom`."""
-        u, v = root(atom.unit), root(part.unit)
-        u.parts = ((v, times),)
-        v.fixed = v.fixed if v.fixed is not None else u.fixed
-        v.causes.update(u.causes)
-        v.causes[cause] = None
-        atom.parts = (Segment(part, times),)
-        if atom.inexact or part.inexact:
-            atom.inexact = part.inexact = atom.inexact or part.inexact
 
-    def _split(self, unit: Unit, at: int) -> None:
-        """The unit is the sum of two: the first `at` channels and the rest."""
-        first, second = Unit(at, unit.fixed), Unit(unit.size - at, unit.fixed)
-        first.causes, second.causes = dict(unit.causes), dict(unit.causes)
-        unit.parts = ((first, 1), (second, 1))
+def _merge(a: Atom, b: Atom, cause: str) -> None:
+    if a is b:
+        return
+    u, v = root(a.unit), root(b.unit)
+    if u is not v:
+        v.parent = u
+        u.fixed = u.fixed if u.fixed is not None else v.fixed
+        u.causes.update(v.causes)
+        u.causes[cause] = None
+    b.parent = a
+    a.inexact = a.inexact or b.inexact
 
-    # Shapes
 
-    def cut(self, axis: Axis, lengths: Sequence[int], cause: str) -> list[Axis]:
-        """Cut an axis into pieces of the given original lengths."""
-        axis = expand(axis)
-        if len(axis) == 1 and axis[0].atom.inexact and is_free(axis):
-            atom, inner = axis[0]
-            size = root(atom.unit).size
-            if all(length % size == 0 for length in lengths) and inner > 1:
-                # Halves of interleaved channels: each is as long as one of the interleaved parts was.
-                return [(Segment(Atom(atom.unit, atom.inexact), length // size),) for length in lengths]
-        rest = list(axis)[::-1]
-        return [self._take(rest, length, cause) for length in lengths]
+def _bind(atom: Atom, part: Atom, times: int, cause: str) -> None:
+    """Each channel of `part`, repeated `times` times, is the channels of `atom`."""
+    u, v = root(atom.unit), root(part.unit)
+    u.parts = ((v, times),)
+    v.fixed = v.fixed if v.fixed is not None else u.fixed
+    v.causes.update(u.causes)
+    v.causes[cause] = None
+    atom.parts = (Segment(part, times),)
+    if atom.inexact or part.inexact:
+        atom.inexact = part.inexact = atom.inexact or part.inexact
 
-    def _take(self, rest: list[Segment], missing: int, cause: str) -> Axis:
-        """Take a piece of the given length from the end of a reversed axis."""
-        piece: list[Segment] = []
-        while missing:
-            segment = rest.pop()
-            expanded = expand((segment,))
-            if expanded != (segment,):
-                rest.extend(reversed(expanded))
-                continue
-            size = axis_size((segment,))
-            if size <= missing:
-                piece.append(segment)
-                missing -= size
-            elif (reason := root(segment.atom.unit).fixed) is not None:
-                piece.extend(constant(missing, reason))
-                rest.extend(constant(size - missing, reason))
-                missing = 0
+
+def _split(unit: Unit, at: int) -> None:
+    """The unit is the sum of two: the first `at` channels and the rest."""
+    first = Unit(at, unit.fixed, causes=dict(unit.causes))
+    second = Unit(unit.size - at, unit.fixed, causes=dict(unit.causes))
+    unit.parts = ((first, 1), (second, 1))
+
+
+# Shapes
+
+
+def cut(axis: Axis, lengths: Sequence[int], cause: str) -> list[Axis]:
+    """Cut an axis into pieces of the given original lengths."""
+    axis = expand(axis)
+    if len(axis) == 1 and axis[0].atom.inexact and is_free(axis):
+        atom, inner = axis[0]
+        size = root(atom.unit).size
+        if all(length % size == 0 for length in lengths) and inner > 1:
+            # Halves of interleaved channels: each is as long as one of the interleaved parts was.
+            return [(Segment(Atom(atom.unit, atom.inexact), length // size),) for length in lengths]
+    rest = list(axis)[::-1]
+    return [_take(rest, length, cause) for length in lengths]
+
+
+def _take(rest: list[Segment], missing: int, cause: str) -> Axis:
+    """Take a piece of the given length from the end of a reversed axis."""
+    piece: list[Segment] = []
+    while missing:
+        segment = rest.pop()
+        expanded = expand((segment,))
+        if expanded != (segment,):
+            rest.extend(reversed(expanded))
+            continue
+        size = axis_size((segment,))
+        if size <= missing:
+            piece.append(segment)
+            missing -= size
+        elif (reason := root(segment.atom.unit).fixed) is not None:
+            piece.extend(constant(missing, reason))
+            rest.extend(constant(size - missing, reason))
+            missing = 0
+        else:
+            rest.append(segment)
+            if missing % segment.inner == 0:
+                _split(root(segment.atom.unit), missing // segment.inner)
             else:
-                rest.append(segment)
-                if missing % segment.inner == 0:
-                    self._split(root(segment.atom.unit), missing // segment.inner)
-                else:
-                    self.fix((segment,), f"{cause}: a cut falls between channels that belong together")
-        return tuple(piece)
+                fix((segment,), f"{cause}: a cut falls between channels that belong together")
+    return tuple(piece)
 
-    def merge(self, axes: Sequence[Axis], cause: str) -> Axis:
-        """Several neighbouring axes flattened into one, row-major."""
-        sizes = [axis_size(axis) for axis in axes]
-        free = [i for i, axis in enumerate(axes) if sizes[i] > 1 and is_free(axis)]
-        if not free:
-            reasons = (unit.fixed for axis in axes for unit in units_of(axis))
-            return constant(prod(sizes), next(filter(None, reasons), ""))
-        outer = prod(sizes[: free[0]])
-        segments = repeat_each(axes[free[0]], prod(sizes[free[0] + 1 :]))
-        if len(free) > 1 or outer * len(segments) > _MAX_SEGMENTS:
-            reason = f"{cause}: two channel axes are flattened into one"
-            for i in free:
-                self.fix(axes[i], reason)
-            return constant(prod(sizes), reason)
-        return segments * outer
 
-    def unmerge(self, axis: Axis, dims: Sequence[int], cause: str) -> list[Axis]:
-        """One axis seen as several, row-major: the reverse of `merge`."""
-        if len(dims) == 1:
-            return [axis]
-        if dims[0] == 1:
-            return [constant(1), *self.unmerge(axis, dims[1:], cause)]
-        axis = expand(axis)
-        if not is_free(axis):
-            reason = root(axis[0].atom.unit).fixed or ""
-            return [constant(dim, reason) for dim in dims]
-        trailing = prod(dims[1:])
-        if all(inner % trailing == 0 for _, inner in axis):
-            first = tuple(Segment(atom, inner // trailing) for atom, inner in axis)
-            return [first, *(constant(dim) for dim in dims[1:])]
-        return [constant(dims[0]), *self.unmerge(self._row(axis, dims[0], trailing, cause), dims[1:], cause)]
+def merge(axes: Sequence[Axis], cause: str) -> Axis:
+    """Several neighbouring axes flattened into one, row-major."""
+    sizes = [axis_size(axis) for axis in axes]
+    free = [i for i, axis in enumerate(axes) if sizes[i] > 1 and is_free(axis)]
+    if not free:
+        reasons = (unit.fixed for axis in axes for unit in units_of(axis))
+        return constant(prod(sizes), next(filter(None, reasons), ""))
+    outer = prod(sizes[: free[0]])
+    segments = repeat_each(axes[free[0]], prod(sizes[free[0] + 1 :]))
+    if len(free) > 1 or outer * len(segments) > _MAX_SEGMENTS:
+        reason = f"{cause}: two channel axes are flattened into one"
+        for i in free:
+            fix(axes[i], reason)
+        return constant(prod(sizes), reason)
+    return segments * outer
 
-    def _row(self, axis: Axis, rows: int, length: int, cause: str) -> Axis:
-        """One row of an axis seen as a matrix. All rows keep the same length."""
-        one_atom = len(axis) == 1
-        pieces = [expand(piece) for piece in self.cut(axis, [length] * rows, cause)]
-        if all(piece == pieces[0] for piece in pieces):
-            return pieces[0]
-        if one_atom:
-            for piece in pieces[1:]:
-                self.unify(pieces[0], piece, cause)
-            return expand(pieces[0])
+
+def unmerge(axis: Axis, dims: Sequence[int], cause: str) -> list[Axis]:
+    """One axis seen as several, row-major: the reverse of `merge`."""
+    if len(dims) == 1:
+        return [axis]
+    if dims[0] == 1:
+        return [constant(1), *unmerge(axis, dims[1:], cause)]
+    axis = expand(axis)
+    if not is_free(axis):
+        reason = root(axis[0].atom.unit).fixed or ""
+        return [constant(dim, reason) for dim in dims]
+    trailing = prod(dims[1:])
+    if all(inner % trailing == 0 for _, inner in axis):
+        first = tuple(Segment(atom, inner // trailing) for atom, inner in axis)
+        return [first, *(constant(dim) for dim in dims[1:])]
+    return [constant(dims[0]), *unmerge(_row(axis, dims[0], trailing, cause), dims[1:], cause)]
+
+
+def _row(axis: Axis, rows: int, length: int, cause: str) -> Axis:
+    """One row of an axis seen as a matrix. All rows keep the same length."""
+    one_atom = len(axis) == 1
+    pieces = [expand(piece) for piece in cut(axis, [length] * rows, cause)]
+    if all(piece == pieces[0] for piece in pieces):
+        return pieces[0]
+    if one_atom:
         for piece in pieces[1:]:
-            self.same_size(pieces[0], piece, cause)
-        reason = f"{cause} interleaves channels of different layers"
-        for piece in pieces:
-            self.mark_inexact(piece, reason)
-        return tuple(Segment(Atom(atom.unit, reason), inner) for atom, inner in expand(pieces[0]))
+            unify(pieces[0], piece, cause)
+        return expand(pieces[0])
+    for piece in pieces[1:]:
+        same_size(pieces[0], piece, cause)
+    reason = f"{cause} interleaves channels of different layers"
+    for piece in pieces:
+        mark_inexact(piece, reason)
+    return tuple(Segment(Atom(atom.unit, reason), inner) for atom, inner in expand(pieces[0]))

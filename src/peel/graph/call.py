@@ -1,17 +1,17 @@
-"""`Call`: one operator of the captured forward pass as its channel rule sees it, and `Findings`: what rules report."""
+"""`Call`: one operator call as its channel rule sees it. `Findings`: what the rules report."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 from torch.fx import Node
 
-from .axes import Axis, AxisSolver, Segment, Value, axis_size, constant, is_free
+from . import axes as ax
+from .axes import Axis, Segment, Value, axis_size, constant, is_free
 
 Rule = Callable[..., Any]
 """(call, arguments of the operator) -> value of the result; see `peel.graph.register_rule`."""
@@ -51,7 +51,7 @@ class Findings:
     scales: dict[str, None] = field(default_factory=dict)
     """Weights of norm layers, in order."""
     lengths: list[tuple[str, int, Axis]] = field(default_factory=list)
-    """(module, number, axis): lengths that an operator was called with, perhaps from an attribute of the module."""
+    """(module, number, axis): lengths that an operator was called with, perhaps from an attribute."""
     length_lists: list[tuple[str, tuple[int, ...], Value]] = field(default_factory=list)
     """(module, numbers, axes): the same for whole lists of lengths."""
     attributes: dict[str, dict[str, Axis]] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Findings:
     operators: list[str] = field(default_factory=list)
     """Every operator that runs, in order, without namespace and overload."""
     constants: list[str] = field(default_factory=list)
-    """The numbers and strings that operators are called with, and fingerprints of constant tensors in the code."""
+    """Numbers and strings that operators are called with, and fingerprints of constant tensors."""
     unknown_operators: dict[str, str] = field(default_factory=dict)
     """Operator without a working rule -> the first module that called it."""
 
@@ -95,6 +95,13 @@ def values_in(item: Any) -> list[Value]:
     return [value for part in item for value in values_in(part)]
 
 
+def fix_all(item: Any, reason: str) -> None:
+    """Fix every axis of every tensor in an argument or result."""
+    for value in values_in(item):
+        for axis in value:
+            ax.fix(axis, reason)
+
+
 def _is_axis(item: Any) -> bool:
     return isinstance(item, tuple) and all(isinstance(segment, Segment) for segment in item)
 
@@ -105,22 +112,17 @@ class Call:
 
     node: Node
     args: tuple[Any, ...]
-    solver: AxisSolver
     findings: Findings
     tensor_of: Mapping[Node, str]
     """Node -> the parameter or buffer that it stands for."""
     counting: bool
     """Whether the costs of this capture count."""
 
-    @cached_property
-    def _label(self) -> str:
+    def __str__(self) -> str:
         name = operator_of(self.node).split("::")[-1].rstrip("_")
         return f"{name} in {self.module}" if self.module else name
 
-    def __str__(self) -> str:
-        return self._label
-
-    @cached_property
+    @property
     def module(self) -> str:
         """The module whose forward called the operator; empty for the model itself."""
         return module_of(self.node)
@@ -139,52 +141,42 @@ class Call:
 
     def unify(self, first: Axis, second: Axis, kind: str = "") -> None:
         """The two axes hold the same channels in the same order."""
-        self.solver.unify(first, second, f"{kind} {self}".lstrip())
+        ax.unify(first, second, f"{kind} {self}".lstrip())
 
     def same_size(self, axes: Sequence[Axis], kind: str = "") -> None:
         """The axes keep the same length, but need not keep the same channels."""
         for axis in axes[1:]:
-            self.solver.same_size(axes[0], axis, f"{kind} {self}".lstrip())
+            ax.same_size(axes[0], axis, f"{kind} {self}".lstrip())
 
     def fix(self, axis: Axis, reason: str) -> None:
         """The axis keeps its length."""
-        self.solver.fix(axis, reason)
+        ax.fix(axis, reason)
 
     def mark_inexact(self, axis: Axis, reason: str) -> None:
         """The length is free, but slicing the axis is not the same as masking it."""
-        self.solver.mark_inexact(axis, reason)
+        ax.mark_inexact(axis, reason)
 
     def refuse(self, reason: str) -> Any:
         """Fix every axis of every argument. Returns a result whose axes are all constant."""
-        for value in values_in(self.args):
-            for axis in value:
-                self.fix(axis, reason)
+        fix_all(self.args, reason)
         result = self.node.meta.get("val")
         if isinstance(result, list | tuple):
             return tuple(constants_like(item, reason) for item in result)
         return constants_like(result, reason)
 
-    # Shapes
+    # Cuts
 
     def cut(self, axis: Axis, lengths: Sequence[int]) -> list[Axis]:
         """Cut an axis into pieces of the given lengths."""
-        return self.solver.cut(axis, lengths, str(self))
+        return ax.cut(axis, lengths, str(self))
 
     def cut_evenly(self, axis: Axis, pieces: int) -> list[Axis]:
         return self.cut(axis, [axis_size(axis) // pieces] * pieces)
 
-    def merge(self, axes: Sequence[Axis]) -> Axis:
-        """Flatten neighbouring axes into one."""
-        return self.solver.merge(axes, str(self))
-
-    def unmerge(self, axis: Axis, dims: Sequence[int]) -> list[Axis]:
-        """View one axis as several: the reverse of `merge`."""
-        return self.solver.unmerge(axis, dims, str(self))
-
     # What the graph needs to know about layers
 
     def layer(self) -> str:
-        """The layer that the operator belongs to: the owner of its weight (its second argument), or else its module."""
+        """The layer of the operator: the owner of its weight (its second argument), or else its module."""
         weight = self.node.args[1] if len(self.node.args) > 1 else None
         while isinstance(weight, Node):
             if weight in self.tensor_of:
@@ -205,7 +197,7 @@ class Call:
             self.findings.mac_terms.append(MacTerm(self.layer(), axes, output))
 
     def sums_over(self, weight: Value, place: int) -> None:
-        """The operator sums over this axis of its weight: a channel whose slice is zero there has no effect."""
+        """The operator sums over this axis of its weight: a channel whose slice is zero has no effect."""
         source = self.node.args[1]
         if isinstance(source, Node) and source in self.tensor_of:
             self.findings.consumers.setdefault(self.tensor_of[source], set()).add(place)

@@ -48,8 +48,8 @@ def as_args(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of one forward call, from a tensor, a tuple or a dict."""
     if not isinstance(example_input, Tensor | tuple | dict):
         raise TraceError(
-            f"example_input is a {type(example_input).__name__}; give a tensor with a batch axis first (such as "
-            "torch.randn(1, 3, 224, 224)), a tuple of positional arguments, or a dict of keyword arguments."
+            f"example_input is a {type(example_input).__name__}; give a tensor with a batch axis first "
+            "(torch.randn(1, 3, 224, 224), say), a tuple of positional or a dict of keyword arguments."
         )
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
@@ -98,7 +98,7 @@ def structural_copy(model: nn.Module, replace: dict[int, Tensor] | None = None) 
 
 
 def computed_tensors(model: nn.Module) -> dict[int, Tensor]:
-    """Tensors that a module computed from parameters and keeps (the weight of weight norm), by `id`, detached.
+    """Tensors that a module computed from parameters and keeps (as weight norm does), by `id`, detached.
 
     Each forward computes them again, and deepcopy refuses tensors with a gradient history.
     """
@@ -166,8 +166,8 @@ def _explain(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: 
     kind = type(error).__name__
     if "DataDependent" in kind or "data-dependent" in str(error) or "Could not guard" in str(error):
         advice = (
-            "Its forward pass branches on the values of a tensor. Use torch.where or torch.cond there, or take the "
-            "decision outside of forward."
+            "Its forward pass branches on the values of a tensor. Use torch.where or torch.cond there, "
+            "or decide outside of forward."
         )
     elif isinstance(error, RuntimeError | ValueError | TypeError) and "export" not in summary.lower():
         given = ", ".join(

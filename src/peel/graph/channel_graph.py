@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +31,7 @@ class Member:
     size: int
     """Length in the original network."""
     multiplicity: str
-    """Length per channel of the tie: `1`, `49` (a flattened 7x7 map), `1/32` (one group of a grouped convolution)."""
+    """Length per channel of the tie: `1`, `49` (a flattened 7x7 map), `1/32` (a grouped convolution)."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Tie:
     fixed: str | None
     """Why the width must not change; None if it may."""
     inexact: str | None
-    """Why slicing is not the same as masking (a layer norm over the channels, say); None if it is the same."""
+    """Why slicing is not the same as masking (say, a layer norm over the channels); None if it is."""
     members: tuple[Member, ...]
     causes: tuple[str, ...]
     """The operators that tie the members together."""
@@ -57,7 +56,7 @@ class Tie:
 
 
 class Run(NamedTuple):
-    """Part of an axis: the channels of an atom, each repeated `inner` times. `tie` is -1 for a constant part."""
+    """Part of an axis: channels of an atom, each repeated `inner` times. `tie` is -1 for a constant part."""
 
     tie: int
     atom: int
@@ -73,12 +72,14 @@ class Run(NamedTuple):
 Layout = tuple[tuple[Run, ...], ...]
 """The axes of one tensor, each as runs."""
 
+Key = TypeVar("Key")
+
 ManyWidths = Sequence[Mapping[str, int]] | npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True)
 class ChannelGraph:
-    """The result of `peel.trace`. Methods take widths in part: ties that are not named keep their original width."""
+    """The result of `peel.trace`. In its methods, ties that are not named keep their original width."""
 
     ties: Mapping[str, Tie]
     """Every tie, free and fixed, from the input to the output of the network."""
@@ -98,7 +99,7 @@ class ChannelGraph:
     operators: tuple[str, ...]
     """The operators of the forward pass in order: `conv2d`, `batch_norm`, `relu` and so on."""
     constants: tuple[str, ...]
-    """The numbers and strings that operators are called with, and fingerprints of constant tensors in the code."""
+    """Numbers and strings that operators are called with, and fingerprints of constant tensors."""
     unknown_operators: Mapping[str, str]
     """Operators without a working channel rule -> the first module that called them."""
     mac_cost: CostModel
@@ -133,8 +134,8 @@ class ChannelGraph:
 
     def __repr__(self) -> str:
         return (
-            f"ChannelGraph({len(self.widths)} free ties in {len(self.groups)} groups, {len(self.fixed)} fixed, "
-            f"{self.macs():,} MACs, {self.params():,} params)"
+            f"ChannelGraph({len(self.widths)} free ties in {len(self.groups)} groups, "
+            f"{len(self.fixed)} fixed, {self.macs():,} MACs, {self.params():,} params)"
         )
 
     # Widths
@@ -174,12 +175,15 @@ class ChannelGraph:
         def resized(runs: tuple[Run, ...]) -> tuple[Run, ...]:
             return tuple(run if run.tie < 0 else run._replace(size=units[run.tie]) for run in runs)
 
+        def moved(member: Member, tie: int) -> Member:
+            runs = layouts[member.tensor][member.axis]
+            offset, size = stretches((run.tie, run.length) for run in runs)[tie]
+            return replace(member, offset=offset, size=size)
+
         layouts = {name: tuple(resized(runs) for runs in layout) for name, layout in self.layouts.items()}
         ties = dict(self.ties)
         for index, (name, width) in enumerate(checked.items()):
-            members = tuple(
-                _moved(member, layouts[member.tensor][member.axis], index) for member in ties[name].members
-            )
+            members = tuple(moved(member, index) for member in ties[name].members)
             ties[name] = replace(ties[name], width=width, members=members)
         return replace(self, ties=ties, layouts=layouts)
 
@@ -200,11 +204,11 @@ class ChannelGraph:
         return self.param_cost.total(self.units(widths))
 
     def activation_bytes(self, widths: Mapping[str, int] | None = None) -> int:
-        """Estimated peak activation memory of one sample's forward pass without gradients (`cost/activations.py`)."""
+        """Estimated peak activation memory of one sample without gradients (`cost/activations.py`)."""
         return int(self.activation_cost.total(self.units(widths)))
 
     def macs_many(self, widths: ManyWidths) -> IntArray:
-        """MACs of many candidates: a list of widths, or an array with one row each and columns as `graph.widths`."""
+        """MACs of many candidates: a list of widths, or an array with columns as in `graph.widths`."""
         return self.mac_cost.many(self._unit_rows(widths))
 
     def params_many(self, widths: ManyWidths) -> IntArray:
@@ -217,15 +221,14 @@ class ChannelGraph:
             return rows.reshape(len(widths), len(self.widths))
         steps = np.array(list(self.steps.values()), dtype=np.int64)
         if widths.ndim != 2 or widths.shape[1] != len(steps):
-            raise WidthsError(
-                f"an array of widths has one row per candidate and {len(steps)} columns, not shape {widths.shape}."
-            )
+            shape = f"one row per candidate and {len(steps)} columns"
+            raise WidthsError(f"an array of widths needs {shape}, not shape {widths.shape}.")
         wrong = np.argwhere((widths < 1) | (widths % steps != 0))
         if len(wrong):
             row, column = wrong[0]
             raise WidthsError(
-                f"row {row}: the width of {list(self.steps)[column]} must be a positive multiple of {steps[column]}, "
-                f"not {widths[row, column]}."
+                f"row {row}: the width of {list(self.steps)[column]} must be a positive multiple of "
+                f"{steps[column]}, not {widths[row, column]}."
             )
         return widths.astype(np.int64) // steps
 
@@ -236,8 +239,9 @@ class ChannelGraph:
         return self.param_cost.by_layer(self.units(widths))
 
     def macs_by_group(self, widths: Mapping[str, int] | None = None) -> dict[str, int]:
-        """MACs of each group. A layer counts where its output channels are, or if those are fixed, its input channels.
+        """MACs of each group.
 
+        A layer counts for the group of its output channels or, if those are fixed, of its input channels.
         Layers that no group can change are counted under `(fixed)`.
         """
         return self._by_group(self.mac_cost, widths)
@@ -277,11 +281,12 @@ class ChannelGraph:
         return replace(self, groups=chosen)
 
 
-def _moved(member: Member, runs: tuple[Run, ...], tie: int) -> Member:
-    """The member where the runs of its tie now lie."""
-    before = itertools.takewhile(lambda run: run.tie != tie, runs)
-    return replace(
-        member,
-        offset=sum(run.length for run in before),
-        size=sum(run.length for run in runs if run.tie == tie),
-    )
+def stretches(parts: Iterable[tuple[Key, int]]) -> dict[Key, tuple[int, int]]:
+    """From the parts of an axis (key, length): key -> (offset of its first part, total length)."""
+    found: dict[Key, tuple[int, int]] = {}
+    offset = 0
+    for key, length in parts:
+        first, size = found.get(key, (offset, 0))
+        found[key] = (first, size + length)
+        offset += length
+    return found

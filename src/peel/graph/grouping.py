@@ -45,7 +45,7 @@ def spatial_sizes(
 
 
 def _most_common(sizes: list[Size]) -> Size:
-    """The size of most layers, the smaller one of equals. 1x1 (gates) counts only if there is nothing else."""
+    """The size of most layers, the smaller one of equals. Gates (1x1) count only if there is nothing else."""
     sizes = [size for size in sizes if prod(size) > 1] or sizes
     return max(sizes, key=lambda size: (sizes.count(size), -prod(size)))
 

@@ -1,4 +1,4 @@
-"""The abstract interpretation: every tensor of a captured forward pass as a tuple of axes, one rule per operator.
+"""Abstract interpretation: every tensor of a captured forward pass as a tuple of axes, one rule per operator.
 
 Parameters and buffers are tensors like any other. Their axes start unknown and are the same unknowns in every
 capture of the model, so a second capture (in training mode, for heads that only exist there) adds to the
@@ -17,8 +17,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..errors import TraceError
 from ..utils.fingerprint import fingerprint
-from .axes import AxisSolver, Value, axis_size, constant, unknown
-from .call import Call, Findings, Rule, constants_like, operator_of, values_in
+from .axes import Value, axis_size, constant, fix, unknown
+from .call import Call, Findings, Rule, constants_like, fix_all, operator_of
 from .capture import Capture
 from .channel_graph import OUTPUT
 from .rules import RULES
@@ -33,10 +33,9 @@ _CONVOLUTIONS = (
 
 
 class Interpreter:
-    """Runs the rules over captures. Equalities go to `solver`, everything else to `findings`."""
+    """Runs the rules over captures. Equalities go into the axes, the rest into `findings`."""
 
     def __init__(self, model: nn.Module, user_rules: Mapping[str, Rule]) -> None:
-        self.solver = AxisSolver()
         self.findings = Findings()
         self.user_rules = user_rules
         self.tensors: dict[str, Value] = {}
@@ -56,11 +55,11 @@ class Interpreter:
         ):
             self._first_name[name] = first.setdefault(id(tensor), name)
             self.tensors[name] = self.tensors[first[id(tensor)]]
-        # Kernel axes are fixed before anything is computed from a weight: weight standardization flattens them.
+        # Fix kernel axes before anything is computed from a weight: weight standardization flattens them.
         for name, module in model.named_modules():
             if isinstance(module, _CONVOLUTIONS):
                 for axis in self.tensors.get(f"{name}.weight" if name else "weight", ())[2:]:
-                    self.solver.fix(axis, "kernel size")
+                    fix(axis, "kernel size")
 
     def run(self, capture: Capture, *, counting: bool = True) -> None:
         """Apply the rules to every operator. Costs and operators are recorded if `counting`."""
@@ -70,7 +69,7 @@ class Interpreter:
             else:
                 self._evaluate(node, counting)
         for node in capture.outputs:
-            self._fix_all(self.values[node], OUTPUT)
+            fix_all(self.values[node], OUTPUT)
 
     def _enter(self, node: Node, capture: Capture, counting: bool) -> None:
         """Give a placeholder its value: a parameter or buffer, a constant of the code, or an input."""
@@ -99,7 +98,7 @@ class Interpreter:
                 self.values[node] = None if operator_of(node) in _IGNORED else self._apply(node, counting)
 
     def _inline(self, node: Node, region: int, counting: bool) -> Any:
-        """Run through a region under another setting (autocast, no_grad), which is captured as a graph of its own."""
+        """Run through a region under autocast or no_grad, which is captured as a graph of its own."""
         graph = _graph_of(node.args[region])
         assert graph is not None
         args = iter(node.args[region + 1 :])
@@ -123,7 +122,7 @@ class Interpreter:
         args = [self._read(arg) for arg in node.args]
         options = {key: self._read(arg) for key, arg in node.kwargs.items()}
         everything = (*args, *options.values())
-        call = Call(node, everything, self.solver, self.findings, self._tensor_of, counting)
+        call = Call(node, everything, self.findings, self._tensor_of, counting)
         rule = self.user_rules.get(name) or RULES.get(name)
         reason = f"{call} has no channel rule"
         if rule is not None:
@@ -149,11 +148,6 @@ class Interpreter:
         if isinstance(arg, list | tuple):
             return [self._read(item) for item in arg]
         return arg
-
-    def _fix_all(self, item: Any, reason: str) -> None:
-        for value in values_in(item):
-            for axis in value:
-                self.solver.fix(axis, reason)
 
 
 def _graph_of(arg: Any) -> Graph | None:

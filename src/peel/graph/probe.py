@@ -64,7 +64,7 @@ def probe(
     predicted = graph.mac_cost.total(units)
     if counted == predicted:
         return None
-    # An operator without a rule may cost something that the graph does not count. Then the differences must agree.
+    # The graph does not count operators without a rule. Then at least the differences must agree.
     original = graph.units()
     before = _run(model, graph, example_input, original, with_data)
     if not isinstance(before, Failure) and counted - before == predicted - graph.mac_cost.total(original):

@@ -1,4 +1,4 @@
-"""From what the rules found to a `ChannelGraph`: ties get names, costs become polynomials, tensors get layouts."""
+"""From the findings of the rules to a `ChannelGraph`: named ties, costs as polynomials, tensor layouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..cost.polynomial import CostModel, Form, product
 from .axes import Atom, Axis, Unit, Value, axis_size, expand, leaves, root, units_of
 from .call import Producer
 from .capture import Capture
-from .channel_graph import ChannelGraph, Layout, Member, Run, Tie
+from .channel_graph import ChannelGraph, Layout, Member, Run, Tie, stretches
 from .grouping import group_ties, spatial_sizes
 from .interpreter import Interpreter
 
@@ -53,7 +53,7 @@ class GraphBuilder:
                     )
 
     def _name_units(self) -> tuple[dict[Unit, str], dict[Unit, int]]:
-        """Name each unit after the first layer that produces it, with the slice if the layer produces several."""
+        """Name each unit after the first layer that produces it, with a slice if that produces several."""
         names: dict[Unit, str] = {}
         widths: dict[Unit, int] = {}
         for producer in self.findings.producers:
@@ -63,17 +63,11 @@ class GraphBuilder:
                 if not any(unit in names for unit in units) and producer.layer not in names.values():
                     names[units[0]], widths[units[0]] = producer.layer, axis_size(segments)
                 continue
-            offsets: dict[Unit, int] = {}
-            sizes: dict[Unit, int] = {}
-            for segment in segments:
-                unit = root(segment.atom.unit)
-                offsets.setdefault(unit, sum(sizes.values()))
-                sizes[unit] = sizes.get(unit, 0) + axis_size((segment,))
-            for unit in units:
+            parts = stretches((root(segment.atom.unit), axis_size((segment,))) for segment in segments)
+            for unit, (offset, size) in parts.items():
                 if unit not in names:
-                    part = f"[{offsets[unit]}:{offsets[unit] + sizes[unit]}]"
-                    names[unit] = producer.layer if len(units) == 1 else f"{producer.layer}{part}"
-                    widths[unit] = sizes[unit]
+                    part = f"[{offset}:{offset + size}]" if len(units) > 1 else ""
+                    names[unit], widths[unit] = f"{producer.layer}{part}", size
         return _unique(names), widths
 
     # Numbers in terms of ties
@@ -169,19 +163,11 @@ class GraphBuilder:
                 continue
             seen.add(id(axes))
             for place, runs in enumerate(layout):
-                offsets: dict[int, int] = {}
-                sizes: dict[int, int] = {}
-                offset = 0
-                for run in runs:
-                    offsets.setdefault(run.tie, offset)
-                    sizes[run.tie] = sizes.get(run.tie, 0) + run.length
-                    offset += run.length
-                for tie, size in sizes.items():
+                for tie, (offset, size) in stretches((run.tie, run.length) for run in runs).items():
                     if tie >= 0:
                         unit = self.free[tie]
                         multiplicity = str(Fraction(size, self.widths[unit]))
-                        member = Member(name, place, offsets[tie], size, multiplicity)
-                        members.setdefault(unit, []).append(member)
+                        members.setdefault(unit, []).append(Member(name, place, offset, size, multiplicity))
         return members
 
     def _inexact(self) -> dict[Unit, str]:
@@ -220,7 +206,7 @@ class GraphBuilder:
         )
 
     def _activation_cost(self) -> ActivationCost:
-        """Results of operators and when they are alive. Views and in-place results prolong the life of what they share."""
+        """Results of operators and when they are alive. Views and in-place results prolong that."""
         nodes = self.captured.nodes
         order = {node: i for i, node in enumerate(nodes)}
         owner: dict[Node, Node] = {}
@@ -256,7 +242,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _unique(names: dict[Unit, str]) -> dict[Unit, str]:
-    """Number ties that have the same name, as those of a layer that is called twice with different results."""
+    """Number ties with the same name: a layer that is called twice may produce two ties."""
     taken: dict[str, int] = {}
     result = {}
     for unit, name in names.items():

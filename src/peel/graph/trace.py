@@ -26,7 +26,7 @@ def trace(
     groups: Mapping[str, Iterable[str]] | None = None,
     rules: Mapping[str, Rule] | None = None,
 ) -> ChannelGraph:
-    """Find out which channels of a model are tied, what they cost and what is fixed. The model is not changed.
+    """Find which channels of a model are tied, what they cost and what is fixed. The model is not changed.
 
     Args:
         model: any `nn.Module` that `torch.export` can capture.
@@ -56,7 +56,7 @@ def trace(
 
 
 def _capture_training_heads(model: nn.Module, example_input: Any, captured: Capture) -> Capture | None:
-    """A capture in training mode, if some parameters are only used there (the auxiliary heads of Inception)."""
+    """A capture in training mode, if the first one leaves parameters unused (Inception's auxiliary heads)."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if not any(captured.tensors.get(node.name) in parameters and not node.users for node in captured.nodes):
         return None
@@ -68,7 +68,7 @@ def _capture_training_heads(model: nn.Module, example_input: Any, captured: Capt
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """The collector would walk through the captured program again and again: a third of the time of the analysis."""
+    """The collector would walk the captured program many times: a third of the time of the analysis."""
     enabled = gc.isenabled()
     gc.disable()
     try:

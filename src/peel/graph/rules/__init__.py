@@ -30,7 +30,7 @@ _registered: dict[str, Rule] = {}
 
 
 def register_rule(operator: str, rule: Rule | None = None) -> Any:
-    """Add a channel rule for an operator, or replace one, in every later `peel.trace`. Also works as a decorator.
+    """Add or replace the channel rule of an operator in every later `peel.trace`. Also works as a decorator.
 
     `operator` is the name without overload, such as `"aten::cumsum"` or `"mylib::scan"`. torch must know it,
     so import the library that defines it first.
@@ -73,8 +73,8 @@ def _check_rules(rules: Mapping[str, Rule]) -> None:
         namespace, _, operator = str(name).partition("::")
         if not operator or not hasattr(getattr(torch.ops, namespace), operator):
             raise TraceError(
-                f"torch knows no operator {name!r}.{did_you_mean(str(name), _operators())} Names have no overload "
-                "(aten::add, not aten::add.Tensor); import the library that defines the operator first."
+                f"torch knows no operator {name!r}.{did_you_mean(str(name), _operators())} Names have no "
+                "overload (aten::add, not aten::add.Tensor); first import the library that defines it."
             )
         if not callable(rule):
             raise TraceError(f"the rule for {name} must be a function, not {rule!r}.")

@@ -9,13 +9,10 @@ from ..call import Call, Rule
 
 
 def _attention(call: Call, query: Value, key: Value, value: Value, *rest: Any, **options: Any) -> Value:
-    reason = f"{call}: channels of attention heads"
-    for tensor in (query, key, value):
-        for axis in tensor:
-            call.fix(axis, reason)
     call.costs((*query, key[-2]))
     call.costs((*query[:-1], key[-2], value[-1]))
-    return tuple(constant(size, reason) for size in call.shape)
+    result: Value = call.refuse(f"{call}: channels of attention heads")
+    return result
 
 
 def _index(call: Call, value: Value, indices: list[Value | None], *rest: Any) -> Value:
@@ -24,9 +21,7 @@ def _index(call: Call, value: Value, indices: list[Value | None], *rest: Any) ->
     reason = f"{call} looks channels up by computed indices"
     first, last = indexed[0], indexed[-1]
     if indexed != list(range(first, last + 1)):
-        for axis in value:
-            call.fix(axis, reason)
-        return tuple(constant(size, reason) for size in call.shape)
+        first, last = 0, len(value) - 1
     for axis in value[first : last + 1]:
         call.fix(axis, reason)
     tail = value[last + 1 :]

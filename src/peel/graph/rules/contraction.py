@@ -12,7 +12,7 @@ from ..call import Call, Rule
 
 
 def _spatial(call: Call, value: Value, rank: int) -> list[Axis]:
-    """The spatial axes of a result. Channels that were moved there (ECA) pass only if the length does not change."""
+    """The spatial axes of a result. Channels that were moved there (ECA) pass only at the same length."""
     result: list[Axis] = []
     for place in range(-rank, 0):
         axis, size = value[place], call.shape[place]
@@ -25,11 +25,6 @@ def _spatial(call: Call, value: Value, rank: int) -> list[Axis]:
     return result
 
 
-def _fix_kernel(call: Call, weight: Value) -> None:
-    for axis in weight[2:]:
-        call.fix(axis, "kernel size")
-
-
 def _conv(
     call: Call,
     value: Value,
@@ -40,14 +35,11 @@ def _conv(
     dilation: Any = None,
     groups: int = 1,
 ) -> Value:
-    rank = len(weight) - 2
-    channels, outputs = value[-rank - 1], weight[0]
-    is_depthwise = 1 < groups == axis_size(channels)
-    _fix_kernel(call, weight)
+    channels, outputs = value[1 - len(weight)], weight[0]
     if groups == 1:
         call.unify(channels, weight[1])
         call.sums_over(weight, 1)
-    elif is_depthwise:
+    elif groups == axis_size(channels):
         call.fix(weight[1], "one input channel per filter")
         call.unify(outputs, repeat_each(channels, axis_size(outputs) // groups), "depthwise")
     else:
@@ -55,15 +47,9 @@ def _conv(
             call.unify(row, weight[1], "grouped")
         call.sums_over(weight, 1)
         call.same_size(call.cut_evenly(outputs, groups), "grouped")
-    if bias is not None:
-        call.unify(bias[0], outputs)
-    spatial = _spatial(call, value, rank)
-    call.produces(outputs)
-    call.has_attributes(in_channels=channels, out_channels=outputs)
-    if is_depthwise:
-        call.has_attributes(groups=channels)
-    call.costs((*weight, *value[: -rank - 1], *spatial))
-    return (*value[: -rank - 1], outputs, *spatial)
+    result = _layer(call, value, weight, bias, outputs, groups)
+    call.costs((*weight, *value[: 1 - len(weight)], *result[2 - len(weight) :]))
+    return result
 
 
 def _conv_transpose(
@@ -77,26 +63,33 @@ def _conv_transpose(
     groups: int = 1,
     dilation: Any = None,
 ) -> Value:
-    rank = len(weight) - 2
     channels = weight[0]
-    is_depthwise = 1 < groups == axis_size(channels)
-    _fix_kernel(call, weight)
-    call.unify(value[-rank - 1], channels)
+    call.unify(value[1 - len(weight)], channels)
     if groups < axis_size(channels):
         call.sums_over(weight, 0)
-    if is_depthwise:
+    if 1 < groups == axis_size(channels):
         outputs = repeat_each(channels, axis_size(weight[1]))
         call.fix(weight[1], "outputs per input channel")
     else:
         call.same_size(call.cut_evenly(channels, groups), "grouped")
         outputs = expand(weight[1]) * groups
+    result = _layer(call, value, weight, bias, outputs, groups)
+    call.costs((*weight, *value[: 1 - len(weight)], *value[2 - len(weight) :]))
+    return result
+
+
+def _layer(call: Call, value: Value, weight: Value, bias: Value | None, outputs: Axis, groups: int) -> Value:
+    """What convolutions and transposed convolutions have in common. Returns the result."""
+    rank = len(weight) - 2
+    channels = value[-rank - 1]
+    for axis in weight[2:]:
+        call.fix(axis, "kernel size")
     if bias is not None:
         call.unify(bias[0], outputs)
     call.produces(outputs)
     call.has_attributes(in_channels=channels, out_channels=outputs)
-    if is_depthwise:
+    if 1 < groups == axis_size(channels):
         call.has_attributes(groups=channels)
-    call.costs((*weight, *value[: -rank - 1], *value[-rank:]))
     return (*value[: -rank - 1], outputs, *_spatial(call, value, rank))
 
 
@@ -112,7 +105,7 @@ def _linear(call: Call, value: Value, weight: Value, bias: Value | None = None) 
 
 
 def _matmul(call: Call, first: Value, second: Value) -> Value:
-    """A product of two computed tensors, as in attention: what is summed over is fixed, the outer axes pass."""
+    """A product of two computed tensors, as in attention: the inner axis is fixed, the outer axes pass."""
     call.unify(first[-1], second[-2] if len(second) > 1 else second[0])
     call.fix(first[-1], f"{call} sums over it between two computed tensors")
     outer_first, outer_second = first[:-2], second[:-2]

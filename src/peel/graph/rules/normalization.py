@@ -1,4 +1,4 @@
-"""Norm layers. Statistics over channels leave their number free, but slicing is then not the same as masking."""
+"""Norm layers. Where they take statistics over channels, slicing is not the same as masking."""
 
 from __future__ import annotations
 
@@ -8,77 +8,55 @@ from ..axes import Value, axis_size
 from ..call import Call, Rule
 
 
-def _per_channel(call: Call, value: Value, *vectors: Value | None) -> None:
-    for vector in vectors:
-        if vector is not None:
-            call.unify(value[1], vector[0])
+def _unify_vectors(call: Call, axes: Value, args: tuple[Any, ...]) -> None:
+    """Unify the tensors among the arguments (weight, bias, running statistics) with their axes."""
+    for arg in args:
+        if isinstance(arg, tuple):
+            for axis, own in zip(axes, arg, strict=True):
+                call.unify(axis, own)
 
 
-def _batch_norm(
-    call: Call,
-    value: Value,
-    weight: Value | None,
-    bias: Value | None,
-    mean: Value | None,
-    variance: Value | None,
-    training: bool = False,
-    *rest: Any,
-) -> Value:
-    _per_channel(call, value, weight, bias, mean, variance)
+def _takes_statistics(call: Call, axes: Value, what: str = "it") -> None:
+    for axis in axes:
+        call.mark_inexact(axis, f"{call} takes statistics over {what}")
+
+
+def _batch_norm(call: Call, value: Value, *args: Any) -> Value:
+    _unify_vectors(call, value[1:2], args)
     call.has_attributes(num_features=value[1])
     call.scales(1)
+    training = args[4]
     if training:
         # Weight standardization: batch norm over the inputs of each filter.
-        for axis in (value[0], *value[2:]):
-            call.mark_inexact(axis, f"{call} takes statistics over it")
+        _takes_statistics(call, (value[0], *value[2:]))
     return value
 
 
 def _instance_norm(call: Call, value: Value, *args: Any) -> Value:
-    _per_channel(call, value, *args[:4])  # weight, bias, running mean, running variance
+    _unify_vectors(call, value[1:2], args)
     call.has_attributes(num_features=value[1])
     call.scales(1)
-    for axis in value[2:]:
-        call.mark_inexact(axis, f"{call} takes statistics over it")
+    _takes_statistics(call, value[2:])
     return value
 
 
-def _layer_norm(
-    call: Call,
-    value: Value,
-    shape: list[int],
-    weight: Value | None = None,
-    bias: Value | None = None,
-    *rest: Any,
-) -> Value:
+def _layer_norm(call: Call, value: Value, shape: list[int], *args: Any) -> Value:
     normalized = value[-len(shape) :]
-    for vector in (weight, bias):
-        if vector is not None:
-            for axis, own in zip(normalized, vector, strict=True):
-                call.unify(axis, own)
+    _unify_vectors(call, normalized, args)
     call.scales(2)
     call.has_lengths(shape, normalized)
-    for axis in normalized:
-        call.mark_inexact(axis, f"{call} takes statistics over the channels")
+    _takes_statistics(call, normalized, "the channels")
     return value
 
 
-def _group_norm(
-    call: Call,
-    value: Value,
-    groups: int,
-    weight: Value | None = None,
-    bias: Value | None = None,
-    *rest: Any,
-) -> Value:
-    _per_channel(call, value, weight, bias)
+def _group_norm(call: Call, value: Value, groups: int, *args: Any) -> Value:
+    _unify_vectors(call, value[1:2], args)
     call.has_attributes(num_channels=value[1])
     call.scales(2)
     call.same_size(call.cut_evenly(value[1], groups), "groups of")
-    for axis in value[2:]:
-        call.mark_inexact(axis, f"{call} takes statistics over it")
+    _takes_statistics(call, value[2:])
     if groups < axis_size(value[1]):
-        call.mark_inexact(value[1], f"{call} takes statistics over the channels")
+        _takes_statistics(call, value[1:2], "the channels")
     return value
 
 

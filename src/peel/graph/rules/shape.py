@@ -1,10 +1,12 @@
-"""Operators that move elements without computing on them: views, permutations, cuts, joins, padding, creation."""
+"""Operators that only move elements: views, permutations, cuts, joins, padding, creation."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..axes import Axis, Value, axis_size, constant, expand, is_free, repeat_each, unknown
+import torch
+
+from ..axes import Axis, Value, axis_size, constant, expand, is_free, merge, repeat_each, unknown, unmerge
 from ..call import Call, Rule
 
 # Views and permutations
@@ -33,8 +35,8 @@ def _reshape(call: Call, value: Value, *rest: Any, **options: Any) -> Value:
                     before, i = before * sizes[i], i + 1
                 else:
                     after, j = after * target[j], j + 1
-            merged = call.merge(value[first_i:i])
-            result.extend(call.unmerge(merged, target[first_j:j]))
+            merged = merge(value[first_i:i], str(call))
+            result.extend(unmerge(merged, target[first_j:j], str(call)))
     if "flatten" not in str(call.node.target) or "unflatten" in str(call.node.target):
         call.has_lengths(target, tuple(result))
     return tuple(result)
@@ -47,35 +49,22 @@ def _reshape_as(call: Call, value: Value, other: Value) -> Value:
     return result
 
 
-def _permute(call: Call, value: Value, dims: list[int]) -> Value:
-    return tuple(value[dim] for dim in dims)
+def _move_axes(call: Call, value: Value, *args: Any) -> Value:
+    """Operators that reorder axes or add axes of length 1. torch shows the order on distinct lengths."""
+    operator: Any = call.node.target
+    moved = operator(torch.empty(tuple(range(2, len(value) + 2)), device="meta"), *args)
+    return tuple(value[size - 2] if size > 1 else constant(1) for size in moved.shape)
 
 
-def _transpose(call: Call, value: Value, first: int = 0, second: int = 1) -> Value:
-    axes = list(value)
-    if len(axes) > 1:
-        axes[first], axes[second] = axes[second], axes[first]
-    return tuple(axes)
-
-
-def _movedim(call: Call, value: Value, source: Any, target: Any) -> Value:
-    places = dict(zip(_places(target, value), _places(source, value), strict=True))
-    rest = iter(axis for i, axis in enumerate(value) if i not in places.values())
-    return tuple(value[places[i]] if i in places else next(rest) for i in range(len(value)))
-
-
-def _places(dims: Any, value: Value) -> list[int]:
-    return [dim % len(value) for dim in (dims if isinstance(dims, list) else [dims])]
+def _places(dims: Any, value: Value) -> set[int]:
+    if dims is None:
+        return set(range(len(value)))
+    return {dim % len(value) for dim in (dims if isinstance(dims, list) else [dims])}
 
 
 def _squeeze(call: Call, value: Value, dims: Any = None) -> Value:
-    places = range(len(value)) if dims is None else _places(dims, value)
+    places = _places(dims, value)
     return tuple(axis for i, axis in enumerate(value) if i not in places or axis_size(axis) != 1)
-
-
-def _unsqueeze(call: Call, value: Value, dim: int) -> Value:
-    place = dim % (len(value) + 1)
-    return (*value[:place], constant(1), *value[place:])
 
 
 def _with_rank(value: Value, rank: int) -> Value:
@@ -221,7 +210,7 @@ def _pad(
 
 
 def _roll(call: Call, value: Value, amount: Any, dims: Any = None) -> Value:
-    for place in _places(dims, value) if dims else range(len(value)):
+    for place in _places(dims or None, value):
         call.fix(value[place], f"{call} moves channels along their axis")
     return value
 
@@ -243,8 +232,8 @@ def _pixel_unshuffle(call: Call, value: Value, factor: int) -> Value:
 
 
 def _channel_shuffle(call: Call, value: Value, groups: int) -> Value:
-    rows, row = call.unmerge(value[1], [groups, axis_size(value[1]) // groups])
-    return _replace(value, 1, call.merge([row, rows]))
+    rows, row = unmerge(value[1], [groups, axis_size(value[1]) // groups], str(call))
+    return _replace(value, 1, merge([row, rows], str(call)))
 
 
 def _create(call: Call, *args: Any, **options: Any) -> Value:
@@ -266,11 +255,8 @@ def _embedding(call: Call, weight: Value, indices: Value, *rest: Any) -> Value:
 _OPERATORS: dict[Rule, str] = {
     _reshape: "view reshape _unsafe_view flatten unflatten view_copy",
     _reshape_as: "reshape_as view_as",
-    _permute: "permute",
-    _transpose: "transpose t swapaxes",
-    _movedim: "movedim",
+    _move_axes: "permute transpose t swapaxes movedim unsqueeze unsqueeze_",
     _squeeze: "squeeze squeeze_",
-    _unsqueeze: "unsqueeze unsqueeze_",
     _expand: "expand broadcast_to",
     _expand_as: "expand_as",
     _repeat: "repeat tile",
