@@ -157,9 +157,9 @@ class _Rounding:
             )
         if inf not in self.high and self.target > (largest := int(self.cost([int(u) for u in self.high]))):
             raise BudgetError(
-                f"a budget of {target} {resource} is more than these widths can use: {format_count(largest)} "
-                f"({largest:,}). Pass a larger max_width, or max_width=None, to let layers grow beyond their "
-                "original width."
+                f"a budget of {target} {resource} is more than these widths can use: "
+                f"{format_count(largest)} ({largest:,}). Pass a larger max_width, or max_width=None, "
+                "to let layers grow beyond their original width."
             )
 
     def clamp(self, units: Sequence[float]) -> list[float]:
@@ -171,13 +171,13 @@ class _Rounding:
         return Widths({name: units[i] * step for i, (name, step) in enumerate(self.graph.steps.items())})
 
     def _fill(self, ideal: Sequence[float]) -> list[int]:
-        """Round down, then add single steps while the budget allows, first to ties furthest below their ideal."""
+        """Round down, then add single steps within the budget, first to ties far below their ideal."""
         units = [
             min(max(low, floor(u / step + 1e-9) * step), int(min(high, 2**62)))
             for u, step, low, high in zip(ideal, self.step, self.low, self.high, strict=True)
         ]
         while self.cost(units) > self.target:
-            # Ties at their lower limit cost more than their share. The tie furthest above its ideal gives way.
+            # Ties at their lower limit cost more than their share. The tie most above its ideal gives way.
             able = [i for i, u in enumerate(units) if u - self.step[i] >= self.low[i]]
             i = max(able, key=lambda i: units[i] / max(ideal[i], 1e-9))
             units[i] -= self.step[i]
@@ -191,7 +191,7 @@ class _Rounding:
                 is_short = units[i] + self.step[i] / 2 <= ideal[i]
                 units[i] += self.step[i]
                 new = self.cost(units)
-                # A step that costs nothing (a head that only runs in training) is only taken towards the ideal.
+                # A step that costs nothing (a head only used in training) is only taken towards the ideal.
                 if new <= self.target and (new > spent or is_short):
                     grown, spent = True, new
                 else:
@@ -199,7 +199,7 @@ class _Rounding:
         return units
 
     def _exchange(self, units: list[int], ideal: Sequence[float]) -> list[int]:
-        """Where a gap is left (in very small networks), move steps from one tie to another while that helps."""
+        """Where a gap is left (in very small networks), move steps between ties while that helps."""
         for _ in range(len(units)):
             if self.target - self.cost(units) <= self.target * _GAP:
                 return units
@@ -219,7 +219,7 @@ class _Rounding:
     def _nearest(self, ideal: Sequence[float]) -> list[int] | None:
         """Of all roundings by at most one step up or down, the one nearest to the ideal that leaves no gap.
 
-        None if there is none, if there are too many to try, or if the cost cannot be computed for many at once.
+        None if there is none, if there are too many, or if the cost cannot be computed for many at once.
         """
         choices = []
         for u, step, low, high in zip(ideal, self.step, self.low, self.high, strict=True):

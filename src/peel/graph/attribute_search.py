@@ -20,7 +20,7 @@ from ..cost.polynomial import Form
 from ..errors import TraceError
 from .attributes import Lengths, guessed_attributes
 from .axes import Axis, Unit, axis_size, fix, is_free, units_of
-from .call import module_of, values_in
+from .call import module_of, results_of, values_in
 from .capture import TORCH, Capture, capture, with_batch
 from .channel_graph import ChannelGraph
 from .interpreter import Interpreter
@@ -195,9 +195,11 @@ class AttributeSearch:
         for node, other in zip(self.operators, operators, strict=False):
             if node.target is not other.target:
                 return node, self._axes_at(node)
-            for shape, axes in zip(_shapes(other), values_in(self.interpreter.values[node]), strict=False):
-                sizes = [self.builder.form(axis).value(units) for axis in axes]
-                wrong = [axis for axis, size, own in zip(axes, sizes, shape, strict=True) if size != own]
+            for tensor, axes in zip(
+                results_of(other), values_in(self.interpreter.values[node]), strict=False
+            ):
+                sizes = zip(axes, tensor.shape, strict=True)
+                wrong = [axis for axis, size in sizes if self.builder.form(axis).value(units) != size]
                 if wrong:
                     return node, wrong
         return None if len(self.operators) == len(operators) else (self.operators[-1], [])
@@ -216,12 +218,6 @@ def _add(forms: list[Form], form: Form) -> None:
 def _reason(module: str, line: str) -> str:
     reason = f"the code of {module or 'the model'} does not follow it"
     return f"{reason}: {line}" if line else reason
-
-
-def _shapes(node: Node) -> list[tuple[int, ...]]:
-    value = node.meta.get("val")
-    tensors = value if isinstance(value, list | tuple) else [value]
-    return [tuple(tensor.shape) for tensor in tensors if isinstance(tensor, Tensor)]
 
 
 def _line_of(node: Node) -> str:

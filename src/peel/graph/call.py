@@ -81,6 +81,14 @@ def operator_of(node: Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
+def results_of(node: Node) -> list[Tensor]:
+    """The example tensors that the operator returned: one, or several."""
+    value = node.meta.get("val")
+    return [
+        item for item in (value if isinstance(value, list | tuple) else [value]) if isinstance(item, Tensor)
+    ]
+
+
 def constants_like(value: Any, reason: str) -> Any:
     """Constant axes for a tensor; anything else stays as it is."""
     return tuple(constant(size, reason) for size in value.shape) if isinstance(value, Tensor) else value
@@ -103,7 +111,7 @@ def fix_all(item: Any, reason: str) -> None:
 
 
 def _is_axis(item: Any) -> bool:
-    return isinstance(item, tuple) and all(isinstance(segment, Segment) for segment in item)
+    return isinstance(item, tuple) and bool(item) and all(isinstance(part, Segment) for part in item)
 
 
 @dataclass(frozen=True)
@@ -130,8 +138,7 @@ class Call:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the result, or of the first one."""
-        value = self.node.meta["val"]
-        return tuple((value[0] if self.has_many_results else value).shape)
+        return tuple(results_of(self.node)[0].shape)
 
     @property
     def has_many_results(self) -> bool:
@@ -148,13 +155,8 @@ class Call:
         for axis in axes[1:]:
             ax.same_size(axes[0], axis, f"{kind} {self}".lstrip())
 
-    def fix(self, axis: Axis, reason: str) -> None:
-        """The axis keeps its length."""
-        ax.fix(axis, reason)
-
-    def mark_inexact(self, axis: Axis, reason: str) -> None:
-        """The length is free, but slicing the axis is not the same as masking it."""
-        ax.mark_inexact(axis, reason)
+    fix = staticmethod(ax.fix)
+    mark_inexact = staticmethod(ax.mark_inexact)
 
     def refuse(self, reason: str) -> Any:
         """Fix every axis of every argument. Returns a result whose axes are all constant."""

@@ -12,13 +12,13 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from ..errors import TraceError
 from ..utils.fingerprint import fingerprint
 from .axes import Value, axis_size, constant, fix, unknown
-from .call import Call, Findings, Rule, constants_like, fix_all, operator_of
+from .call import Call, Findings, Rule, constants_like, fix_all, operator_of, results_of, values_in
 from .capture import Capture
 from .channel_graph import OUTPUT
 from .rules import RULES
@@ -44,17 +44,14 @@ class Interpreter:
         self._first_name: dict[str, str] = {}
         self._tensor_of: dict[Node, str] = {}
         # A tensor with two names (tied weights) is known by its first name. torch.export may use either.
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            self.tensors[name] = tuple(
-                unknown(size) if size > 1 else constant(1, "a single channel") for size in tensor.shape
-            )
         first: dict[int, str] = {}
         for name, tensor in (
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
         ):
             self._first_name[name] = first.setdefault(id(tensor), name)
-            self.tensors[name] = self.tensors[first[id(tensor)]]
+            axes = (unknown(size) if size > 1 else constant(1, "a single channel") for size in tensor.shape)
+            self.tensors[name] = self.tensors.get(first[id(tensor)]) or tuple(axes)
         # Fix kernel axes before anything is computed from a weight: weight standardization flattens them.
         for name, module in model.named_modules():
             if isinstance(module, _CONVOLUTIONS):
@@ -170,18 +167,12 @@ def _constants_of(node: Node) -> str:
 
 def _check(node: Node, result: Any) -> None:
     """A rule must account for every axis of what the operator returned."""
-    value = node.meta.get("val")
-    pairs = zip(value, result, strict=True) if isinstance(value, list | tuple) else [(value, result)]
-    for tensor, axes in pairs:
-        if not isinstance(tensor, Tensor):
-            continue
-        if not isinstance(axes, tuple):
-            raise TypeError(f"it returned {axes!r}, not a tuple of axes")
-        sizes = tuple(axis_size(axis) for axis in axes)
-        if sizes != tuple(tensor.shape):
-            raise ValueError(
-                f"it returned axes of lengths {sizes} for a result of shape {tuple(tensor.shape)}"
-            )
+    if not values_in(result) and results_of(node):
+        raise TypeError(f"it returned {result!r}, not a tuple of axes")
+    shapes = [tuple(tensor.shape) for tensor in results_of(node)]
+    sizes = [tuple(axis_size(axis) for axis in value) for value in values_in(result)]
+    if sizes != shapes:
+        raise ValueError(f"it returned axes of lengths {sizes} for a result of shape {shapes}")
 
 
 def _place(rule: Rule) -> str:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Node
 
 from ..cost.activations import Activation, ActivationCost
 from ..cost.polynomial import CostModel, Form, product
 from .axes import Atom, Axis, Unit, Value, axis_size, expand, leaves, root, units_of
-from .call import Producer
+from .call import Producer, results_of, values_in
 from .capture import Capture
 from .channel_graph import ChannelGraph, Layout, Member, Run, Tie, stretches
 from .grouping import group_ties, spatial_sizes
@@ -220,12 +220,9 @@ class GraphBuilder:
             last_use[owner[node]] = max(last_use.get(owner[node], 0), used)
         activations = []
         for node, last in last_use.items():
-            result, value = node.meta.get("val"), self.interpreter.values[node]
-            pairs = zip(result, value, strict=True) if isinstance(result, list | tuple) else [(result, value)]
-            for tensor, axes in pairs:
-                if isinstance(tensor, Tensor):
-                    forms = tuple(self.form(axis) for axis in axes)
-                    activations.append(Activation(forms, tensor.element_size(), order[node], last))
+            for tensor, axes in zip(results_of(node), values_in(self.interpreter.values[node]), strict=True):
+                forms = tuple(self.form(axis) for axis in axes)
+                activations.append(Activation(forms, tensor.element_size(), order[node], last))
         return ActivationCost(tuple(activations))
 
 

@@ -1,4 +1,4 @@
-"""Models by name: those of torchvision and timm, the CIFAR-size networks of the literature, and the user's own.
+"""Models by name: those of torchvision and timm, the CIFAR networks of the literature, the user's own.
 
 `resnet50` is torchvision's. Where both libraries have a name, `timm:resnet50` asks for the other one.
 `package.module:callable` and `path/to/file.py:callable` call the user's function or class.
@@ -79,13 +79,13 @@ def find(reference: str) -> ModelSpec:
             config = timm.get_pretrained_cfg(name, allow_unregistered=False)
         except Exception as error:
             raise ModelError(f"timm has no {name!r}: {error}") from error
-        return ModelSpec(TIMM, name, tuple(config.input_size) if config is not None else (3, 224, 224))
+        return ModelSpec(TIMM, name, config.input_size if config is not None else (3, 224, 224))
     by_source = names()
     known = [model for group in by_source.values() for model in group]
     absent = "" if by_source[TIMM] else " timm is not installed; for its models: pip install timm."
     raise ModelError(
-        f"no model is called {reference!r}.{did_you_mean(name, known)} Models are named as in torchvision and "
-        f"timm; for your own, write package.module:callable or path/to/file.py:callable.{absent}"
+        f"no model is called {reference!r}.{did_you_mean(name, known)} Models are named as in torchvision "
+        f"and timm; for your own, write package.module:callable or path/to/file.py:callable.{absent}"
     )
 
 

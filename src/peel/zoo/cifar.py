@@ -33,8 +33,8 @@ class _BasicBlock(nn.Module):
 class CifarResNet(nn.Module):
     """ResNet of He et al. for CIFAR: three stages of 16, 32 and 64 channels.
 
-    Shortcuts are projections where the size changes. The original pads them with zero channels, which would tie
-    the widths of all three stages.
+    Shortcuts are projections where the size changes. The original pads them with zero channels, which would
+    tie the widths of all three stages.
     """
 
     def __init__(self, depth: int, num_classes: int = 10) -> None:

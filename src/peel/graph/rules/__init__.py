@@ -13,7 +13,7 @@ import torch
 
 from ...errors import TraceError, did_you_mean
 from ..call import Rule
-from . import attention, contraction, elementwise, normalization, reduction, shape
+from . import contraction, elementwise, normalization, reduction, shape
 
 __all__ = ["RULES", "Rule", "register_rule", "user_rules"]
 
@@ -23,7 +23,6 @@ RULES: dict[str, Rule] = {
     **normalization.RULES,
     **reduction.RULES,
     **shape.RULES,
-    **attention.RULES,
 }
 
 _registered: dict[str, Rule] = {}

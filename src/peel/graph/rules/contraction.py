@@ -1,4 +1,4 @@
-"""Operators that sum over an axis against weights: convolutions, linear layers, matrix products.
+"""Operators that sum over an axis: convolutions, linear layers, matrix products, attention.
 
 They are also where the cost is: one multiply-add for each element of a product of axes (`Call.costs`).
 """
@@ -150,6 +150,13 @@ def _einsum(call: Call, equation: str, values: list[Value], **options: Any) -> V
     return tuple(axis_of[letter] for letter in right)
 
 
+def _attention(call: Call, query: Value, key: Value, value: Value, *rest: Any, **options: Any) -> Value:
+    call.costs((*query, key[-2]))
+    call.costs((*query[:-1], key[-2], value[-1]))
+    result: Value = call.refuse(f"{call}: channels of attention heads")
+    return result
+
+
 RULES: dict[str, Rule] = {
     **{f"aten::conv{n}d": _conv for n in (1, 2, 3)},
     **{f"aten::conv_transpose{n}d": _conv_transpose for n in (1, 2, 3)},
@@ -157,4 +164,5 @@ RULES: dict[str, Rule] = {
     **{f"aten::{name}": _matmul for name in ("matmul", "mm", "bmm")},
     **{f"aten::{name}": _addmm for name in ("addmm", "baddbmm")},
     "aten::einsum": _einsum,
+    "aten::scaled_dot_product_attention": _attention,
 }

@@ -206,7 +206,7 @@ def _pad(
     return tuple(axes)
 
 
-# Moves within an axis, and creation
+# Moves within an axis, creation, look-up
 
 
 def _roll(call: Call, value: Value, amount: Any, dims: Any = None) -> Value:
@@ -252,6 +252,20 @@ def _embedding(call: Call, weight: Value, indices: Value, *rest: Any) -> Value:
     return (*indices, weight[1])
 
 
+def _index(call: Call, value: Value, indices: list[Value | None], *rest: Any) -> Value:
+    """Axes before the first and after the last indexed one pass, unless the indexed axes are apart."""
+    indexed = [place for place, index in enumerate(indices) if index is not None]
+    reason = f"{call} looks channels up by computed indices"
+    first, last = indexed[0], indexed[-1]
+    if indexed != list(range(first, last + 1)):
+        first, last = 0, len(value) - 1
+    for axis in value[first : last + 1]:
+        call.fix(axis, reason)
+    tail = value[last + 1 :]
+    middle = [constant(size, reason) for size in call.shape[first : len(call.shape) - len(tail)]]
+    return (*value[:first], *middle, *tail)
+
+
 _OPERATORS: dict[Rule, str] = {
     _reshape: "view reshape _unsafe_view flatten unflatten view_copy",
     _reshape_as: "reshape_as view_as",
@@ -277,6 +291,7 @@ _OPERATORS: dict[Rule, str] = {
     _channel_shuffle: "channel_shuffle",
     _create: "zeros ones full empty rand randn new_zeros new_ones new_full new_empty arange",
     _embedding: "embedding",
+    _index: "index",
 }
 RULES: dict[str, Rule] = {
     f"aten::{name}": rule for rule, names in _OPERATORS.items() for name in names.split()
