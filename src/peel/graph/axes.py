@@ -76,15 +76,6 @@ def leaves(unit: Unit) -> list[tuple[Unit, int]]:
     return [(leaf, times * multiple) for part, times in unit.parts for leaf, multiple in leaves(part)]
 
 
-def _parts_of(atom: Atom) -> tuple[Segment, ...] | None:
-    """The parts of an atom. If its unit was split through another atom, the atom is split to match."""
-    if atom.parts is None:
-        unit = root(atom.unit)
-        if unit.parts is not None:
-            atom.parts = tuple(Segment(Atom(part, atom.inexact), times) for part, times in unit.parts)
-    return atom.parts
-
-
 def expand(axis: Iterable[Segment]) -> Axis:
     """The axis in terms of atoms that have no parts."""
     done: list[Segment] = []
@@ -93,17 +84,25 @@ def expand(axis: Iterable[Segment]) -> Axis:
         atom, inner = stack.pop()
         while atom.parent is not None:
             atom = atom.parent
-        parts = _parts_of(atom)
-        if parts is None:
+        if atom.parts is None and (parts := root(atom.unit).parts) is not None:
+            # The unit was split through another atom: split this one to match.
+            atom.parts = tuple(Segment(Atom(part, atom.inexact), times) for part, times in parts)
+        if atom.parts is None:
             done.append(Segment(atom, inner))
         else:
-            stack.extend(Segment(part.atom, part.inner * inner) for part in reversed(parts))
+            stack.extend(Segment(part.atom, part.inner * inner) for part in reversed(atom.parts))
     return tuple(done)
 
 
 def repeat_each(axis: Axis, times: int) -> Axis:
     """The axis with each channel repeated `times` times in place."""
     return tuple(Segment(atom, inner * times) for atom, inner in expand(axis))
+
+
+def replace_axis(value: Value, dim: int, axis: Axis) -> Value:
+    axes = list(value)
+    axes[dim] = axis
+    return tuple(axes)
 
 
 def units_of(axis: Axis) -> list[Unit]:

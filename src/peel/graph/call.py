@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.fx import Node
@@ -15,6 +15,22 @@ from .axes import Axis, Segment, Value, axis_size, constant, is_free
 
 Rule = Callable[..., Any]
 """(call, arguments of the operator) -> value of the result; see `peel.graph.register_rule`."""
+
+AnyRule = TypeVar("AnyRule", bound=Rule)
+
+RULES: dict[str, Rule] = {}
+"""Operator -> built-in rule. The modules in `rules/` fill it."""
+
+
+def rule(operators: str) -> Callable[[AnyRule], AnyRule]:
+    """Make a function the rule of these operators of torch."""
+
+    def enter(function: AnyRule) -> AnyRule:
+        RULES.update({f"aten::{name}": function for name in operators.split()})
+        return function
+
+    return enter
+
 
 #: How a layer names its weight, or the parameters that its weight is computed from.
 _WEIGHT_SUFFIX = re.compile(r"\.(weight(_[vg]|_orig)?|parametrizations\.weight\.original\d*)$")

@@ -112,19 +112,16 @@ def computed_tensors(model: nn.Module) -> dict[int, Tensor]:
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Restore what capturing could disturb outside the model: random states, warnings, torch's log levels."""
+    """Restore what capturing could disturb outside the model: random states, warnings, logging."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    names = ("torch.export", "torch._export", "torch._dynamo", "torch.fx")
-    levels = {name: logging.getLogger(name).level for name in names}
+    disabled = logging.root.manager.disable
     with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in names:
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+        logging.disable(logging.CRITICAL)
         try:
             yield
         finally:
-            for name, level in levels.items():
-                logging.getLogger(name).setLevel(level)
+            logging.disable(disabled)
 
 
 def capture(model: nn.Module, example_input: Any, *, training: bool = False) -> Capture:

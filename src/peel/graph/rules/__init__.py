@@ -12,18 +12,10 @@ from typing import Any
 import torch
 
 from ...errors import TraceError, did_you_mean
-from ..call import Rule
-from . import contraction, elementwise, normalization, reduction, shape
+from ..call import RULES, Rule
+from . import contraction, elementwise, normalization, reduction, shape  # noqa: F401 (they fill RULES)
 
 __all__ = ["RULES", "Rule", "register_rule", "user_rules"]
-
-RULES: dict[str, Rule] = {
-    **elementwise.RULES,
-    **contraction.RULES,
-    **normalization.RULES,
-    **reduction.RULES,
-    **shape.RULES,
-}
 
 _registered: dict[str, Rule] = {}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..axes import Axis, Value, axis_size, constant, expand, is_free, repeat_each
-from ..call import Call, Rule
+from ..call import Call, rule
 
 
 def _spatial(call: Call, value: Value, rank: int) -> list[Axis]:
@@ -25,16 +25,9 @@ def _spatial(call: Call, value: Value, rank: int) -> list[Axis]:
     return result
 
 
-def _conv(
-    call: Call,
-    value: Value,
-    weight: Value,
-    bias: Value | None = None,
-    stride: Any = None,
-    padding: Any = None,
-    dilation: Any = None,
-    groups: int = 1,
-) -> Value:
+@rule("conv1d conv2d conv3d")
+def _conv(call: Call, value: Value, weight: Value, bias: Value | None = None, *options: Any) -> Value:
+    groups = options[3] if len(options) > 3 else 1  # after stride, padding and dilation
     channels, outputs = value[1 - len(weight)], weight[0]
     if groups == 1:
         call.unify(channels, weight[1])
@@ -52,17 +45,11 @@ def _conv(
     return result
 
 
+@rule("conv_transpose1d conv_transpose2d conv_transpose3d")
 def _conv_transpose(
-    call: Call,
-    value: Value,
-    weight: Value,
-    bias: Value | None = None,
-    stride: Any = None,
-    padding: Any = None,
-    output_padding: Any = None,
-    groups: int = 1,
-    dilation: Any = None,
+    call: Call, value: Value, weight: Value, bias: Value | None = None, *options: Any
 ) -> Value:
+    groups = options[3] if len(options) > 3 else 1  # after stride, padding and output padding
     channels = weight[0]
     call.unify(value[1 - len(weight)], channels)
     if groups < axis_size(channels):
@@ -93,6 +80,7 @@ def _layer(call: Call, value: Value, weight: Value, bias: Value | None, outputs:
     return (*value[: -rank - 1], outputs, *_spatial(call, value, rank))
 
 
+@rule("linear")
 def _linear(call: Call, value: Value, weight: Value, bias: Value | None = None) -> Value:
     call.unify(value[-1], weight[1])
     call.sums_over(weight, 1)
@@ -104,6 +92,7 @@ def _linear(call: Call, value: Value, weight: Value, bias: Value | None = None) 
     return (*value[:-1], weight[0])
 
 
+@rule("matmul mm bmm")
 def _matmul(call: Call, first: Value, second: Value) -> Value:
     """A product of two computed tensors, as in attention: the inner axis is fixed, the outer axes pass."""
     call.unify(first[-1], second[-2] if len(second) > 1 else second[0])
@@ -122,6 +111,7 @@ def _matmul(call: Call, first: Value, second: Value) -> Value:
     return (*batch, *rows, *columns)
 
 
+@rule("addmm baddbmm")
 def _addmm(call: Call, bias: Value, first: Value, second: Value, **options: Any) -> Value:
     result = _matmul(call, first, second)
     for place in range(-len(bias), 0):
@@ -130,6 +120,7 @@ def _addmm(call: Call, bias: Value, first: Value, second: Value, **options: Any)
     return result
 
 
+@rule("einsum")
 def _einsum(call: Call, equation: str, values: list[Value], **options: Any) -> Value:
     """Axes with the same letter are one axis. A letter that is summed over is fixed."""
     left, right = equation.replace(" ", "").split("->")
@@ -150,19 +141,9 @@ def _einsum(call: Call, equation: str, values: list[Value], **options: Any) -> V
     return tuple(axis_of[letter] for letter in right)
 
 
+@rule("scaled_dot_product_attention")
 def _attention(call: Call, query: Value, key: Value, value: Value, *rest: Any, **options: Any) -> Value:
     call.costs((*query, key[-2]))
     call.costs((*query[:-1], key[-2], value[-1]))
     result: Value = call.refuse(f"{call}: channels of attention heads")
     return result
-
-
-RULES: dict[str, Rule] = {
-    **{f"aten::conv{n}d": _conv for n in (1, 2, 3)},
-    **{f"aten::conv_transpose{n}d": _conv_transpose for n in (1, 2, 3)},
-    "aten::linear": _linear,
-    **{f"aten::{name}": _matmul for name in ("matmul", "mm", "bmm")},
-    **{f"aten::{name}": _addmm for name in ("addmm", "baddbmm")},
-    "aten::einsum": _einsum,
-    "aten::scaled_dot_product_attention": _attention,
-}

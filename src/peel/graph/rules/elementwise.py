@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..axes import Axis, Value, axis_size, constant
-from ..call import Call, Rule
+from ..axes import Axis, Value, axis_size, constant, replace_axis
+from ..call import Call, rule
 
 _UNARY = """
     abs alias alpha_dropout atan bernoulli bernoulli_ bitwise_not ceil celu celu_ clamp clamp_ clamp_max
@@ -26,6 +26,7 @@ _BROADCASTING = """
 """
 
 
+@rule(_BROADCASTING)
 def broadcast(call: Call, *args: Any, **options: Any) -> Value:
     """Unify axes counted from the last one. An axis of length 1 takes the length of the others."""
     values: list[Value] = [arg for arg in (*args, *options.values()) if isinstance(arg, tuple)]
@@ -42,10 +43,12 @@ def broadcast(call: Call, *args: Any, **options: Any) -> Value:
     return tuple(result)
 
 
+@rule(_UNARY)
 def _same(call: Call, value: Any, *rest: Any, **options: Any) -> Any:
     return value
 
 
+@rule("prelu")
 def _prelu(call: Call, value: Value, weight: Value) -> Value:
     if axis_size(weight[0]) > 1:
         call.unify(value[1], weight[0])
@@ -53,17 +56,8 @@ def _prelu(call: Call, value: Value, weight: Value) -> Value:
     return value
 
 
+@rule("glu")
 def _glu(call: Call, value: Value, dim: int = -1) -> Value:
     first, second = call.cut_evenly(value[dim], 2)
     call.unify(first, second)
-    result = list(value)
-    result[dim] = first
-    return tuple(result)
-
-
-RULES: dict[str, Rule] = {
-    **{f"aten::{name}": _same for name in _UNARY.split()},
-    **{f"aten::{name}": broadcast for name in _BROADCASTING.split()},
-    "aten::prelu": _prelu,
-    "aten::glu": _glu,
-}
+    return replace_axis(value, dim, first)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..axes import Value, axis_size
-from ..call import Call, Rule
+from ..call import Call, rule
 
 
 def _unify_vectors(call: Call, axes: Value, args: tuple[Any, ...]) -> None:
@@ -21,6 +21,7 @@ def _takes_statistics(call: Call, axes: Value, what: str = "it") -> None:
         call.mark_inexact(axis, f"{call} takes statistics over {what}")
 
 
+@rule("batch_norm")
 def _batch_norm(call: Call, value: Value, *args: Any) -> Value:
     _unify_vectors(call, value[1:2], args)
     call.has_attributes(num_features=value[1])
@@ -32,6 +33,7 @@ def _batch_norm(call: Call, value: Value, *args: Any) -> Value:
     return value
 
 
+@rule("instance_norm")
 def _instance_norm(call: Call, value: Value, *args: Any) -> Value:
     _unify_vectors(call, value[1:2], args)
     call.has_attributes(num_features=value[1])
@@ -40,6 +42,7 @@ def _instance_norm(call: Call, value: Value, *args: Any) -> Value:
     return value
 
 
+@rule("layer_norm rms_norm")
 def _layer_norm(call: Call, value: Value, shape: list[int], *args: Any) -> Value:
     normalized = value[-len(shape) :]
     _unify_vectors(call, normalized, args)
@@ -49,6 +52,7 @@ def _layer_norm(call: Call, value: Value, shape: list[int], *args: Any) -> Value
     return value
 
 
+@rule("group_norm")
 def _group_norm(call: Call, value: Value, groups: int, *args: Any) -> Value:
     _unify_vectors(call, value[1:2], args)
     call.has_attributes(num_channels=value[1])
@@ -60,6 +64,7 @@ def _group_norm(call: Call, value: Value, groups: int, *args: Any) -> Value:
     return value
 
 
+@rule("_weight_norm")
 def _weight_norm(call: Call, direction: Value, magnitude: Value, dim: int = 0) -> Value:
     """A weight as direction times magnitude. The norm runs over every axis but one."""
     for place, (axis, own) in enumerate(zip(direction, magnitude, strict=True)):
@@ -68,13 +73,3 @@ def _weight_norm(call: Call, direction: Value, magnitude: Value, dim: int = 0) -
         if place != dim % len(direction):
             call.mark_inexact(axis, f"{call} takes a norm over it")
     return direction
-
-
-RULES: dict[str, Rule] = {
-    "aten::_weight_norm": _weight_norm,
-    "aten::batch_norm": _batch_norm,
-    "aten::instance_norm": _instance_norm,
-    "aten::layer_norm": _layer_norm,
-    "aten::rms_norm": _layer_norm,
-    "aten::group_norm": _group_norm,
-}

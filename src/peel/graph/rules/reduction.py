@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..axes import Value, axis_size, constant, is_free
-from ..call import Call, Rule
+from ..call import Call, Rule, rule
 from .elementwise import broadcast
 
 
+@rule("mean sum amax amin prod logsumexp all any std var argmax")
 def _reduce(call: Call, value: Value, dims: Any = None, keepdim: bool = False, **options: Any) -> Value:
     if isinstance(dims, bool):
         dims, keepdim = None, dims
@@ -22,6 +23,7 @@ def _reduce(call: Call, value: Value, dims: Any = None, keepdim: bool = False, *
     return tuple(axis for i, axis in enumerate(value) if i not in places)
 
 
+@rule("var_mean std_mean")
 def _reduce_pair(
     call: Call, value: Value, dims: Any = None, keepdim: bool = False, **options: Any
 ) -> tuple[Value, Value]:
@@ -29,6 +31,7 @@ def _reduce_pair(
     return result, result
 
 
+@rule("max")
 def _max(call: Call, value: Value, *rest: Any) -> Any:
     """Over one axis, with indices; over everything; or of two tensors."""
     if call.has_many_results:
@@ -36,12 +39,14 @@ def _max(call: Call, value: Value, *rest: Any) -> Any:
     return broadcast(call, value, *rest) if rest else _reduce(call, value)
 
 
+@rule("linalg_vector_norm norm")
 def _vector_norm(
     call: Call, value: Value, order: Any = 2, dims: Any = None, keepdim: bool = False, **options: Any
 ) -> Value:
     return _reduce(call, value, dims, keepdim)
 
 
+@rule("softmax log_softmax")
 def _softmax(call: Call, value: Value, dim: int, *rest: Any, **options: Any) -> Value:
     call.mark_inexact(value[dim], f"{call} runs over the channels")
     return value
@@ -50,7 +55,7 @@ def _softmax(call: Call, value: Value, dim: int, *rest: Any, **options: Any) -> 
 def _resample(rank: int) -> Rule:
     """Pooling and interpolation over the last `rank` axes."""
 
-    def rule(call: Call, value: Value, *rest: Any, **options: Any) -> Any:
+    def resample(call: Call, value: Value, *rest: Any, **options: Any) -> Any:
         for axis in value[-rank:]:
             if is_free(axis):
                 call.fix(
@@ -59,25 +64,14 @@ def _resample(rank: int) -> Rule:
         result = (*value[:-rank], *(constant(size) for size in call.shape[-rank:]))
         return (result, result) if call.has_many_results else result
 
-    return rule
+    return resample
 
 
-_REDUCTIONS = ("mean", "sum", "amax", "amin", "prod", "logsumexp", "all", "any", "std", "var", "argmax")
-_POOLS = ("avg_pool", "max_pool", "adaptive_avg_pool", "adaptive_max_pool")
-_RESAMPLING = {
+for _rank, _names in {
     1: "upsample_nearest1d upsample_linear1d",
     2: "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_nearest_exact2d "
     "_upsample_bilinear2d_aa _upsample_bicubic2d_aa grid_sampler_2d grid_sampler",
     3: "upsample_nearest3d upsample_trilinear3d",
-}
-
-RULES: dict[str, Rule] = {
-    **{f"aten::{name}": _reduce for name in _REDUCTIONS},
-    **{f"aten::{name}": _reduce_pair for name in ("var_mean", "std_mean")},
-    "aten::max": _max,
-    **{f"aten::{name}": _vector_norm for name in ("linalg_vector_norm", "norm")},
-    **{f"aten::{name}": _softmax for name in ("softmax", "log_softmax")},
-    **{f"aten::{pool}{n}d": _resample(n) for pool in _POOLS for n in (1, 2, 3)},
-    **{f"aten::max_pool{n}d_with_indices": _resample(n) for n in (1, 2, 3)},
-    **{f"aten::{name}": _resample(rank) for rank, names in _RESAMPLING.items() for name in names.split()},
-}
+}.items():
+    _pools = "avg_pool{0}d max_pool{0}d adaptive_avg_pool{0}d adaptive_max_pool{0}d max_pool{0}d_with_indices"
+    rule(f"{_names} {_pools.format(_rank)}")(_resample(_rank))

@@ -6,12 +6,25 @@ from typing import Any
 
 import torch
 
-from ..axes import Axis, Value, axis_size, constant, expand, is_free, merge, repeat_each, unknown, unmerge
-from ..call import Call, Rule
+from ..axes import (
+    Axis,
+    Value,
+    axis_size,
+    constant,
+    expand,
+    is_free,
+    merge,
+    repeat_each,
+    replace_axis,
+    unknown,
+    unmerge,
+)
+from ..call import Call, rule
 
 # Views and permutations
 
 
+@rule("view reshape _unsafe_view flatten unflatten view_copy")
 def _reshape(call: Call, value: Value, *rest: Any, **options: Any) -> Value:
     """Match the shortest runs of axes with equal products, and merge or unmerge within each run."""
     sizes, target = [axis_size(axis) for axis in value], list(call.shape)
@@ -42,6 +55,7 @@ def _reshape(call: Call, value: Value, *rest: Any, **options: Any) -> Value:
     return tuple(result)
 
 
+@rule("reshape_as view_as")
 def _reshape_as(call: Call, value: Value, other: Value) -> Value:
     result = _reshape(call, value)
     for own, target in zip(result, other, strict=True):
@@ -49,6 +63,7 @@ def _reshape_as(call: Call, value: Value, other: Value) -> Value:
     return result
 
 
+@rule("permute transpose t swapaxes movedim unsqueeze unsqueeze_")
 def _move_axes(call: Call, value: Value, *args: Any) -> Value:
     """Operators that reorder axes or add axes of length 1. torch shows the order on distinct lengths."""
     operator: Any = call.node.target
@@ -62,6 +77,7 @@ def _places(dims: Any, value: Value) -> set[int]:
     return {dim % len(value) for dim in (dims if isinstance(dims, list) else [dims])}
 
 
+@rule("squeeze squeeze_")
 def _squeeze(call: Call, value: Value, dims: Any = None) -> Value:
     places = _places(dims, value)
     return tuple(axis for i, axis in enumerate(value) if i not in places or axis_size(axis) != 1)
@@ -71,6 +87,7 @@ def _with_rank(value: Value, rank: int) -> Value:
     return (*(constant(1) for _ in range(rank - len(value))), *value)
 
 
+@rule("expand broadcast_to")
 def _expand(call: Call, value: Value, *rest: Any, **options: Any) -> Value:
     """Axes of length 1 are broadcast to a length that is not yet known to be tied to anything."""
     pairs = zip(_with_rank(value, len(call.shape)), call.shape, strict=True)
@@ -79,28 +96,25 @@ def _expand(call: Call, value: Value, *rest: Any, **options: Any) -> Value:
     return result
 
 
+@rule("expand_as")
 def _expand_as(call: Call, value: Value, other: Value) -> Value:
     pairs = zip(_with_rank(value, len(other)), other, strict=True)
     return tuple(own if axis_size(own) == axis_size(target) else target for own, target in pairs)
 
 
+@rule("repeat tile")
 def _repeat(call: Call, value: Value, times: list[int]) -> Value:
     return tuple(expand(axis) * n for axis, n in zip(_with_rank(value, len(times)), times, strict=True))
 
 
+@rule("repeat_interleave")
 def _repeat_interleave(call: Call, value: Value, times: Any, dim: Any = None, **options: Any) -> Value:
     if not isinstance(times, int) or dim is None:
         raise NotImplementedError("repeats that are not one number")
-    return _replace(value, dim, repeat_each(value[dim], times))
+    return replace_axis(value, dim, repeat_each(value[dim], times))
 
 
 # Cuts
-
-
-def _replace(value: Value, dim: int, axis: Axis) -> Value:
-    axes = list(value)
-    axes[dim] = axis
-    return tuple(axes)
 
 
 def _pieces(call: Call, value: Value, dim: int, lengths: list[int]) -> tuple[Value, ...]:
@@ -109,9 +123,10 @@ def _pieces(call: Call, value: Value, dim: int, lengths: list[int]) -> tuple[Val
     for length in dict.fromkeys(lengths):
         call.same_size([piece for piece, own in zip(pieces, lengths, strict=True) if own == length])
     call.has_lengths(lengths, tuple(pieces))
-    return tuple(_replace(value, dim, piece) for piece in pieces)
+    return tuple(replace_axis(value, dim, piece) for piece in pieces)
 
 
+@rule("split split_with_sizes")
 def _split(call: Call, value: Value, size: Any, dim: int = 0) -> tuple[Value, ...]:
     if isinstance(size, list | tuple):
         return _pieces(call, value, dim, list(size))
@@ -122,10 +137,12 @@ def _split(call: Call, value: Value, size: Any, dim: int = 0) -> tuple[Value, ..
     return _pieces(call, value, dim, lengths)
 
 
+@rule("chunk")
 def _chunk(call: Call, value: Value, chunks: int, dim: int = 0) -> tuple[Value, ...]:
     return _split(call, value, -(-axis_size(value[dim]) // chunks), dim)
 
 
+@rule("slice")
 def _slice(
     call: Call, value: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Value:
@@ -137,7 +154,7 @@ def _slice(
         return value
     if not is_free(value[dim]) or step != 1 or end <= start:
         call.fix(value[dim], f"{call} takes every {step}th channel")
-        return _replace(value, dim, constant(call.shape[dim]))
+        return replace_axis(value, dim, constant(call.shape[dim]))
     length = end - start
     pieces = call.cut(value[dim], [n for n in (start, length, total - end) if n])
     if 2 * length == total and start % length == 0:
@@ -148,19 +165,22 @@ def _slice(
     call.has_length(length, piece)
     call.has_length(start, before)
     call.has_length(end, (*before, *piece))
-    return _replace(value, dim, piece)
+    return replace_axis(value, dim, piece)
 
 
+@rule("narrow")
 def _narrow(call: Call, value: Value, dim: int, start: int, length: int) -> Value:
     return _slice(call, value, dim, start, start + length)
 
 
+@rule("select")
 def _select(call: Call, value: Value, dim: int, index: int) -> Value:
     dim %= len(value)
     call.fix(value[dim], f"{call} picks one of the channels")
     return (*value[:dim], *value[dim + 1 :])
 
 
+@rule("unbind")
 def _unbind(call: Call, value: Value, dim: int = 0) -> tuple[Value, ...]:
     return (_select(call, value, dim, 0),) * axis_size(value[dim])
 
@@ -168,6 +188,7 @@ def _unbind(call: Call, value: Value, dim: int = 0) -> tuple[Value, ...]:
 # Joins
 
 
+@rule("cat concat concatenate")
 def _cat(call: Call, values: list[Value], dim: int = 0) -> Value:
     rank = max(len(value) for value in values)
     values = [value for value in values if len(value) == rank]  # torch allows an empty tensor with one axis
@@ -176,9 +197,10 @@ def _cat(call: Call, values: list[Value], dim: int = 0) -> Value:
         for place in range(rank):
             if place != dim:
                 call.unify(values[0][place], value[place])
-    return _replace(values[0], dim, tuple(segment for value in values for segment in value[dim]))
+    return replace_axis(values[0], dim, tuple(segment for value in values for segment in value[dim]))
 
 
+@rule("stack")
 def _stack(call: Call, values: list[Value], dim: int = 0) -> Value:
     for value in values[1:]:
         for first, axis in zip(values[0], value, strict=True):
@@ -187,6 +209,7 @@ def _stack(call: Call, values: list[Value], dim: int = 0) -> Value:
     return (*values[0][:place], constant(len(values)), *values[0][place:])
 
 
+@rule("pad constant_pad_nd reflection_pad2d replication_pad2d")
 def _pad(
     call: Call, value: Value, padding: list[int], mode: Any = "constant", *rest: Any, **options: Any
 ) -> Value:
@@ -209,16 +232,19 @@ def _pad(
 # Moves within an axis, creation, look-up
 
 
+@rule("roll")
 def _roll(call: Call, value: Value, amount: Any, dims: Any = None) -> Value:
     for place in _places(dims or None, value):
         call.fix(value[place], f"{call} moves channels along their axis")
     return value
 
 
+@rule("flip")
 def _flip(call: Call, value: Value, dims: list[int]) -> Value:
     return _roll(call, value, None, dims)
 
 
+@rule("pixel_shuffle")
 def _pixel_shuffle(call: Call, value: Value, factor: int) -> Value:
     """Runs of factor x factor channels become pixels: each run is kept or cut as a whole."""
     channels = unknown(axis_size(value[-3]) // factor**2)
@@ -226,16 +252,19 @@ def _pixel_shuffle(call: Call, value: Value, factor: int) -> Value:
     return (*value[:-3], channels, *(constant(size) for size in call.shape[-2:]))
 
 
+@rule("pixel_unshuffle")
 def _pixel_unshuffle(call: Call, value: Value, factor: int) -> Value:
     channels = repeat_each(value[-3], factor**2)
     return (*value[:-3], channels, *(constant(size) for size in call.shape[-2:]))
 
 
+@rule("channel_shuffle")
 def _channel_shuffle(call: Call, value: Value, groups: int) -> Value:
     rows, row = unmerge(value[1], [groups, axis_size(value[1]) // groups], str(call))
-    return _replace(value, 1, merge([row, rows], str(call)))
+    return replace_axis(value, 1, merge([row, rows], str(call)))
 
 
+@rule("zeros ones full empty rand randn new_zeros new_ones new_full new_empty arange")
 def _create(call: Call, *args: Any, **options: Any) -> Value:
     """A new tensor. Its axes take whatever length the code computes; the probe checks that."""
     result = tuple(unknown(size) if size > 1 else constant(1) for size in call.shape)
@@ -246,12 +275,14 @@ def _create(call: Call, *args: Any, **options: Any) -> Value:
     return result
 
 
+@rule("embedding")
 def _embedding(call: Call, weight: Value, indices: Value, *rest: Any) -> Value:
     call.fix(weight[0], "number of embeddings")
     call.has_attributes(embedding_dim=weight[1])
     return (*indices, weight[1])
 
 
+@rule("index")
 def _index(call: Call, value: Value, indices: list[Value | None], *rest: Any) -> Value:
     """Axes before the first and after the last indexed one pass, unless the indexed axes are apart."""
     indexed = [place for place, index in enumerate(indices) if index is not None]
@@ -264,35 +295,3 @@ def _index(call: Call, value: Value, indices: list[Value | None], *rest: Any) ->
     tail = value[last + 1 :]
     middle = [constant(size, reason) for size in call.shape[first : len(call.shape) - len(tail)]]
     return (*value[:first], *middle, *tail)
-
-
-_OPERATORS: dict[Rule, str] = {
-    _reshape: "view reshape _unsafe_view flatten unflatten view_copy",
-    _reshape_as: "reshape_as view_as",
-    _move_axes: "permute transpose t swapaxes movedim unsqueeze unsqueeze_",
-    _squeeze: "squeeze squeeze_",
-    _expand: "expand broadcast_to",
-    _expand_as: "expand_as",
-    _repeat: "repeat tile",
-    _repeat_interleave: "repeat_interleave",
-    _split: "split split_with_sizes",
-    _chunk: "chunk",
-    _slice: "slice",
-    _narrow: "narrow",
-    _select: "select",
-    _unbind: "unbind",
-    _cat: "cat concat concatenate",
-    _stack: "stack",
-    _pad: "pad constant_pad_nd reflection_pad2d replication_pad2d",
-    _roll: "roll",
-    _flip: "flip",
-    _pixel_shuffle: "pixel_shuffle",
-    _pixel_unshuffle: "pixel_unshuffle",
-    _channel_shuffle: "channel_shuffle",
-    _create: "zeros ones full empty rand randn new_zeros new_ones new_full new_empty arange",
-    _embedding: "embedding",
-    _index: "index",
-}
-RULES: dict[str, Rule] = {
-    f"aten::{name}": rule for rule, names in _OPERATORS.items() for name in names.split()
-}
