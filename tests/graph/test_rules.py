@@ -76,6 +76,33 @@ def test_registered_rule_replaces_a_built_in_one() -> None:
     assert "no more relu" in peel.trace(UnknownOperator(), X).fixed["free"]
 
 
+@torch.library.custom_op("peel_tests::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@double.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class CustomOperator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 8, 1), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(double(self.conv(x)).mean((2, 3)))
+
+
+def test_rule_for_a_custom_operator() -> None:
+    assert peel.trace(CustomOperator(), X).unknown_operators == {"peel_tests::double": "the model"}
+    register_rule("peel_tests::double", lambda call, value: value)
+    graph = peel.trace(CustomOperator(), X)
+    assert graph.widths == {"conv": 8}
+    assert peel.verify(CustomOperator(), X, graph=graph).passed
+
+
 @pytest.mark.parametrize(
     ("name", "hint"),
     [

@@ -114,7 +114,8 @@ def values_in(item: Any) -> list[Value]:
     """The tensors in an argument or result of an operator: one, or a list or tuple of them."""
     if not isinstance(item, list | tuple):
         return []
-    if isinstance(item, tuple) and all(_is_axis(axis) for axis in item):
+    is_axis = [isinstance(axis, tuple) and any(isinstance(part, Segment) for part in axis) for axis in item]
+    if isinstance(item, tuple) and all(is_axis):
         return [item]
     return [value for part in item for value in values_in(part)]
 
@@ -124,10 +125,6 @@ def fix_all(item: Any, reason: str) -> None:
     for value in values_in(item):
         for axis in value:
             ax.fix(axis, reason)
-
-
-def _is_axis(item: Any) -> bool:
-    return isinstance(item, tuple) and bool(item) and all(isinstance(part, Segment) for part in item)
 
 
 @dataclass(frozen=True)

@@ -167,10 +167,7 @@ def _explain(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: 
             "or decide outside of forward."
         )
     elif isinstance(error, RuntimeError | ValueError | TypeError) and "export" not in summary.lower():
-        given = ", ".join(
-            str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
-            for value in (*args, *kwargs.values())
-        )
+        given = ", ".join(str(tuple(x.shape)) for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         advice = f"Check that the model expects the example input ({given}): its forward pass raises {kind}."
     else:
         advice = "torch.export does not support what this line does; rewrite it with torch operators."

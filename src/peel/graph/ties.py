@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import Node
 
 from ..cost.activations import Activation, ActivationCost
-from ..cost.polynomial import CostModel, Form, product
+from ..cost.polynomial import CostModel, Form, Term, product
 from .axes import Atom, Axis, Unit, Value, axis_size, expand, leaves, root, units_of
 from .call import Producer, results_of, values_in
 from .capture import Capture
@@ -39,7 +39,7 @@ class GraphBuilder:
         self.index = {unit: i for i, unit in enumerate(self.free)}
         self.original = [unit.size for unit in self.free]
         self.atoms: dict[Atom, int] = {}
-        self._forms: dict[int, tuple[Axis, Form]] = {}
+        self._forms: dict[Axis, Form] = {}
 
     def _fix_leftovers(self) -> None:
         """Fix units that no layer produces, and units of one channel."""
@@ -48,9 +48,7 @@ class GraphBuilder:
                 if unit.fixed is None and unit not in self.producers:
                     unit.fixed = "no layer of the captured network produces it"
                 elif unit.fixed is None and unit.size == 1:
-                    unit.fixed = (
-                        "a single channel, or channels permuted so that they only stay or go as a whole"
-                    )
+                    unit.fixed = "a single channel, or channels that only stay or go as a whole"
 
     def _name_units(self) -> tuple[dict[Unit, str], dict[Unit, int]]:
         """Name each unit after the first layer that produces it, with a slice if that produces several."""
@@ -74,22 +72,17 @@ class GraphBuilder:
 
     def form(self, axis: Axis) -> Form:
         """The length of an axis as a constant plus units of ties."""
-        # Most axes are asked for many times. The axis is kept with its form, so that its id stays unique.
-        known = self._forms.get(id(axis))
-        if known is None:
-            known = self._forms[id(axis)] = (axis, self._form(axis))
-        return known[1]
-
-    def _form(self, axis: Axis) -> Form:
-        constant = 0
-        times: dict[int, int] = {}
-        for atom, inner in expand(axis):
-            for unit, multiple in leaves(atom.unit):
-                if unit in self.index:
-                    times[self.index[unit]] = times.get(self.index[unit], 0) + multiple * inner
-                else:
-                    constant += unit.size * multiple * inner
-        return Form(constant, tuple(sorted(times.items())))
+        if axis not in self._forms:
+            constant = 0
+            times: dict[int, int] = {}
+            for atom, inner in expand(axis):
+                for unit, multiple in leaves(atom.unit):
+                    if unit in self.index:
+                        times[self.index[unit]] = times.get(self.index[unit], 0) + multiple * inner
+                    else:
+                        constant += unit.size * multiple * inner
+            self._forms[axis] = Form(constant, tuple(sorted(times.items())))
+        return self._forms[axis]
 
     def _layout(self, axes: Value) -> Layout:
         result = []
@@ -110,6 +103,9 @@ class GraphBuilder:
     def _charged_tie(self, *axes: Axis) -> int:
         """The first tie in the axes; -1 if there is none."""
         return next((tie for axis in axes for tie, _ in self.form(axis).units), -1)
+
+    def _product(self, layer: str, tie: int, axes: Value) -> Term:
+        return product(layer, tie, [self.form(axis) for axis in axes])
 
     # Parts of the graph
 
@@ -181,11 +177,7 @@ class GraphBuilder:
     def _mac_cost(self) -> CostModel:
         return CostModel(
             tuple(
-                product(
-                    term.layer,
-                    self._charged_tie(term.output, *term.axes),
-                    [self.form(axis) for axis in term.axes],
-                )
+                self._product(term.layer, self._charged_tie(term.output, *term.axes), term.axes)
                 for term in self.findings.mac_terms
             )
         )
@@ -199,10 +191,7 @@ class GraphBuilder:
             if charged.get(layer, -1) < 0:
                 charged[layer] = self._charged_tie(*tensors[name])
         return CostModel(
-            tuple(
-                product(layer, charged[layer], [self.form(axis) for axis in tensors[name]])
-                for name, layer in layer_of.items()
-            )
+            tuple(self._product(layer, charged[layer], tensors[name]) for name, layer in layer_of.items())
         )
 
     def _activation_cost(self) -> ActivationCost:

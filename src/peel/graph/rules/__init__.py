@@ -6,7 +6,7 @@ wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -63,14 +63,11 @@ def _check_rules(rules: Mapping[str, Rule]) -> None:
     for name, rule in rules.items():
         namespace, _, operator = str(name).partition("::")
         if not operator or not hasattr(getattr(torch.ops, namespace), operator):
+            # Only for the hint: torch has no public list of its operators.
+            known = {known.partition(".")[0] for known in torch._C._dispatch_get_all_op_names()}
             raise TraceError(
-                f"torch knows no operator {name!r}.{did_you_mean(str(name), _operators())} Names have no "
+                f"torch knows no operator {name!r}.{did_you_mean(str(name), known)} Names have no "
                 "overload (aten::add, not aten::add.Tensor); first import the library that defines it."
             )
         if not callable(rule):
             raise TraceError(f"the rule for {name} must be a function, not {rule!r}.")
-
-
-def _operators() -> Iterable[str]:
-    # Only for the hint. torch has no public list of its operators.
-    return {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
