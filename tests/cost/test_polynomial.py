@@ -1,4 +1,4 @@
-"""Predicted costs against counts on built models and against the recounts of the paper's networks."""
+"""Predicted costs against counts on built models, and against the recounted networks of the paper."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 import peel
 from helpers.graphs import traced_net, traced_zoo
-from helpers.nets import NETS, Chain, Flattened, Grouped, Net
-from peel.cost.count import count_macs
+from helpers.nets import NETS, Attention, Chain, Depthwise, Flattened, Grouped, Net
+from peel.cost.count import count_macs, plain_attention
 from peel.cost.widths import make_divisible
 
 
@@ -27,7 +28,7 @@ def net_and_widths(draw: st.DrawFn) -> tuple[type[Net], dict[str, int]]:
 
 
 @given(net_and_widths())
-def test_a_built_model_costs_exactly_what_was_predicted(case: tuple[type[Net], dict[str, int]]) -> None:
+def test_predicted_costs_equal_counted_costs(case: tuple[type[Net], dict[str, int]]) -> None:
     kind, widths = case
     net, graph = traced_net(kind)
     small = peel.slim(net, widths, graph=graph).eval()
@@ -35,7 +36,15 @@ def test_a_built_model_costs_exactly_what_was_predicted(case: tuple[type[Net], d
     assert sum(parameter.numel() for parameter in small.parameters()) == graph.params(widths)
 
 
-def test_costs_are_what_one_works_out_by_hand() -> None:
+@pytest.mark.parametrize("kind", [Chain, Depthwise, Attention], ids=lambda kind: kind.__name__)
+def test_count_macs_agrees_with_the_flop_counter_of_torch(kind: type[Net]) -> None:
+    net, x = traced_net(kind)[0], torch.randn(1, *kind.shape)
+    with torch.no_grad(), plain_attention(), FlopCounterMode(display=False) as counter:
+        net(x)
+    assert 2 * count_macs(net, (x,), {}) == counter.get_total_flops() > 0
+
+
+def test_costs_worked_out_by_hand() -> None:
     _, graph = traced_net(Chain)
     # conv1: 8 filters of 3x3x3 at 8x8; conv2: 12 of 8x3x3 at 3x3; fc: 12 x 5
     assert graph.macs_by_layer() == {"conv1": 8 * 27 * 64, "conv2": 12 * 72 * 9, "fc": 60}
@@ -45,7 +54,7 @@ def test_costs_are_what_one_works_out_by_hand() -> None:
 
 
 @pytest.mark.parametrize("kind", NETS, ids=lambda kind: kind.__name__)
-def test_layers_and_groups_add_up(kind: type[Net]) -> None:
+def test_costs_by_layer_and_group_add_up_to_the_total(kind: type[Net]) -> None:
     _, graph = traced_net(kind)
     for total, by_layer, by_group in (
         (graph.macs(), graph.macs_by_layer(), graph.macs_by_group()),
@@ -55,7 +64,7 @@ def test_layers_and_groups_add_up(kind: type[Net]) -> None:
         assert sum(by_group.values()) == total
 
 
-def test_many_candidates_at_once_agree_with_one_at_a_time() -> None:
+def test_many_candidates_cost_the_same_as_one_by_one() -> None:
     _, graph = traced_zoo("mobilenet_v2")
     rows = np.random.default_rng(0).integers(1, 2000, size=(50, len(graph.widths)))
     assert graph.macs_many(rows).tolist() == [
@@ -68,7 +77,7 @@ def test_many_candidates_at_once_agree_with_one_at_a_time() -> None:
     assert graph.macs_many(dicts).tolist() == [graph.macs(widths) for widths in dicts]
 
 
-def test_many_candidates_are_checked_too() -> None:
+def test_many_candidates_are_checked() -> None:
     _, graph = traced_net(Grouped)
     with pytest.raises(
         peel.WidthsError, match="row 1: the width of reduce must be a positive multiple of 4, not 6"
@@ -88,14 +97,14 @@ def test_many_candidates_are_checked_too() -> None:
         ({"fc": 4}, "fc is fixed at 5 channels and cannot become 4"),
     ],
 )
-def test_impossible_widths_are_named(widths: dict[str, int], message: str) -> None:
+def test_invalid_widths_are_refused(widths: dict[str, int], message: str) -> None:
     net, graph = traced_net(Chain)
     for use in (graph.macs, graph.params, lambda w: peel.slim(net, w, graph=graph)):
         with pytest.raises(peel.WidthsError, match=message):
             use(widths)
 
 
-def test_a_fixed_tie_at_its_own_width_is_fine() -> None:
+def test_fixed_tie_may_be_given_at_its_own_width() -> None:
     _, graph = traced_net(Chain)
     assert graph.macs({"fc": 5}) == graph.macs()
 
@@ -113,7 +122,7 @@ def test_a_fixed_tie_at_its_own_width_is_fine() -> None:
         ("efficientnet_b0", 384.53, 1.28),
     ],
 )
-def test_the_papers_networks_cost_what_was_recounted(name: str, conv: float, classifier: float) -> None:
+def test_networks_of_the_paper_cost_what_was_recounted(name: str, conv: float, classifier: float) -> None:
     model, graph = traced_zoo(name)
     linear = {layer for layer, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     by_layer = graph.macs_by_layer()
@@ -134,21 +143,19 @@ def test_the_papers_networks_cost_what_was_recounted(name: str, conv: float, cla
         ("resnet50", 0.25, 8, 278),
     ],
 )
-def test_uniform_resnets_of_the_papers_tables(
-    name: str, factor: float, divisor: int, millions: float
-) -> None:
+def test_uniform_resnets_of_the_paper(name: str, factor: float, divisor: int, millions: float) -> None:
     _, graph = traced_zoo(name)
     macs = graph.macs(graph.widths.scale(factor, divisor=divisor)) / 1e6
     assert round(macs, 1 if millions % 1 else 0) == millions
 
 
-def test_a_fixed_stem_would_have_been_visible() -> None:
+def test_frozen_stem_of_resnet50_costs_more() -> None:
     _, graph = traced_zoo("resnet50")
     assert round(graph.macs(graph.widths.scale(0.25, divisor=8, freeze=["conv1"])) / 1e6) == 379
 
 
 @pytest.mark.parametrize(
-    ("factor", "divisor", "hold_last", "millions"),
+    ("factor", "divisor", "freeze_last", "millions"),
     [
         (0.75, 8, True, 209.07),
         (0.5, 8, True, 97.13),
@@ -160,17 +167,17 @@ def test_a_fixed_stem_would_have_been_visible() -> None:
         (0.35, 1, True, 49),
     ],
 )
-def test_uniform_mobilenets_of_the_papers_tables(
-    factor: float, divisor: int, hold_last: bool, millions: float
+def test_uniform_mobilenets_of_the_paper(
+    factor: float, divisor: int, freeze_last: bool, millions: float
 ) -> None:
-    """Hidden layers are six times what they expand; the last convolution stays at 1280 where it is held."""
+    """Hidden layers are six times what they expand; the last convolution stays at 1280 if it is frozen."""
     _, graph = traced_zoo("mobilenet_v2")
     widths: dict[str, int] = {}
     stream = 0
     for name, width in graph.widths.items():
         scaled = make_divisible(width * factor, divisor) if divisor > 1 else round(width * factor)
         if name == "features.18.0":
-            widths[name] = width if hold_last else scaled
+            widths[name] = width if freeze_last else scaled
         elif name.endswith(".conv.0.0"):
             widths[name] = 6 * stream
         else:
@@ -180,7 +187,7 @@ def test_uniform_mobilenets_of_the_papers_tables(
 
 
 @pytest.mark.parametrize(
-    ("name", "hold", "square", "linear"),
+    ("name", "freeze", "square", "linear"),
     [
         ("resnet18", (), 1695.55, 118.53),
         ("resnet50", (), 3969.12, 120.06),
@@ -188,7 +195,7 @@ def test_uniform_mobilenets_of_the_papers_tables(
         ("mobilenet_v2", (), 267.94, 32.83),
     ],
 )
-def test_the_polynomial_of_a_whole_network(
+def test_quadratic_and_linear_part_of_the_cost(
     name: str, freeze: tuple[str, ...], square: float, linear: float
 ) -> None:
     _, graph = traced_zoo(name)
@@ -205,7 +212,7 @@ def test_the_polynomial_of_a_whole_network(
     assert round(cost(1) - cost(0) - a, 2) == linear
 
 
-def test_activation_memory_shrinks_with_the_widths_and_is_at_least_one_layer() -> None:
+def test_activation_memory_follows_the_widths() -> None:
     _, graph = traced_zoo("resnet18")
     assert graph.activation_bytes() >= 64 * 112 * 112 * 4
     assert graph.activation_bytes(graph.widths.scale(0.5)) == pytest.approx(

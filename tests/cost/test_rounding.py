@@ -1,4 +1,4 @@
-"""Budgets: read as people write them, never exceeded, and used up."""
+"""Budgets are parsed, never exceeded, and used up."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from peel.cost.rounding import cost_of, round_to_budget
         ("33.3333%", 333),
     ],
 )
-def test_budgets_are_read_as_people_write_them(written: str | float, meant: int) -> None:
+def test_budgets_are_parsed(written: str | float, meant: int) -> None:
     assert peel.parse_budget(written, original=1000) == meant
 
 
@@ -63,7 +63,7 @@ def test_budgets_are_read_as_people_write_them(written: str | float, meant: int)
         "1,5G",
     ],
 )
-def test_what_is_not_a_budget_is_refused(written: object) -> None:
+def test_invalid_budgets_are_refused(written: object) -> None:
     with pytest.raises(peel.BudgetError):
         peel.parse_budget(written, original=1000)  # type: ignore[arg-type]
 
@@ -72,9 +72,7 @@ NETWORKS = ["resnet18", "resnet50", "mobilenet_v2", "efficientnet_b0"]
 
 
 @given(st.sampled_from(NETWORKS), st.floats(0.05, 1.0), st.sampled_from(["macs", "params"]))
-def test_uniform_never_exceeds_the_budget_and_comes_within_a_thousandth(
-    name: str, share: float, resource: str
-) -> None:
+def test_uniform_is_within_a_thousandth_below_the_budget(name: str, share: float, resource: str) -> None:
     _, graph = traced_zoo(name)
     count = getattr(graph, resource)
     budget = int(count() * share)
@@ -88,7 +86,7 @@ def test_uniform_never_exceeds_the_budget_and_comes_within_a_thousandth(
     st.sampled_from([1, 4, 8, 16]),
     st.sampled_from(["macs", "params"]),
 )
-def test_one_more_step_would_exceed_the_budget(name: str, share: float, divisor: int, resource: str) -> None:
+def test_one_more_step_exceeds_the_budget(name: str, share: float, divisor: int, resource: str) -> None:
     _, graph = traced_zoo(name)
     count = getattr(graph, resource)
     budget = int(count() * share)
@@ -101,7 +99,7 @@ def test_one_more_step_would_exceed_the_budget(name: str, share: float, divisor:
 
 
 @given(st.sampled_from(NETWORKS), st.floats(0.1, 1.0))
-def test_uniform_is_uniform(name: str, share: float) -> None:
+def test_uniform_scales_all_ties_alike(name: str, share: float) -> None:
     _, graph = traced_zoo(name)
     widths = peel.uniform(graph, share)
     factors = [width / graph.widths[tie] for tie, width in widths.items() if graph.widths[tie] >= 64]
@@ -111,8 +109,8 @@ def test_uniform_is_uniform(name: str, share: float) -> None:
 @given(st.sampled_from(["cifar_resnet20", "cifar_resnet56"]), st.floats(0.02, 1.0))
 @example("cifar_resnet20", 0.03125)
 @example("cifar_resnet20", 0.99999)
-def test_small_networks_come_within_a_thousandth_too(name: str, share: float) -> None:
-    """Or within the smallest step there is: just below the whole network, one channel less of any tie may be more than a thousandth."""
+def test_small_networks_are_within_a_thousandth_or_one_step(name: str, share: float) -> None:
+    """Just below the whole network, one channel of any tie may be more than a thousandth."""
     _, graph = traced_zoo(name)
     budget = int(graph.macs() * share)
     channel = min(
@@ -125,7 +123,7 @@ def test_small_networks_come_within_a_thousandth_too(name: str, share: float) ->
     )
 
 
-def test_memory_is_a_resource_too() -> None:
+def test_uniform_meets_a_memory_budget() -> None:
     _, graph = traced_zoo("resnet18")
     widths = peel.uniform(graph, "60%", resource="memory")
     assert (
@@ -135,32 +133,32 @@ def test_memory_is_a_resource_too() -> None:
     )
 
 
-def test_the_whole_budget_gives_the_original_back() -> None:
+def test_whole_budget_gives_the_original_widths() -> None:
     _, graph = traced_zoo("resnet18")
     assert peel.uniform(graph, "100%") == graph.widths
 
 
-def test_held_ties_stay() -> None:
+def test_frozen_ties_keep_their_width() -> None:
     _, graph = traced_zoo("mobilenet_v2")
     widths = peel.uniform(graph, "87M", freeze=["features.18.0"])
     assert widths["features.18.0"] == 1280
     assert 0.999 * 87e6 <= graph.macs(widths) <= 87e6
 
 
-def test_steps_of_grouped_convolutions_are_kept() -> None:
+def test_widths_keep_the_steps_of_grouped_convolutions() -> None:
     _, graph = traced_net(Grouped)
     for share in (0.3, 0.5, 0.8):
         assert all(width % 4 == 0 for width in peel.uniform(graph, share).values())
 
 
-def test_layers_may_grow_when_asked_to() -> None:
+def test_layers_grow_without_max_width() -> None:
     _, graph = traced_net(Chain)
     widths = peel.uniform(graph, 2 * graph.macs(), max_width=None)
     assert widths["conv1"] > 8
     assert 1.9 * graph.macs() < graph.macs(widths) <= 2 * graph.macs()
 
 
-def test_rounding_keeps_a_lower_bound() -> None:
+def test_rounding_keeps_the_lower_limit() -> None:
     _, graph = traced_zoo("resnet18")
     floor = peel.uniform(graph, "40%")
     ideal = {tie: width * 1.2 if tie.startswith("layer4") else float(width) for tie, width in floor.items()}
@@ -170,16 +168,16 @@ def test_rounding_keeps_a_lower_bound() -> None:
 
 
 @pytest.mark.parametrize("budget", ["0.0001%", 10])
-def test_a_budget_below_the_smallest_network_says_what_is_reachable(budget: str | int) -> None:
+def test_budget_below_the_smallest_network_is_refused(budget: str | int) -> None:
     _, graph = traced_zoo("resnet18")
     smallest = graph.macs(graph.steps)
     with pytest.raises(peel.BudgetError, match=f"{smallest:,}"):
         peel.uniform(graph, budget)
 
 
-def test_a_budget_above_the_original_says_what_is_reachable() -> None:
+def test_budget_above_the_largest_network_is_refused() -> None:
     _, graph = traced_zoo("resnet18")
-    with pytest.raises(peel.BudgetError, match=r"1,814,073,344.*cap=None"):
+    with pytest.raises(peel.BudgetError, match=r"1,814,073,344.*max_width=None"):
         peel.uniform(graph, "5G")
 
 
@@ -189,11 +187,11 @@ def test_a_budget_above_the_original_says_what_is_reachable() -> None:
         ({"resource": "flops"}, "macs, params, memory"),
         ({"divisor": 0}, "divisor"),
         ({"divisor": 2.5}, "divisor"),
-        ({"hold": ["conv"]}, "Did you mean conv1"),
-        ({"cap": 0}, "cap"),
+        ({"freeze": ["conv"]}, "Did you mean conv1"),
+        ({"max_width": 0}, "max_width"),
     ],
 )
-def test_wrong_options_are_named(options: dict[str, object], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, object], message: str) -> None:
     _, graph = traced_zoo("resnet18")
     with pytest.raises(peel.BudgetError, match=message):
         peel.uniform(graph, "50%", **options)  # type: ignore[arg-type]

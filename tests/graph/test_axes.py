@@ -1,4 +1,4 @@
-"""Properties of axes: whatever is cut, joined, flattened and unified, lengths stay right and equal things stay equal."""
+"""Properties of axes: cutting, joining, flattening and unifying keep lengths right and equal things equal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peel.graph.axes import Axis, AxisSolver, axis_size, constant, expand, is_free, leaves, root, unknown
+from peel.graph import axes
+from peel.graph.axes import Axis, axis_size, constant, expand, is_free, leaves, root, unknown
 
 
 def form(axis: Axis) -> dict[object, int]:
@@ -36,12 +37,11 @@ def two_ways_to_cut(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 @given(two_ways_to_cut(), st.booleans())
 def test_unified_axes_are_the_same_axis(cuts: tuple[list[int], list[int]], with_constant: bool) -> None:
-    solver = AxisSolver()
     first, second = ([unknown(length) for length in cut] for cut in cuts)
     if with_constant:
         first[0] = constant(cuts[0][0], "given")
     a, b = (tuple(segment for piece in pieces for segment in piece) for pieces in (first, second))
-    solver.unify(a, b, "test")
+    axes.unify(a, b, "test")
     assert axis_size(a) == axis_size(b) == sum(cuts[0])
     assert form(a) == form(b)
     if not with_constant:
@@ -51,56 +51,50 @@ def test_unified_axes_are_the_same_axis(cuts: tuple[list[int], list[int]], with_
 
 
 @given(two_ways_to_cut())
-def test_pieces_of_a_cut_put_together_are_the_axis(cuts: tuple[list[int], list[int]]) -> None:
-    solver = AxisSolver()
+def test_joining_the_pieces_of_a_cut_gives_the_axis(cuts: tuple[list[int], list[int]]) -> None:
     axis = tuple(segment for length in cuts[0] for segment in unknown(length))
-    pieces = solver.cut(axis, cuts[1], "test")
+    pieces = axes.cut(axis, cuts[1], "test")
     assert [axis_size(expand(piece)) for piece in pieces] == cuts[1]
     assert expand(tuple(segment for piece in pieces for segment in piece)) == expand(axis)
 
 
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 5))
-def test_flattening_and_its_reverse(outer: int, channels: int, inner: int) -> None:
-    solver = AxisSolver()
+def test_unmerge_reverses_merge(outer: int, channels: int, inner: int) -> None:
     axis = unknown(channels)
-    flat = solver.merge([constant(outer), axis, constant(inner)], "test")
+    flat = axes.merge([constant(outer), axis, constant(inner)], "test")
     assert axis_size(flat) == outer * channels * inner
-    back = solver.unmerge(flat, [outer, channels, inner], "test")
+    back = axes.unmerge(flat, [outer, channels, inner], "test")
     assert [axis_size(dim) for dim in back] == [outer, channels, inner]
     if channels > 1:
         assert form(back[1]) == form(axis)
 
 
 @given(st.integers(2, 4), st.integers(1, 6))
-def test_equal_rows_share_one_unknown(rows: int, length: int) -> None:
-    solver = AxisSolver()
+def test_rows_of_a_matrix_share_one_unit(rows: int, length: int) -> None:
     axis = unknown(rows * length)
-    solver.unmerge(axis, [rows, length], "test")
+    axes.unmerge(axis, [rows, length], "test")
     (units,) = [{root(atom.unit) for atom, _ in expand(axis)}]
     assert len(units) == (1 if rows * length > 1 else len(units))
 
 
 @given(two_ways_to_cut())
 def test_same_size_ties_lengths_but_not_channels(cuts: tuple[list[int], list[int]]) -> None:
-    solver = AxisSolver()
     a, b = (tuple(segment for length in cut for segment in unknown(length)) for cut in cuts)
-    solver.same_size(a, b, "test")
+    axes.same_size(a, b, "test")
     assert form(a) == form(b)
     assert not {atom for atom, _ in expand(a)} & {atom for atom, _ in expand(b)}
 
 
-def test_what_meets_a_constant_is_fixed_with_its_reason() -> None:
-    solver = AxisSolver()
+def test_unifying_with_a_constant_fixes_with_its_reason() -> None:
     axis = (*unknown(4), *unknown(6))
-    solver.unify(axis, (*unknown(7), *constant(3, "given")), "test")
+    axes.unify(axis, (*unknown(7), *constant(3, "given")), "test")
     assert [root(atom.unit).fixed for atom, _ in expand(axis)] == [None, None, "given"]
     assert is_free(axis)
 
 
 def test_flattening_two_channel_axes_fixes_both() -> None:
-    solver = AxisSolver()
     a, b = unknown(4), unknown(6)
-    flat = solver.merge([a, b], "test")
+    flat = axes.merge([a, b], "test")
     assert axis_size(flat) == 24
     assert not is_free(a)
     assert not is_free(b)

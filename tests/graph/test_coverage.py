@@ -1,4 +1,4 @@
-"""A small core of the networks in docs/coverage.md; benchmarks/coverage.py checks all of them."""
+"""A few of the networks in docs/coverage.md. benchmarks/coverage.py checks all of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CORE = [
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "size"), CORE)
-def test_a_network_is_traced_slimmed_and_proved(name: str, size: int) -> None:
+def test_network_is_traced_slimmed_and_verified(name: str, size: int) -> None:
     model, graph = traced_zoo(name, size)
     x = torch.randn(1, 3, size, size)
     assert graph.free_share > 0.99
@@ -33,5 +33,6 @@ def test_a_network_is_traced_slimmed_and_proved(name: str, size: int) -> None:
     output = getattr(output, "logits", output)
     assert output.shape == (2, 1000)
     output.sum().backward()
+    assert not graph.unknown_operators
     verification = peel.verify(model, x, graph=graph, seconds=240)
     assert verification.passed, str(verification)

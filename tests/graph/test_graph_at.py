@@ -1,4 +1,4 @@
-"""`graph.at(widths)`: the graph of the network that `slim` builds, without tracing it."""
+"""`graph.at(widths)` is the graph of the network that `slim` builds, without tracing it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers.nets import NETS, Dense, Efficient, Net
 
 
 def unnamed(graph: peel.ChannelGraph) -> peel.ChannelGraph:
-    """The graph with its ties called by their place: a name such as `conv[0:4]` holds a width of the network that was traced."""
+    """The graph with ties named by position: a name such as `conv[0:4]` depends on the traced widths."""
     names = {name: f"{i} {name.partition('[')[0]}" for i, name in enumerate(graph.ties)}
     ties = {names[name]: replace(tie, name=names[name]) for name, tie in graph.ties.items()}
     return replace(
@@ -43,7 +43,7 @@ def differences(kept: peel.ChannelGraph, traced: peel.ChannelGraph) -> list[str]
 
 
 def stretched(graph: peel.ChannelGraph, factors: tuple[float, ...]) -> dict[str, int]:
-    """Some ties narrower, others wider. Two steps at least: a tie of one channel is another network, where nothing can be taken away."""
+    """Some ties narrower, others wider. At least two steps, since a tie of one channel is fixed."""
     return {
         name: max(2, int(width * factors[i % len(factors)] / graph.steps[name])) * graph.steps[name]
         for i, (name, width) in enumerate(graph.widths.items())
@@ -65,20 +65,20 @@ def check(
 
 
 @pytest.mark.parametrize("kind", NETS, ids=lambda kind: kind.__name__)
-def test_a_graph_at_other_widths_is_what_tracing_the_slim_network_gives(kind: type[Net]) -> None:
+def test_at_equals_tracing_the_slim_network(kind: type[Net]) -> None:
     net, graph = traced_net(kind)
     found = check(net, graph, kind.shape, stretched(graph, (0.5, 1.5, 0.75)))
-    # A convolution along the channels: the length of what it runs over is a width, but says nothing where only a single channel is.
+    # ECA slides over the channels: the spatial size of its single channel is a width.
     assert found == (["1 eca: spatial"] if kind is Efficient else [])
 
 
 @pytest.mark.parametrize("name", ["cifar_resnet20", "cifar_mobilenet_v2"])
-def test_and_so_it_is_for_networks_of_the_literature(name: str) -> None:
+def test_at_equals_tracing_the_slim_network_of_the_zoo(name: str) -> None:
     model, graph = traced_zoo(name)
     assert check(model, graph, (3, 32, 32), stretched(graph, (0.5, 1.25, 0.75, 1))) == []
 
 
-def test_the_way_there_does_not_matter() -> None:
+def test_at_can_be_chained_and_reversed() -> None:
     net, graph = traced_net(Dense)
     there = {"a": 7, "b": 3, "c": 11}
     assert graph.at({"a": 2, "b": 9}).at(there) == graph.at(there)
@@ -89,7 +89,7 @@ def test_the_way_there_does_not_matter() -> None:
     assert [p.shape for p in back.parameters()] == [p.shape for p in net.parameters()]
 
 
-def test_what_is_no_width_is_refused() -> None:
+def test_unknown_ties_are_refused() -> None:
     _, graph = traced_net(Dense)
     with pytest.raises(peel.WidthsError, match="no tie is called"):
         graph.at({"d": 3})

@@ -1,4 +1,4 @@
-"""Tiny networks, each with one awkward construction, carrying what the analysis must find in it.
+"""Tiny networks, each with one difficult construction and what the analysis must find in it.
 
 `expected` is {tie: (width, step)} for the free ties; `shape` is the shape of one input.
 """
@@ -16,7 +16,7 @@ class Net(nn.Module):
     shape: tuple[int, ...] = (3, 8, 8)
     expected: dict[str, tuple[int, int]] = {}
     exact = True
-    """Whether cutting is zeroing for every tie."""
+    """Whether slicing is the same as masking for every tie."""
 
     def head(self, x: Tensor) -> Tensor:
         return self.fc(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
@@ -127,7 +127,7 @@ class Split(Net):
 
 
 class SplitByAttribute(Net):
-    """Pieces whose sizes the block remembers: the attribute must follow."""
+    """Pieces whose sizes are attributes of the block: the attributes must follow the widths."""
 
     expected = {"conv[0:4]": (4, 1), "conv[4:12]": (8, 1)}
 
@@ -296,7 +296,7 @@ class Signal(Net):
 
 
 class SelectiveKernel(Net):
-    """Branches weighed against each other by a softmax over stacked features."""
+    """Branches weighted by a softmax over stacked features."""
 
     expected = {"a": (6, 1), "squeeze": (4, 1)}
 
@@ -353,7 +353,7 @@ class Efficient(Net):
 
 
 class HardCoded(Net):
-    """A width written down in forward: it cannot change, everything else can."""
+    """A width hard-coded in forward: it is fixed, everything else is free."""
 
     expected = {"free": (6, 1)}
 
@@ -399,7 +399,7 @@ class Attention(Net):
 
 
 class NeedsData(Net):
-    """Code that does not run on tensors without data; its hard-coded width is found all the same."""
+    """Code that does not run on the meta device. Its hard-coded width is still found."""
 
     expected = {"free": (6, 1)}
 
@@ -415,7 +415,7 @@ class NeedsData(Net):
 
 
 class AuxiliaryHead(Net):
-    """A head that exists only in training is tied to the rest all the same."""
+    """A head that exists only in training is tied to the rest, too."""
 
     expected = {"conv": (8, 1), "aux": (6, 1)}
 
@@ -432,7 +432,7 @@ class AuxiliaryHead(Net):
 
 
 class SlicesThatFit(Net):
-    """Two hard-coded slices that always fit together: the code runs at any width, but the first stays at four."""
+    """Two hard-coded slices that always fit together: the code runs at any width, the first stays at 4."""
 
     expected = {"free": (6, 1), "rigid[4:16]": (12, 1)}
 
@@ -584,7 +584,7 @@ class CrossStage(Net):
 
 
 class Positions(Net):
-    """Channels weighed by their place: their number is free, cutting is not zeroing."""
+    """Channels weighted by their position: their number is free, but slicing is not masking."""
 
     expected = {"conv": (8, 1)}
     exact = False
@@ -599,8 +599,9 @@ class Positions(Net):
 
 
 NETS: list[type[Net]] = [
-    Chain, Residual, Depthwise, Grouped, Dense, Flattened, Split, SplitByAttribute, Shuffled, ChannelsLast, GroupNormed, Shared,
-    Standardised, PaddedShortcut, Decoder, Volume, Signal, SelectiveKernel, Gated, PixelShuffled, Efficient, HardCoded,
-    UnknownOperator, Attention, NeedsData, AuxiliaryHead, SlicesThatFit, SliceIntoMean, InnerAxis, UnevenChunks, NumbersThatAreNoWidths,
+    Chain, Residual, Depthwise, Grouped, Dense, Flattened, Split, SplitByAttribute, Shuffled,
+    ChannelsLast, GroupNormed, Shared, Standardised, PaddedShortcut, Decoder, Volume, Signal,
+    SelectiveKernel, Gated, PixelShuffled, Efficient, HardCoded, UnknownOperator, Attention, NeedsData,
+    AuxiliaryHead, SlicesThatFit, SliceIntoMean, InnerAxis, UnevenChunks, NumbersThatAreNoWidths,
     Subclassed, Parametrised, MapNorm, CrossStage, Positions,
 ]  # fmt: skip

@@ -256,11 +256,11 @@ def test_an_equal_start_has_the_same_number_of_channels_everywhere() -> None:
 def test_another_resource_is_the_one_that_is_spent(resource: str) -> None:
     plan = planned(resource=resource, budget="60%")
     graph = peel.trace(Small(), torch.zeros(1, 3, 8, 8))
-    whole = graph.params() if resource == "params" else int(graph.peak_bytes(graph.units()))
+    whole = graph.params() if resource == "params" else graph.activation_bytes()
     spent = (
         graph.params(plan["widths"])
         if resource == "params"
-        else int(graph.peak_bytes(graph.units(peel.Widths(plan["widths"]))))
+        else graph.activation_bytes(plan["widths"])
     )
     assert plan["budget"] == int(0.6 * whole)
     assert 0.9 * plan["budget"] < spent <= plan["budget"]

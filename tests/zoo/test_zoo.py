@@ -1,6 +1,8 @@
-"""Names of models."""
+"""Models by name and by reference."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,27 +24,71 @@ from peel import zoo
         ("cifar_vgg16_bn", 313_201_664, 14_724_042),
     ],
 )
-def test_the_cifar_networks_have_the_sizes_the_literature_gives(name: str, macs: int, params: int) -> None:
+def test_cifar_networks_have_the_sizes_of_the_literature(name: str, macs: int, params: int) -> None:
     model, graph = traced_zoo(name)
     assert (graph.macs(), graph.params()) == (macs, params)
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
     assert zoo.create(name, num_classes=100)(torch.randn(2, 3, 32, 32)).shape == (2, 100)
 
 
-def test_torchvision_goes_first_and_a_prefix_asks_for_the_other() -> None:
+def test_torchvision_comes_first_and_a_prefix_chooses() -> None:
     assert zoo.find("resnet18").reference == "torchvision:resnet18"
     assert zoo.find("timm:resnet18").reference == "timm:resnet18"
     assert zoo.find("mobilenetv4_conv_small").input_size == (3, 224, 224)
     assert zoo.find("inception_v3").input_size == (3, 299, 299)
 
 
-def test_an_unknown_name_is_answered_with_near_ones() -> None:
+def test_unknown_name_lists_similar_ones() -> None:
     with pytest.raises(peel.ModelError, match="mobilenet_v2"):
         zoo.find("mobilenetv2")
     with pytest.raises(peel.ModelError, match="no model is called 'timm:cifar_resnet20'"):
         zoo.find("timm:cifar_resnet20")
 
 
-def test_weights_that_do_not_exist_are_refused() -> None:
+def test_missing_pretrained_weights_are_refused() -> None:
     with pytest.raises(peel.ModelError, match="no pretrained weights"):
         zoo.create("cifar_resnet20", pretrained=True)
+
+
+OWN = """
+import torch
+built = torch.nn.Linear(2, 3)
+def model(width=4):
+    return torch.nn.Linear(2, width)
+def text():
+    return "no model"
+"""
+
+
+def test_model_of_a_file_is_built_with_its_arguments(tmp_path: Path) -> None:
+    (tmp_path / "own_zoo_model.py").write_text(OWN)
+    reference = f"{tmp_path}/own_zoo_model.py"
+    assert zoo.create(f"{reference}:model", width=6).out_features == 6
+    assert zoo.create(f"{reference}:built").out_features == 3
+    assert zoo.find(f"{reference}:model").source == "user"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("own.py:mdel", "Did you mean model"),
+        ("own.py:text", "returned a str, not a torch.nn.Module"),
+        ("own.py:model.x", "has no"),
+        ("own.py:", "is not a reference"),
+        ("none.py:model", "there is no file"),
+    ],
+)
+def test_wrong_reference_is_refused(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    with pytest.raises(peel.ModelError, match=message):
+        zoo.create(f"{tmp_path}/{name}")
+
+
+def test_missing_package_is_refused() -> None:
+    with pytest.raises(peel.ModelError, match="there is no module 'no_such_package'"):
+        zoo.create("no_such_package:model")
+
+
+def test_error_while_building_names_the_arguments() -> None:
+    with pytest.raises(peel.ModelError, match="cannot be built with num_classes=-3"):
+        zoo.create("resnet18", num_classes=-3)

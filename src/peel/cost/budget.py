@@ -1,4 +1,4 @@
-"""Budgets as people write them."""
+"""Budgets as users write them: `"1.1G"`, `"50%"`, `0.5`, `1_100_000_000`."""
 
 from __future__ import annotations
 
@@ -26,19 +26,15 @@ _HELP = 'Write "1.1G", "87M", "50%", a fraction such as 0.5, or a whole number s
 
 
 def parse_budget(budget: Budget, original: int) -> int:
-    """The budget as a whole number, given what the original network costs.
+    """The budget as a whole number. `original` is the cost of the original network.
 
     >>> parse_budget("50%", 4_089_184_256)
     2044592128
     >>> parse_budget("1.1G", 4_089_184_256)
     1100000000
     """
-    if isinstance(budget, bool) or not isinstance(budget, str | int | float):
-        raise BudgetError(f"cannot read {budget!r} as a budget. {_HELP}")
-    if isinstance(budget, str):
-        match = _NUMBER.fullmatch(budget.strip())
-        if match is None:
-            raise BudgetError(f"cannot read {budget!r} as a budget. {_HELP}")
+    match = _NUMBER.fullmatch(budget.strip()) if isinstance(budget, str) else None
+    if match is not None:
         number = float(match[1].replace("_", "").replace(",", ""))
         if match[2] == "%":
             value = number / 100 * original
@@ -46,25 +42,25 @@ def parse_budget(budget: Budget, original: int) -> int:
             value = number * _SUFFIXES[match[2].lower()]
         else:
             value = number * original
+    elif isinstance(budget, bool) or not isinstance(budget, int | float):
+        raise BudgetError(f"cannot read {budget!r} as a budget. {_HELP}")
     elif isinstance(budget, int):
         value = budget
-    elif math.isfinite(budget) and (0 < budget <= 1 or budget.is_integer()):
+    elif 0 < budget <= 1 or budget.is_integer():
         value = budget * original if budget <= 1 else budget
     else:
-        raise BudgetError(
-            f"{budget!r} is neither a fraction of the original (0 to 1) nor a whole number. {_HELP}"
-        )
-    if not math.isfinite(value):
-        raise BudgetError(f"{budget!r} is not a finite budget.")
-    # Rounding down keeps the promise never to exceed the budget; the small addition takes back what floating point lost.
+        raise BudgetError(f"{budget!r} is neither a fraction from 0 to 1 nor a whole number. {_HELP}")
+    if not 0 < value < math.inf:
+        raise BudgetError(f"the budget must be positive and finite, not {budget!r}.")
+    # Round down: the budget is never exceeded. The small addition takes back what floating point lost.
     whole = math.floor(value + 1e-6) if value < 1e15 else int(value)
     if whole < 1:
-        raise BudgetError(f"the budget must be positive, not {budget!r}.")
+        raise BudgetError(f"the budget must be at least 1, not {budget!r}.")
     return whole
 
 
 def format_count(count: float) -> str:
-    """A count as people say it: 1.81G, 300.8M, 56.5k."""
+    """A count with a suffix: 1.81G, 300.8M, 56.5k."""
     for suffix, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
         if count >= size:
             digits = 2 if count < 10 * size else 1

@@ -1,14 +1,14 @@
-"""Widths that meet a budget: the uniform network, and the rounding that every plan uses.
+"""Whole widths that meet a budget: the uniform network, and the rounding that every plan uses.
 
-The promise of every function here: never above the budget, and so close below it that no tie could take one more step that
-costs anything.
+Both functions promise: the cost never exceeds the budget, and no tie can take one more step that costs
+anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import permutations
-from math import floor, lcm, prod
+from math import floor, inf, lcm, prod
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -19,19 +19,19 @@ from .widths import Widths
 
 __all__ = ["cost_of", "resolve_budget", "round_to_budget", "uniform"]
 
-#: The part of the budget that may be left over where smaller steps could use it.
-GAP = 1e-3
+#: The part of the budget that may stay unused where smaller steps could use it.
+_GAP = 1e-3
 
-#: Ways of rounding that are tried where nothing else helps.
-MANY = 3**12
+#: At most this many combinations are tried by `_nearest_rounding`.
+_MAX_COMBINATIONS = 3**12
 
 Cost = Callable[[Sequence[float]], float]
-"""Units of the ties -> cost. Exact on whole units, continuous between them."""
+"""Units of the ties -> cost. Exact for whole units, continuous between them."""
 
 
 @runtime_checkable
 class Costed(Protocol):
-    """What rounding needs of a `ChannelGraph`."""
+    """The part of a `ChannelGraph` that rounding needs."""
 
     @property
     def widths(self) -> Widths: ...
@@ -45,13 +45,11 @@ def cost_of(graph: Costed, resource: str) -> Cost:
     """The cost function of a resource, in units of the ties."""
     if not isinstance(graph, Costed):
         raise BudgetError(
-            f"the first argument is a ChannelGraph from peel.trace, not a {type(graph).__name__}."
+            f"the first argument must be a ChannelGraph from peel.trace, not a {type(graph).__name__}."
         )
     if resource not in RESOURCES:
-        known = ", ".join(RESOURCES)
-        raise BudgetError(
-            f"unknown resource {resource!r}; known are {known}.{did_you_mean(str(resource), RESOURCES)}"
-        )
+        hint = did_you_mean(str(resource), RESOURCES)
+        raise BudgetError(f"unknown resource {resource!r}; choose one of {', '.join(RESOURCES)}.{hint}")
     return graph.cost(resource)
 
 
@@ -69,31 +67,28 @@ def uniform(
     freeze: Iterable[str] = (),
     max_width: float | None = 1.0,
 ) -> Widths:
-    """One factor for all ties, chosen so that the network meets the budget.
+    """Scale all ties by one factor, so that the network meets the budget.
 
-    `budget` is `"1.1G"`, `"87M"`, `"50%"`, a fraction or a whole number. Widths are multiples of `divisor`; ties in `hold` keep
-    their width (the last convolution of MobileNetV2 is one that the literature holds). No tie grows beyond `cap` times its
-    original width; `cap=None` lifts that.
+    `budget` is `"1.1G"`, `"87M"`, `"50%"`, a fraction or a whole number of the `resource` (`"macs"`,
+    `"params"` or `"memory"`). Widths are multiples of `divisor`. Ties in `freeze` keep their width. No tie
+    grows beyond `max_width` times its original width; None removes that limit.
 
     >>> peel.uniform(graph, "50%")
     Widths(conv1=45, layer1.0.conv1=45, ...)
     """
-    cost = cost_of(graph, resource)
-    target = resolve_budget(graph, budget, resource)
-    ladder = _Ladder(graph, divisor, freeze, max_width)
+    rounding = _Rounding(graph, budget, resource, divisor, freeze, max_width)
     original = graph.units()
-    _check_reachable(ladder, cost, target, resource)
 
     def ideal(factor: float) -> list[float]:
-        return ladder.clamp([units * factor for units in original])
+        return rounding.clamp([units * factor for units in original])
 
     low, high = 0.0, 1.0
-    while high < 2**40 and cost(ideal(high)) < target:
+    while high < 2**40 and rounding.cost(ideal(high)) < rounding.target:
         high *= 2
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if cost(ideal(middle)) <= target else (low, middle)
-    return _widths(graph, _exchange(ladder, ideal(low), cost, target))
+        low, high = (middle, high) if rounding.cost(ideal(middle)) <= rounding.target else (low, middle)
+    return rounding.widths(ideal(low))
 
 
 def round_to_budget(
@@ -107,158 +102,142 @@ def round_to_budget(
     freeze: Iterable[str] = (),
     max_width: float | None = None,
 ) -> Widths:
-    """Whole widths near the ideal ones: none below `at_least`, together never above the budget, and close to it.
+    """Whole widths near `ideal`: none below `at_least`, together within the budget and close to it.
 
-    Ties in `hold` keep their width: the one in `at_least`, or the original one.
+    Ties in `freeze` keep their width: the one in `at_least`, or the original one. Other options as in
+    `uniform`.
     """
-    cost = cost_of(graph, resource)
-    target = resolve_budget(graph, budget, resource)
-    ladder = _Ladder(graph, divisor, freeze, max_width, at_least)
-    _check_reachable(ladder, cost, target, resource)
-    units = [ideal[name] / step for name, step in graph.steps.items()]
-    return _widths(graph, _exchange(ladder, ladder.clamp(units), cost, target))
+    rounding = _Rounding(graph, budget, resource, divisor, freeze, max_width, at_least)
+    return rounding.widths(rounding.clamp([ideal[name] / step for name, step in graph.steps.items()]))
 
 
-class _Ladder:
-    """The widths that each tie may take, in units: from `bottom` to `top` in steps of `quantum`."""
+class _Rounding:
+    """Rounds widths to a budget. Each tie, in units, goes from `low` to `high` in steps of `step`."""
 
     def __init__(
         self,
         graph: Costed,
+        budget: Budget,
+        resource: str,
         divisor: int,
         freeze: Iterable[str],
         max_width: float | None,
         at_least: Mapping[str, int] | None = None,
     ) -> None:
+        self.graph = graph
+        self.cost = cost_of(graph, resource)
+        self.target = resolve_budget(graph, budget, resource)
         if isinstance(divisor, bool) or not isinstance(divisor, int) or divisor < 1:
             raise BudgetError(f"divisor must be a whole number of at least 1, not {divisor!r}.")
         if max_width is not None and not max_width > 0:
             raise BudgetError(f"max_width must be positive or None, not {max_width!r}.")
-        held = {freeze} if isinstance(freeze, str) else set(freeze)
-        for name in held - set(graph.widths):
-            raise BudgetError(f"hold: no free tie is called {name!r}.{did_you_mean(name, graph.widths)}")
-        floor_units = graph.units(at_least) if at_least is not None else None
-        self.quantum: list[int] = []
-        self.bottom: list[int] = []
-        self.top: list[float] = []
-        for i, (name, width) in enumerate(graph.widths.items()):
-            step = graph.steps[name]
-            units = width // step
-            quantum = lcm(step, divisor) // step
-            top = float("inf") if max_width is None else floor(max_width * units / quantum + 1e-9) * quantum
-            bottom = quantum
-            if floor_units is not None:
-                bottom = max(bottom, -(-floor_units[i] // quantum) * quantum)
-            if name in held or top < bottom:
-                # Too narrow for the divisor, or to be held: the original width is the only one.
-                bottom = top = units if floor_units is None else floor_units[i]
-            self.quantum.append(quantum)
-            self.bottom.append(bottom)
-            self.top.append(top)
+        frozen = {freeze} if isinstance(freeze, str) else set(freeze)
+        for name in frozen - set(graph.widths):
+            raise BudgetError(f"freeze: no free tie is called {name!r}.{did_you_mean(name, graph.widths)}")
+        original = graph.units()
+        smallest = graph.units(at_least) if at_least is not None else [0] * len(original)
+        self.step = [lcm(step, divisor) // step for step in graph.steps.values()]
+        self.low = [max(step, -(-u // step) * step) for u, step in zip(smallest, self.step, strict=True)]
+        self.high: list[float] = [inf] * len(original)
+        for i, (name, step) in enumerate(zip(graph.widths, self.step, strict=True)):
+            if max_width is not None:
+                self.high[i] = floor(max_width * original[i] / step + 1e-9) * step
+            if name in frozen or self.high[i] < self.low[i]:
+                # Frozen, or narrower than the divisor: only one width is allowed.
+                self.low[i] = self.high[i] = smallest[i] or original[i]
+        self._check_reachable(resource)
 
-    def clamp(self, units: Sequence[float]) -> list[float]:
-        return [min(max(u, low), high) for u, low, high in zip(units, self.bottom, self.top, strict=True)]
-
-    def floor(self, units: Sequence[float]) -> list[int]:
-        return [
-            min(max(bottom, floor(u / quantum + 1e-9) * quantum), int(min(top, 2**62)))
-            for u, quantum, bottom, top in zip(units, self.quantum, self.bottom, self.top, strict=True)
-        ]
-
-
-def _check_reachable(ladder: _Ladder, cost: Cost, target: int, resource: str) -> None:
-    smallest = int(cost(ladder.bottom))
-    if target < smallest:
-        raise BudgetError(
-            f"a budget of {format_count(target)} {resource} cannot be reached: the smallest network has "
-            f"{format_count(smallest)} ({smallest:,}){' at multiples of the divisor' if max(ladder.quantum) > 1 else ''}."
-        )
-    if all(top < float("inf") for top in ladder.top):
-        largest = int(cost([int(top) for top in ladder.top]))
-        if target > largest:
+    def _check_reachable(self, resource: str) -> None:
+        target, smallest = format_count(self.target), int(self.cost(self.low))
+        if self.target < smallest:
+            divisor = " at multiples of the divisor" if max(self.step) > 1 else ""
             raise BudgetError(
-                f"a budget of {format_count(target)} {resource} is more than these widths can use: {format_count(largest)} "
-                f"({largest:,}). Pass a larger cap, or cap=None, to let layers grow beyond their original width."
+                f"a budget of {target} {resource} cannot be reached: the smallest network has "
+                f"{format_count(smallest)} ({smallest:,}){divisor}."
+            )
+        if inf not in self.high and self.target > (largest := int(self.cost([int(u) for u in self.high]))):
+            raise BudgetError(
+                f"a budget of {target} {resource} is more than these widths can use: "
+                f"{format_count(largest)} ({largest:,}). Pass a larger max_width, or max_width=None, "
+                "to let layers grow beyond their original width."
             )
 
+    def clamp(self, units: Sequence[float]) -> list[float]:
+        return [min(max(u, low), high) for u, low, high in zip(units, self.low, self.high, strict=True)]
 
-def _fill(ladder: _Ladder, ideal: Sequence[float], cost: Cost, target: int) -> list[int]:
-    """Round down, then hand out single steps, first to the ties that lost most, while the budget allows."""
-    units = ladder.floor(ideal)
-    while cost(units) > target:
-        # Ties that may not go below their bottom cost more than their share: the others give way, the most generous first.
-        able = [i for i, u in enumerate(units) if u - ladder.quantum[i] >= ladder.bottom[i]]
-        i = max(able, key=lambda i: units[i] / max(ideal[i], 1e-9))
-        units[i] -= ladder.quantum[i]
-    spent = cost(units)
-    grown = True
-    while grown:
-        grown = False
-        for i in sorted(range(len(units)), key=lambda i: (units[i] - ideal[i]) / max(ideal[i], 1e-9)):
-            if units[i] + ladder.quantum[i] > ladder.top[i]:
-                continue
-            is_short = units[i] + ladder.quantum[i] / 2 <= ideal[i]
-            units[i] += ladder.quantum[i]
-            new = cost(units)
-            # A step that costs nothing (a head that only runs in training) is taken to come nearer to the ideal, not to use up the budget.
-            if new <= target and (new > spent or is_short):
-                grown, spent = True, new
-            else:
-                units[i] -= ladder.quantum[i]
-    return units
+    def widths(self, ideal: Sequence[float]) -> Widths:
+        """Whole widths near the ideal units."""
+        units = self._exchange(self._fill(ideal), ideal)
+        return Widths({name: units[i] * step for i, (name, step) in enumerate(self.graph.steps.items())})
 
+    def _fill(self, ideal: Sequence[float]) -> list[int]:
+        """Round down, then add single steps within the budget, first to ties far below their ideal."""
+        units = [
+            min(max(low, floor(u / step + 1e-9) * step), int(min(high, 2**62)))
+            for u, step, low, high in zip(ideal, self.step, self.low, self.high, strict=True)
+        ]
+        while self.cost(units) > self.target:
+            # Ties at their lower limit cost more than their share. The tie most above its ideal gives way.
+            able = [i for i, u in enumerate(units) if u - self.step[i] >= self.low[i]]
+            i = max(able, key=lambda i: units[i] / max(ideal[i], 1e-9))
+            units[i] -= self.step[i]
+        spent = self.cost(units)
+        grown = True
+        while grown:
+            grown = False
+            for i in sorted(range(len(units)), key=lambda i: (units[i] - ideal[i]) / max(ideal[i], 1e-9)):
+                if units[i] + self.step[i] > self.high[i]:
+                    continue
+                is_short = units[i] + self.step[i] / 2 <= ideal[i]
+                units[i] += self.step[i]
+                new = self.cost(units)
+                # A step that costs nothing (a head only used in training) is only taken towards the ideal.
+                if new <= self.target and (new > spent or is_short):
+                    grown, spent = True, new
+                else:
+                    units[i] -= self.step[i]
+        return units
 
-def _exchange(ladder: _Ladder, ideal: Sequence[float], cost: Cost, target: int) -> list[int]:
-    """Fill, and where a gap is left, as in very small networks, take a step from one tie to give one to another, while that helps."""
-    units = _fill(ladder, ideal, cost, target)
-    for _ in range(len(units)):
-        if target - cost(units) <= target * GAP:
-            return units
-        best, best_cost = units, cost(units)
-        for i, j in permutations(range(len(units)), 2):
-            tried = list(units)
-            tried[i] -= ladder.quantum[i]
-            tried[j] += ladder.quantum[j]
-            if (
-                tried[i] >= ladder.bottom[i]
-                and tried[j] <= ladder.top[j]
-                and best_cost < (tried_cost := cost(tried)) <= target
-            ):
-                best, best_cost = tried, tried_cost
-        if best is units:
-            return _nearest_rounding(ladder, ideal, cost, target) or units
-        units = best
-    return units
+    def _exchange(self, units: list[int], ideal: Sequence[float]) -> list[int]:
+        """Where a gap is left (in very small networks), move steps between ties while that helps."""
+        for _ in range(len(units)):
+            if self.target - self.cost(units) <= self.target * _GAP:
+                return units
+            best, best_cost = units, self.cost(units)
+            for i, j in permutations(range(len(units)), 2):
+                tried = list(units)
+                tried[i] -= self.step[i]
+                tried[j] += self.step[j]
+                allowed = tried[i] >= self.low[i] and tried[j] <= self.high[j]
+                if allowed and best_cost < (tried_cost := self.cost(tried)) <= self.target:
+                    best, best_cost = tried, tried_cost
+            if best is units:
+                return self._nearest(ideal) or units
+            units = best
+        return units
 
+    def _nearest(self, ideal: Sequence[float]) -> list[int] | None:
+        """Of all roundings by at most one step up or down, the one nearest to the ideal that leaves no gap.
 
-def _nearest_rounding(ladder: _Ladder, ideal: Sequence[float], cost: Cost, target: int) -> list[int] | None:
-    """Of all ways to round each tie down or up or one step further down, the one nearest to the ideal that leaves no gap.
-
-    None where there is none, where there are too many ways, or where the cost is not one that can be computed for many at once.
-    """
-    choices = []
-    for u, quantum, bottom, top in zip(ideal, ladder.quantum, ladder.bottom, ladder.top, strict=True):
-        low = floor(u / quantum + 1e-9) * quantum
-        choices.append(
-            sorted({int(min(max(value, bottom), top)) for value in (low - quantum, low, low + quantum)})
+        None if there is none, if there are too many, or if the cost cannot be computed for many at once.
+        """
+        choices = []
+        for u, step, low, high in zip(ideal, self.step, self.low, self.high, strict=True):
+            down = floor(u / step + 1e-9) * step
+            options = {int(min(max(value, low), high)) for value in (down - step, down, down + step)}
+            choices.append(sorted(options))
+        if prod(map(len, choices)) > _MAX_COMBINATIONS:
+            return None
+        columns: list[Any] = [grid.ravel() for grid in np.meshgrid(*map(np.array, choices), indexing="ij")]
+        try:
+            spent = np.asarray(self.cost(columns))
+        except ValueError:  # the peak of memory is a maximum, which does not take arrays
+            return None
+        fits = np.flatnonzero((spent <= self.target) & (spent >= self.target * (1 - _GAP)))
+        if len(fits) == 0:
+            return None
+        distance = sum(
+            ((column[fits] - u) / max(u, 1e-9)) ** 2 for column, u in zip(columns, ideal, strict=True)
         )
-    if prod(map(len, choices)) > MANY:
-        return None
-    columns: list[Any] = [
-        grid.ravel()
-        for grid in np.meshgrid(*(np.array(values, dtype=np.int64) for values in choices), indexing="ij")
-    ]
-    try:
-        spent = np.asarray(cost(columns))
-    except ValueError:  # a maximum, as of memory, is not a sum of products
-        return None
-    fits = np.flatnonzero((spent <= target) & (spent >= target * (1 - GAP)))
-    if len(fits) == 0:
-        return None
-    distance = sum(((column[fits] - x) / max(x, 1e-9)) ** 2 for column, x in zip(columns, ideal, strict=True))
-    best = fits[np.argmin(distance)]
-    return [int(column[best]) for column in columns]
-
-
-def _widths(graph: Costed, units: Sequence[int]) -> Widths:
-    return Widths({name: units[i] * step for i, (name, step) in enumerate(graph.steps.items())})
+        best = fits[np.argmin(distance)]
+        return [int(column[best]) for column in columns]

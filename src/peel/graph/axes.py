@@ -2,52 +2,52 @@
 
 Two questions about a channel axis are kept apart:
 
-* *how many* channels: a `Unit`, one unknown integer. Units that must be equal are merged. What becomes a tie in the end is a unit.
-* *which* channels: an `Atom`, a run of channels in a certain order. Atoms whose channels must be kept or cut together are merged.
+* *how many* channels: a `Unit`, one unknown integer. Units that must be equal are merged. A unit becomes a
+  tie.
+* *which* channels: an `Atom`, a run of channels in a certain order. Atoms whose channels must be kept or cut
+  together are merged.
 
-An axis is a tuple of `Segment(atom, inner)`: the channels of the atom in order, each repeated `inner` times (flattening a feature
-map of 7x7 gives `inner` 49). Concatenation joins tuples; a split cuts them. Where a cut falls inside an atom, the atom is *bound* to
-its two parts, everywhere at once. Unification (`AxisSolver.unify`) walks two axes in step, cutting and merging as it goes.
+An axis is a tuple of `Segment(atom, inner)`: the channels of the atom in order, each repeated `inner` times
+(flattening a feature map of 7x7 gives `inner` 49). Concatenation joins tuples; a split cuts them. Where a cut
+falls inside an atom, the atom is *bound* to its two parts, everywhere at once. `unify` walks along
+two axes, cutting and merging as it goes.
 
-A unit may be *fixed*, with a reason. Constants are fixed units from the start, so there is no second kind of segment.
+A unit may be *fixed*, with a reason. Constants are units that are fixed from the start.
 
-An atom is *blurred* when slicing it is not the same as masking it: a channel shuffle interleaves it with others, a layer norm takes
-statistics over it. Its size is as free as any other; only the equality of sliced and masked network is not promised.
+An atom is *inexact* if slicing it is not the same as masking it: a channel shuffle interleaves it with
+others, a layer norm takes statistics over it. Its size is still free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import lcm
+from dataclasses import dataclass, field
+from math import lcm, prod
 from typing import NamedTuple
 
-#: A flattened axis made of more segments than this is fixed: no network needs it, and the walk over it would take long.
-MAX_SEGMENTS = 4096
+#: A flattened axis of more segments than this is fixed: no known network needs it, and it would be slow.
+_MAX_SEGMENTS = 4096
 
 
+@dataclass(slots=True, eq=False)
 class Unit:
     """How many channels: one unknown integer, `size` in the original network."""
 
-    __slots__ = ("causes", "fixed", "parent", "parts", "size")
-
-    def __init__(self, size: int, fixed: str | None = None) -> None:
-        self.size = size
-        self.fixed = fixed
-        self.parent: Unit | None = None
-        self.parts: tuple[tuple[Unit, int], ...] | None = None
-        self.causes: dict[str, None] = {}
+    size: int
+    fixed: str | None = None
+    parent: Unit | None = None
+    parts: tuple[tuple[Unit, int], ...] | None = None
+    causes: dict[str, None] = field(default_factory=dict)
 
 
+@dataclass(slots=True, eq=False)
 class Atom:
     """Which channels: a run of `unit` channels in a certain order."""
 
-    __slots__ = ("inexact", "parent", "parts", "unit")
-
-    def __init__(self, unit: Unit, inexact: str | None = None) -> None:
-        self.unit = unit
-        self.inexact = inexact
-        self.parent: Atom | None = None
-        self.parts: tuple[Segment, ...] | None = None
+    unit: Unit
+    inexact: str | None = None
+    parent: Atom | None = None
+    parts: tuple[Segment, ...] | None = None
 
 
 class Segment(NamedTuple):
@@ -57,19 +57,15 @@ class Segment(NamedTuple):
 
 Axis = tuple[Segment, ...]
 
+Value = tuple[Axis, ...]
+"""A tensor as the analysis sees it: its axes."""
+
 
 def root(unit: Unit) -> Unit:
     """The unit that stands for this one after all merges."""
     while unit.parent is not None:
         unit = unit.parent
     return unit
-
-
-def atom_root(atom: Atom) -> Atom:
-    """The atom that stands for this one after all merges."""
-    while atom.parent is not None:
-        atom = atom.parent
-    return atom
 
 
 def leaves(unit: Unit) -> list[tuple[Unit, int]]:
@@ -80,28 +76,38 @@ def leaves(unit: Unit) -> list[tuple[Unit, int]]:
     return [(leaf, times * multiple) for part, times in unit.parts for leaf, multiple in leaves(part)]
 
 
-def _mirror(atom: Atom) -> tuple[Segment, ...] | None:
-    """The parts of an atom; where its unit was bound through another atom, parts of its own are made to match."""
-    if atom.parts is None:
-        unit = root(atom.unit)
-        if unit.parts is not None:
-            atom.parts = tuple(Segment(Atom(part, atom.inexact), times) for part, times in unit.parts)
-    return atom.parts
-
-
 def expand(axis: Iterable[Segment]) -> Axis:
-    """The axis in terms of atoms that are not bound to parts."""
+    """The axis in terms of atoms that have no parts."""
     done: list[Segment] = []
     stack = list(axis)[::-1]
     while stack:
         atom, inner = stack.pop()
-        atom = atom_root(atom)
-        parts = _mirror(atom)
-        if parts is None:
+        while atom.parent is not None:
+            atom = atom.parent
+        if atom.parts is None and (parts := root(atom.unit).parts) is not None:
+            # The unit was split through another atom: split this one to match.
+            atom.parts = tuple(Segment(Atom(part, atom.inexact), times) for part, times in parts)
+        if atom.parts is None:
             done.append(Segment(atom, inner))
         else:
-            stack.extend(Segment(part.atom, part.inner * inner) for part in reversed(parts))
+            stack.extend(Segment(part.atom, part.inner * inner) for part in reversed(atom.parts))
     return tuple(done)
+
+
+def repeat_each(axis: Axis, times: int) -> Axis:
+    """The axis with each channel repeated `times` times in place."""
+    return tuple(Segment(atom, inner * times) for atom, inner in expand(axis))
+
+
+def replace_axis(value: Value, dim: int, axis: Axis) -> Value:
+    axes = list(value)
+    axes[dim] = axis
+    return tuple(axes)
+
+
+def units_of(axis: Axis) -> list[Unit]:
+    """The distinct units of an axis, in order."""
+    return list(dict.fromkeys(root(atom.unit) for atom, _ in expand(axis)))
 
 
 def axis_size(axis: Iterable[Segment]) -> int:
@@ -109,13 +115,9 @@ def axis_size(axis: Iterable[Segment]) -> int:
     return sum(root(atom.unit).size * inner for atom, inner in axis)
 
 
-def is_fixed(segment: Segment) -> bool:
-    return root(segment.atom.unit).fixed is not None
-
-
 def is_free(axis: Axis) -> bool:
     """Whether any part of the axis can change."""
-    return not all(is_fixed(segment) for segment in expand(axis))
+    return any(root(atom.unit).fixed is None for atom, _ in expand(axis))
 
 
 def constant(size: int, reason: str = "") -> Axis:
@@ -124,308 +126,210 @@ def constant(size: int, reason: str = "") -> Axis:
 
 
 def unknown(size: int) -> Axis:
-    """An axis of which nothing is known yet but its length."""
+    """An axis of which only the length is known."""
     return (Segment(Atom(Unit(size)), 1),)
 
 
-class AxisSolver:
-    """Collects what must be equal. All methods work in place on the atoms and units that the axes refer to."""
+def _copy(axis: Axis) -> Axis:
+    return tuple(Segment(Atom(atom.unit), inner) for atom, inner in expand(axis))
 
-    # What is fixed, and what is blurred
 
-    def fix(self, axis: Axis, reason: str) -> None:
-        for atom, _ in expand(axis):
-            unit = root(atom.unit)
-            if unit.fixed is None:
-                unit.fixed = reason
+# What must be equal. These functions change the atoms and units of the axes in place.
 
-    def mark_inexact(self, axis: Axis, reason: str) -> None:
-        for atom, _ in expand(axis):
-            if atom.inexact is None:
-                atom.inexact = reason
 
-    # Equal sizes
+def fix(axis: Axis, reason: str) -> None:
+    """The axis keeps its length. The first reason given is kept."""
+    for unit in units_of(axis):
+        if unit.fixed is None:
+            unit.fixed = reason
 
-    def same_size(self, first: Axis, second: Axis, cause: str) -> None:
-        """The two axes keep the same length, but need not keep the same channels."""
-        self._walk_sizes(
-            [(atom.unit, inner) for atom, inner in expand(first)],
-            [(atom.unit, inner) for atom, inner in expand(second)],
-            cause,
-        )
 
-    def _walk_sizes(self, first: list[tuple[Unit, int]], second: list[tuple[Unit, int]], cause: str) -> None:
-        # Lengths are the same forwards and backwards: this walk may pair parts in any order, so in the given one.
-        left, right = first[::-1], second[::-1]
-        while left and right:
-            (u, m), (v, k) = left.pop(), right.pop()
-            u, v = root(u), root(v)
-            if u.parts is not None or v.parts is not None:
-                left.extend((leaf, times * m) for leaf, times in reversed(leaves(u)))
-                right.extend((leaf, times * k) for leaf, times in reversed(leaves(v)))
-                continue
-            size_u, size_v = u.size * m, v.size * k
-            if u.fixed is not None and v.fixed is not None:
-                common = min(size_u, size_v)
-                if size_u > common:
-                    left.append((Unit(size_u - common, u.fixed), 1))
-                if size_v > common:
-                    right.append((Unit(size_v - common, v.fixed), 1))
-            elif size_u == size_v:
-                self._equate(u, m, v, k, cause)
-            elif size_u < size_v:
-                if v.fixed is not None:
-                    u.fixed = v.fixed
-                    right.append((Unit(size_v - size_u, v.fixed), 1))
-                else:
-                    self._split_for(size_u, u, m, v, k, left, right, cause)
-            elif u.fixed is not None:
-                v.fixed = u.fixed
-                left.append((Unit(size_u - size_v, u.fixed), 1))
-            else:
-                self._split_for(size_v, v, k, u, m, right, left, cause)
+def mark_inexact(axis: Axis, reason: str) -> None:
+    """Slicing the axis is not the same as masking it."""
+    for atom, _ in expand(axis):
+        if atom.inexact is None:
+            atom.inexact = reason
 
-    def _split_for(
-        self,
-        length: int,
-        small: Unit,
-        small_times: int,
-        large: Unit,
-        large_times: int,
-        small_stack: list[tuple[Unit, int]],
-        large_stack: list[tuple[Unit, int]],
-        cause: str,
-    ) -> None:
-        small_stack.append((small, small_times))
-        if length % large_times == 0:
-            self._split_unit(large, length // large_times)
-        else:
-            small.fixed = small.fixed or f"{cause}: parts of different length do not line up"
-            large.fixed = large.fixed or small.fixed
-        large_stack.append((large, large_times))
 
-    def _equate(self, u: Unit, m: int, v: Unit, k: int, cause: str) -> None:
-        """`m` times `u` equals `k` times `v`, both leaves and of the same length in the original network."""
-        if u is v:
-            return
-        if m == k:
-            v.parent = u
-            u.fixed = u.fixed if u.fixed is not None else v.fixed
-            u.causes.update(v.causes)
-            u.causes[cause] = None
-        elif k % m == 0:
-            self._bind_unit(u, ((v, k // m),), cause)
-        elif m % k == 0:
-            self._bind_unit(v, ((u, m // k),), cause)
-        else:
-            common = lcm(m, k)
-            if u.size * m % common:
-                u.fixed = u.fixed or f"{cause}: sizes with no common part"
-                v.fixed = v.fixed or u.fixed
-                return
-            w = Unit(u.size * m // common)
-            self._bind_unit(u, ((w, common // m),), cause)
-            self._bind_unit(v, ((w, common // k),), cause)
+def same_size(first: Axis, second: Axis, cause: str) -> None:
+    """The two axes keep the same length, but need not keep the same channels."""
+    if is_free(first) or is_free(second):
+        # Unify copies: the same units, but atoms of their own.
+        unify(_copy(first), _copy(second), cause)
 
-    def _bind_unit(self, unit: Unit, parts: tuple[tuple[Unit, int], ...], cause: str) -> None:
-        unit.parts = parts
-        for part, _ in parts:
-            for leaf, _ in leaves(part):
-                if unit.fixed is not None and leaf.fixed is None:
-                    leaf.fixed = unit.fixed
-                leaf.causes.update(unit.causes)
-                leaf.causes[cause] = None
 
-    def _split_unit(self, unit: Unit, at: int) -> None:
-        first, second = Unit(at, unit.fixed), Unit(unit.size - at, unit.fixed)
-        first.causes, second.causes = dict(unit.causes), dict(unit.causes)
-        unit.parts = ((first, 1), (second, 1))
-
-    # Equal channels
-
-    def unify(self, first: Axis, second: Axis, cause: str) -> None:
-        """The two axes hold the same channels in the same order. Their original lengths must agree."""
-        left, right = list(expand(first))[::-1], list(expand(second))[::-1]
-        while left and right:
-            x, y = left.pop(), right.pop()
-            expanded_x, expanded_y = expand((x,)), expand((y,))
-            if expanded_x != (x,) or expanded_y != (y,):
-                left.extend(reversed(expanded_x))
-                right.extend(reversed(expanded_y))
-                continue
-            if x == y:
-                continue
-            size_x, size_y = axis_size((x,)), axis_size((y,))
-            fixed_x, fixed_y = root(x.atom.unit).fixed, root(y.atom.unit).fixed
-            common = min(size_x, size_y)
-            if fixed_x is not None and fixed_y is not None:
-                if size_x == size_y and x.inner == y.inner:
-                    self._merge(x.atom, y.atom, cause)
-                    continue
-                left.extend(constant(size_x - common, fixed_x) if size_x > common else ())
-                right.extend(constant(size_y - common, fixed_y) if size_y > common else ())
-            elif size_x == size_y:
-                self._match(x, y, cause)
-            elif fixed_x is not None and size_x > size_y:
-                self.fix((y,), fixed_x)
-                left.extend(constant(size_x - size_y, fixed_x))
-            elif fixed_y is not None and size_y > size_x:
-                self.fix((x,), fixed_y)
-                right.extend(constant(size_y - size_x, fixed_y))
-            elif size_x < size_y:
-                left.append(x)
-                right.append(y)
-                self._align(y, size_x, x, cause)
-            else:
-                left.append(x)
-                right.append(y)
-                self._align(x, size_y, y, cause)
-
-    def _align(self, large: Segment, length: int, small: Segment, cause: str) -> None:
-        """Cut the larger segment so that its first part has the length of the smaller one."""
+def unify(first: Axis, second: Axis, cause: str) -> None:
+    """The two axes hold the same channels in the same order. Their original lengths must agree."""
+    left, right = list(expand(first))[::-1], list(expand(second))[::-1]
+    while left and right:
+        x, y = left.pop(), right.pop()
+        expanded_x, expanded_y = expand((x,)), expand((y,))
+        if expanded_x != (x,) or expanded_y != (y,):
+            left.extend(reversed(expanded_x))
+            right.extend(reversed(expanded_y))
+            continue
+        size_x, size_y = axis_size((x,)), axis_size((y,))
+        if size_x == size_y:
+            _match(x, y, cause)
+            continue
+        large, small, stack = (x, y, left) if size_x > size_y else (y, x, right)
+        reason = root(large.atom.unit).fixed
+        if reason is not None:
+            fix((small,), reason)
+            stack.extend(constant(abs(size_x - size_y), reason))
+            continue
+        # Cut the larger segment so that its first part is as long as the smaller one, then try again.
+        left.append(x)
+        right.append(y)
+        length = min(size_x, size_y)
         if length % large.inner == 0:
-            self.split_atom(large.atom, length // large.inner)
+            _split(root(large.atom.unit), length // large.inner)
         else:
-            reason = f"{cause}: channels do not line up"
-            self.fix((large,), reason)
-            self.fix((small,), reason)
+            fix((large, small), f"{cause}: channels do not line up")
 
-    def split_atom(self, atom: Atom, at: int) -> None:
-        self._split_unit(root(atom.unit), at)
-        _mirror(atom)
 
-    def _match(self, x: Segment, y: Segment, cause: str) -> None:
-        """The two segments, leaves of the same length, hold the same channels."""
-        (a, m), (b, k) = x, y
-        if m == k:
-            self._merge(a, b, cause)
-        elif k % m == 0:
-            self._bind(a, (Segment(b, k // m),), cause)
-        elif m % k == 0:
-            self._bind(b, (Segment(a, m // k),), cause)
-        else:
-            size, common = axis_size((x,)), lcm(m, k)
-            if size % common:
-                reason = f"{cause}: channels do not line up"
-                self.fix((x, y), reason)
-                return
-            c = Atom(Unit(size // common))
-            self._bind(a, (Segment(c, common // m),), cause)
-            self._bind(b, (Segment(c, common // k),), cause)
-
-    def _merge(self, a: Atom, b: Atom, cause: str) -> None:
-        if a is b:
+def _match(x: Segment, y: Segment, cause: str) -> None:
+    """The two segments, of the same length and without parts, hold the same channels."""
+    (a, m), (b, k) = x, y
+    if m == k:
+        _merge(a, b, cause)
+    elif not is_free((x,)) and not is_free((y,)):
+        return
+    elif k % m == 0:
+        _bind(a, b, k // m, cause)
+    elif m % k == 0:
+        _bind(b, a, m // k, cause)
+    else:
+        size, common = axis_size((x,)), lcm(m, k)
+        if size % common:
+            fix((x, y), f"{cause}: channels do not line up")
             return
-        self._equate(root(a.unit), 1, root(b.unit), 1, cause)
-        b.parent = a
-        a.inexact = a.inexact or b.inexact
+        c = Atom(Unit(size // common))
+        _bind(a, c, common // m, cause)
+        _bind(b, c, common // k, cause)
 
-    def _bind(self, atom: Atom, parts: tuple[Segment, ...], cause: str) -> None:
-        (part, times), unit = parts[0], root(atom.unit)
-        self._equate(unit, 1, root(part.unit), times, cause)
-        atom.parts = parts
-        if atom.inexact or part.inexact:
-            atom.inexact = part.inexact = atom.inexact or part.inexact
 
-    # Shapes
+def _merge(a: Atom, b: Atom, cause: str) -> None:
+    if a is b:
+        return
+    u, v = root(a.unit), root(b.unit)
+    if u is not v:
+        v.parent = u
+        u.fixed = u.fixed if u.fixed is not None else v.fixed
+        u.causes.update(v.causes)
+        u.causes[cause] = None
+    b.parent = a
+    a.inexact = a.inexact or b.inexact
 
-    def cut(self, axis: Axis, lengths: Sequence[int], cause: str) -> list[Axis]:
-        """Cut an axis into pieces of the given original lengths."""
-        axis = expand(axis)
-        if len(axis) == 1 and axis[0].atom.inexact and not is_fixed(axis[0]):
-            atom, inner = axis[0]
-            size = root(atom.unit).size
-            if all(length % size == 0 for length in lengths) and inner > 1:
-                # Halves of interleaved channels: each is as long as one of the interleaved parts was.
-                return [(Segment(Atom(atom.unit, atom.inexact), length // size),) for length in lengths]
-        pieces: list[Axis] = []
-        rest = list(axis)[::-1]
-        for length in lengths:
-            piece: list[Segment] = []
-            missing = length
-            while missing:
-                segment = rest.pop()
-                expanded = expand((segment,))
-                if expanded != (segment,):
-                    rest.extend(reversed(expanded))
-                    continue
-                size = axis_size((segment,))
-                if size <= missing:
-                    piece.append(segment)
-                    missing -= size
-                elif (reason := root(segment.atom.unit).fixed) is not None:
-                    piece.extend(constant(missing, reason))
-                    rest.extend(constant(size - missing, reason))
-                    missing = 0
-                else:
-                    rest.append(segment)
-                    if missing % segment.inner == 0:
-                        self.split_atom(segment.atom, missing // segment.inner)
-                    else:
-                        self.fix((segment,), f"{cause}: a cut falls between channels that belong together")
-            pieces.append(tuple(piece))
-        return pieces
 
-    def merge(self, axes: Sequence[Axis], cause: str) -> Axis:
-        """Several neighbouring axes flattened into one, row-major."""
-        sizes = [axis_size(axis) for axis in axes]
-        total = 1
-        for size in sizes:
-            total *= size
-        free = [i for i, axis in enumerate(axes) if sizes[i] > 1 and is_free(axis)]
-        if not free:
-            return constant(
-                total, next((r for a in axes for s in expand(a) if (r := root(s.atom.unit).fixed)), "")
-            )
-        outer = 1
-        for size in sizes[: free[0]]:
-            outer *= size
-        inner = total // outer // sizes[free[0]]
-        segments = expand(axes[free[0]])
-        if len(free) > 1 or outer * len(segments) > MAX_SEGMENTS:
-            reason = f"{cause}: two channel axes are flattened into one"
-            for i in free:
-                self.fix(axes[i], reason)
-            return constant(total, reason)
-        return tuple(Segment(atom, times * inner) for atom, times in segments) * outer
+def _bind(atom: Atom, part: Atom, times: int, cause: str) -> None:
+    """Each channel of `part`, repeated `times` times, is the channels of `atom`."""
+    u, v = root(atom.unit), root(part.unit)
+    u.parts = ((v, times),)
+    v.fixed = v.fixed if v.fixed is not None else u.fixed
+    v.causes.update(u.causes)
+    v.causes[cause] = None
+    atom.parts = (Segment(part, times),)
+    if atom.inexact or part.inexact:
+        atom.inexact = part.inexact = atom.inexact or part.inexact
 
-    def unmerge(self, axis: Axis, dims: Sequence[int], cause: str) -> list[Axis]:
-        """One axis seen as several, row-major: the reverse of `merge`."""
-        if len(dims) == 1:
-            return [axis]
-        if dims[0] == 1:
-            return [constant(1), *self.unmerge(axis, dims[1:], cause)]
-        axis = expand(axis)
-        if not is_free(axis):
-            reason = root(axis[0].atom.unit).fixed or ""
-            return [constant(dim, reason) for dim in dims]
-        trailing = 1
-        for dim in dims[1:]:
-            trailing *= dim
-        if all(inner % trailing == 0 for _, inner in axis):
-            first = tuple(Segment(atom, inner // trailing) for atom, inner in axis)
-            return [first, *(constant(dim) for dim in dims[1:])]
-        return [constant(dims[0]), *self.unmerge(self._row(axis, dims[0], trailing, cause), dims[1:], cause)]
 
-    def _row(self, axis: Axis, rows: int, length: int, cause: str) -> Axis:
-        """One row of an axis seen as a matrix; all rows keep the same length."""
-        one_atom = len(axis) == 1
-        pieces = [expand(piece) for piece in self.cut(axis, [length] * rows, cause)]
-        if all(piece == pieces[0] for piece in pieces):
-            return pieces[0]
-        if one_atom:
-            for piece in pieces[1:]:
-                self.unify(pieces[0], piece, cause)
-            return expand(pieces[0])
+def _split(unit: Unit, at: int) -> None:
+    """The unit is the sum of two: the first `at` channels and the rest."""
+    first = Unit(at, unit.fixed, causes=dict(unit.causes))
+    second = Unit(unit.size - at, unit.fixed, causes=dict(unit.causes))
+    unit.parts = ((first, 1), (second, 1))
+
+
+# Shapes
+
+
+def cut(axis: Axis, lengths: Sequence[int], cause: str) -> list[Axis]:
+    """Cut an axis into pieces of the given original lengths."""
+    axis = expand(axis)
+    if len(axis) == 1 and axis[0].atom.inexact and is_free(axis):
+        atom, inner = axis[0]
+        size = root(atom.unit).size
+        if all(length % size == 0 for length in lengths) and inner > 1:
+            # Halves of interleaved channels: each is as long as one of the interleaved parts was.
+            return [(Segment(Atom(atom.unit, atom.inexact), length // size),) for length in lengths]
+    rest = list(axis)[::-1]
+    return [_take(rest, length, cause) for length in lengths]
+
+
+def _take(rest: list[Segment], missing: int, cause: str) -> Axis:
+    """Take a piece of the given length from the end of a reversed axis."""
+    piece: list[Segment] = []
+    while missing:
+        segment = rest.pop()
+        expanded = expand((segment,))
+        if expanded != (segment,):
+            rest.extend(reversed(expanded))
+            continue
+        size = axis_size((segment,))
+        if size <= missing:
+            piece.append(segment)
+            missing -= size
+        elif (reason := root(segment.atom.unit).fixed) is not None:
+            piece.extend(constant(missing, reason))
+            rest.extend(constant(size - missing, reason))
+            missing = 0
+        else:
+            rest.append(segment)
+            if missing % segment.inner == 0:
+                _split(root(segment.atom.unit), missing // segment.inner)
+            else:
+                fix((segment,), f"{cause}: a cut falls between channels that belong together")
+    return tuple(piece)
+
+
+def merge(axes: Sequence[Axis], cause: str) -> Axis:
+    """Several neighbouring axes flattened into one, row-major."""
+    sizes = [axis_size(axis) for axis in axes]
+    free = [i for i, axis in enumerate(axes) if sizes[i] > 1 and is_free(axis)]
+    if not free:
+        reasons = (unit.fixed for axis in axes for unit in units_of(axis))
+        return constant(prod(sizes), next(filter(None, reasons), ""))
+    outer = prod(sizes[: free[0]])
+    segments = repeat_each(axes[free[0]], prod(sizes[free[0] + 1 :]))
+    if len(free) > 1 or outer * len(segments) > _MAX_SEGMENTS:
+        reason = f"{cause}: two channel axes are flattened into one"
+        for i in free:
+            fix(axes[i], reason)
+        return constant(prod(sizes), reason)
+    return segments * outer
+
+
+def unmerge(axis: Axis, dims: Sequence[int], cause: str) -> list[Axis]:
+    """One axis seen as several, row-major: the reverse of `merge`."""
+    if len(dims) == 1:
+        return [axis]
+    if dims[0] == 1:
+        return [constant(1), *unmerge(axis, dims[1:], cause)]
+    axis = expand(axis)
+    if not is_free(axis):
+        reason = root(axis[0].atom.unit).fixed or ""
+        return [constant(dim, reason) for dim in dims]
+    trailing = prod(dims[1:])
+    if all(inner % trailing == 0 for _, inner in axis):
+        first = tuple(Segment(atom, inner // trailing) for atom, inner in axis)
+        return [first, *(constant(dim) for dim in dims[1:])]
+    return [constant(dims[0]), *unmerge(_row(axis, dims[0], trailing, cause), dims[1:], cause)]
+
+
+def _row(axis: Axis, rows: int, length: int, cause: str) -> Axis:
+    """One row of an axis seen as a matrix. All rows keep the same length."""
+    one_atom = len(axis) == 1
+    pieces = [expand(piece) for piece in cut(axis, [length] * rows, cause)]
+    if all(piece == pieces[0] for piece in pieces):
+        return pieces[0]
+    if one_atom:
         for piece in pieces[1:]:
-            self.same_size(pieces[0], piece, cause)
-        reason = f"{cause} interleaves channels of different layers"
-        for piece in pieces:
-            self.mark_inexact(piece, reason)
-        return tuple(Segment(Atom(atom.unit, reason), inner) for atom, inner in expand(pieces[0]))
-
-    def grouped(self, axis: Axis, run: int, cause: str) -> Axis:
-        """The axis of runs of `run` neighbouring channels, each run kept or cut as a whole."""
-        runs = unknown(axis_size(axis) // run)
-        self.unify(axis, tuple(Segment(atom, inner * run) for atom, inner in runs), cause)
-        return runs
+            unify(pieces[0], piece, cause)
+        return expand(pieces[0])
+    for piece in pieces[1:]:
+        same_size(pieces[0], piece, cause)
+    reason = f"{cause} interleaves channels of different layers"
+    for piece in pieces:
+        mark_inexact(piece, reason)
+    return tuple(Segment(Atom(atom.unit, reason), inner) for atom, inner in expand(pieces[0]))

@@ -1,7 +1,8 @@
-"""Capture a model with `torch.export`, leaving the given model exactly as it was.
+"""Capture a model with `torch.export` and leave the given model exactly as it was.
 
-The model itself is never run: a structural copy is captured, whose modules are new and whose tensors are shared (export works on
-fakes and writes to none of them). Forward hooks of the user are not part of the copy, so none of them fires.
+The model itself never runs. What is captured is a structural copy with new modules and shared tensors (export
+works on fake tensors and writes to none of them). The copy has none of the user's forward hooks, so none of
+them fires.
 """
 
 from __future__ import annotations
@@ -29,41 +30,39 @@ TORCH = str(Path(torch.__file__).resolve().parent)
 
 @dataclass(frozen=True)
 class Capture:
-    """One captured forward pass: operators in order, and what each placeholder and output stands for."""
+    """One captured forward pass."""
 
     nodes: tuple[Node, ...]
+    """The operators in order, after the placeholders."""
     tensors: dict[str, str]
-    """Placeholder name -> name of the parameter or buffer it stands for."""
+    """Placeholder name -> name of its parameter or buffer."""
     constants: dict[str, Tensor]
-    """Placeholder name -> the tensor of the code that it stands for, with its numbers."""
+    """Placeholder name -> the constant tensor of the code that it stands for."""
     inputs: frozenset[str]
-    """Placeholders that the caller's input enters by."""
+    """Names of the placeholders of the model's inputs."""
     outputs: tuple[Node, ...]
-    """The values that leave the model."""
+    """The nodes whose values the model returns."""
 
 
 def as_args(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of one forward call, from a tensor, a tuple or a dict."""
-    if isinstance(example_input, Tensor):
-        args: tuple[Any, ...] = (example_input,)
-        kwargs: dict[str, Any] = {}
-    elif isinstance(example_input, tuple):
-        args, kwargs = example_input, {}
-    elif isinstance(example_input, dict):
-        args, kwargs = (), example_input
-    else:
+    if not isinstance(example_input, Tensor | tuple | dict):
         raise TraceError(
-            f"example_input is a {type(example_input).__name__}; give a tensor with a batch axis first (such as "
-            "torch.randn(1, 3, 224, 224)), a tuple of positional arguments, or a dict of keyword arguments."
+            f"example_input is a {type(example_input).__name__}; give a tensor with a batch axis first "
+            "(torch.randn(1, 3, 224, 224), say), a tuple of positional or a dict of keyword arguments."
         )
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(example_input, dict):
+        kwargs = example_input
+    else:
+        args = example_input if isinstance(example_input, tuple) else (example_input,)
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if not tensors:
         raise TraceError("example_input holds no tensor.")
     if any(tensor.ndim == 0 or 0 in tensor.shape for tensor in tensors):
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise TraceError(
-            f"example_input has shape {shapes}; every tensor needs a batch axis and no empty axis."
-        )
+        raise TraceError(f"example_input has shape {shapes}; a tensor needs a batch axis and no empty axis.")
     return args, kwargs
 
 
@@ -80,9 +79,10 @@ def with_batch(example_input: Any, batch: int) -> tuple[tuple[Any, ...], dict[st
 
 
 def structural_copy(model: nn.Module, replace: dict[int, Tensor] | None = None) -> nn.Module:
-    """A copy with new modules. Tensors are shared, except those replaced (by the `id` of the original).
+    """A copy with new modules and shared tensors, except those replaced (by the `id` of the original).
 
-    The user's forward hooks stay behind; torch's own (weight norm is one) are part of how the model computes and are kept.
+    The user's forward hooks are left out. torch's own (weight norm has one) are part of the model and are
+    kept.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     memo.update(computed_tensors(model))
@@ -90,7 +90,7 @@ def structural_copy(model: nn.Module, replace: dict[int, Tensor] | None = None) 
     twin = copy.deepcopy(model, memo)
     for module in twin.modules():
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            hooks = getattr(module, name)
+            hooks = getattr(module, name)  # torch has no public way to list hooks
             for key, hook in list(hooks.items()):
                 if not (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch."):
                     del hooks[key]
@@ -98,8 +98,10 @@ def structural_copy(model: nn.Module, replace: dict[int, Tensor] | None = None) 
 
 
 def computed_tensors(model: nn.Module) -> dict[int, Tensor]:
-    """Tensors that a module keeps as attributes and computed from parameters (the weight of weight norm), without their history:
-    they are computed anew in each forward, and could not be copied otherwise."""
+    """Tensors that a module computed from parameters and keeps (as weight norm does), by `id`, detached.
+
+    Each forward computes them again, and deepcopy refuses tensors with a gradient history.
+    """
     return {
         id(value): value.detach()
         for module in model.modules()
@@ -110,25 +112,20 @@ def computed_tensors(model: nn.Module) -> dict[int, Tensor]:
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Restore what capturing could disturb outside the model: random states, warnings, the log of torch."""
+    """Restore what capturing could disturb outside the model: random states, warnings, logging."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    loggers = [
-        logging.getLogger(name) for name in ("torch.export", "torch._export", "torch._dynamo", "torch.fx")
-    ]
-    levels = [logger.level for logger in loggers]
+    disabled = logging.root.manager.disable
     with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
+        logging.disable(logging.CRITICAL)
         try:
             yield
         finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+            logging.disable(disabled)
 
 
 def capture(model: nn.Module, example_input: Any, *, training: bool = False) -> Capture:
-    """The operators of one forward pass on one sample (two in training mode, where batch norm asks for more than one)."""
+    """The operators of one forward pass on one sample (two in training mode, where batch norm needs them)."""
     args, kwargs = with_batch(example_input, 2 if training else 1)
     with untouched():
         try:
@@ -136,46 +133,44 @@ def capture(model: nn.Module, example_input: Any, *, training: bool = False) -> 
             program = torch.export.export(twin, args, kwargs, strict=False)
         except Exception as error:
             raise TraceError(_explain(model, error, args, kwargs)) from error
-    signature = program.graph_signature
-    tensors = {
-        spec.arg.name: spec.target
-        for spec in signature.input_specs
-        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target is not None
+    tensors: dict[str, str] = {}
+    constants: dict[str, Tensor] = {}
+    inputs: set[str] = set()
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is InputKind.USER_INPUT:
+            inputs.add(spec.arg.name)
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target is not None:
+            tensors[spec.arg.name] = spec.target
+        elif isinstance(constant := program.constants.get(spec.target or ""), Tensor):
+            constants[spec.arg.name] = constant
+    returned = {
+        spec.arg.name for spec in program.graph_signature.output_specs if spec.kind == OutputKind.USER_OUTPUT
     }
-    constants = {
-        spec.arg.name: program.constants[spec.target]
-        for spec in signature.input_specs
-        if spec.kind is InputKind.CONSTANT_TENSOR
-        and isinstance(program.constants.get(spec.target or ""), Tensor)
-    }
-    leaving = {spec.arg.name for spec in signature.output_specs if spec.kind == OutputKind.USER_OUTPUT}
     nodes = tuple(program.graph.nodes)
-    outputs = tuple(node for node in nodes if node.name in leaving)
-    inputs = frozenset(spec.arg.name for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT)
-    return Capture(nodes, tensors, constants, inputs, outputs)
+    outputs = tuple(node for node in nodes if node.name in returned)
+    return Capture(nodes, tensors, constants, frozenset(inputs), outputs)
+
+
+def user_frame(error: Exception) -> traceback.FrameSummary | None:
+    """The innermost line of the user's code on the way to an error."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return next((frame for frame in frames if not frame.filename.startswith((TORCH, PEEL, "<"))), None)
 
 
 def _explain(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Why the capture failed, with the line of the user's code and what to do about it."""
-    given = ", ".join(
-        str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
-        for value in (*args, *kwargs.values())
-    )
     summary = str(error).strip().split("\n")[0] or type(error).__name__
-    where = ""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((TORCH, PEEL, "<")):
-            where = f"\n  at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
-            break
-    name = type(model).__name__
     kind = type(error).__name__
     if "DataDependent" in kind or "data-dependent" in str(error) or "Could not guard" in str(error):
         advice = (
-            "its forward pass branches on the values of a tensor. Use torch.where or torch.cond there, or take the decision "
-            "outside of forward."
+            "Its forward pass branches on the values of a tensor. Use torch.where or torch.cond there, "
+            "or decide outside of forward."
         )
     elif isinstance(error, RuntimeError | ValueError | TypeError) and "export" not in summary.lower():
-        advice = f"check that the example input ({given}) is what the model expects: here, its forward pass raises {kind}."
+        given = ", ".join(str(tuple(x.shape)) for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        advice = f"Check that the model expects the example input ({given}): its forward pass raises {kind}."
     else:
         advice = "torch.export does not support what this line does; rewrite it with torch operators."
-    return f"{name} cannot be captured: {summary}{where}\n  {advice[0].upper()}{advice[1:]}"
+    frame = user_frame(error)
+    where = f"\n  at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" if frame else ""
+    return f"{type(model).__name__} cannot be captured: {summary}{where}\n  {advice}"

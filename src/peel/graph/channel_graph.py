@@ -1,37 +1,37 @@
-"""`ChannelGraph`: which channels are tied, what they cost, and where they lie in the tensors of the model. Numbers and names only."""
+"""`ChannelGraph`: which channels are tied, what they cost, and where they lie in the tensors of the model."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ..cost.polynomial import CostModel, Form, IntArray, Term
+from ..cost.activations import ActivationCost
+from ..cost.polynomial import CostModel, IntArray
 from ..cost.widths import Widths
 from ..errors import WidthsError, did_you_mean
+
+__all__ = ["OUTPUT", "ChannelGraph", "Layout", "Member", "Run", "Tie"]
 
 #: Why channels that leave the model are fixed.
 OUTPUT = "it leaves the model (its output)"
 
-__all__ = ["OUTPUT", "Buffered", "ChannelGraph", "Layout", "Member", "Run", "Tie"]
-
 
 @dataclass(frozen=True)
 class Member:
-    """A stretch of an axis of a parameter or buffer that follows the width of a tie."""
+    """A part of an axis of a parameter or buffer that follows the width of a tie."""
 
     tensor: str
     axis: int
     offset: int
     size: int
-    """Length of the stretch in the original network."""
+    """Length in the original network."""
     multiplicity: str
-    """The length in terms of the width: `1`, `49` (a flattened 7x7 map) or `1/32` (one group of a grouped convolution)."""
+    """Length per channel of the tie: `1`, `49` (a flattened 7x7 map), `1/32` (a grouped convolution)."""
 
 
 @dataclass(frozen=True)
@@ -43,26 +43,26 @@ class Tie:
     step: int
     """The width must stay a multiple of this."""
     fixed: str | None
-    """Why the width must not change; None where it may."""
+    """Why the width must not change; None if it may."""
     inexact: str | None
-    """Why slicing it is not the same as masking it (a layer norm over the channels, say); None where it is the same."""
+    """Why slicing is not the same as masking (say, a layer norm over the channels); None if it is."""
     members: tuple[Member, ...]
     causes: tuple[str, ...]
     """The operators that tie the members together."""
     spatial: tuple[int, ...]
-    """Spatial size of the feature maps that count for grouping."""
+    """Spatial size of the feature maps, as used for grouping."""
     layers: tuple[str, ...]
     """The layers that produce these channels, in order."""
 
 
 class Run(NamedTuple):
-    """Part of an axis: the channels of an atom, each repeated `inner` times; or, with `tie` -1, a constant stretch."""
+    """Part of an axis: channels of an atom, each repeated `inner` times. `tie` is -1 for a constant part."""
 
     tie: int
     atom: int
     inner: int
     size: int
-    """Units of the tie in the original network (the length of the stretch where constant)."""
+    """Units of the tie in the original network, or the length of a constant part."""
 
     @property
     def length(self) -> int:
@@ -72,19 +72,14 @@ class Run(NamedTuple):
 Layout = tuple[tuple[Run, ...], ...]
 """The axes of one tensor, each as runs."""
 
+Key = TypeVar("Key")
 
-class Buffered(NamedTuple):
-    """A tensor of the forward pass: elements, and from which operator to which it is alive."""
-
-    forms: tuple[Form, ...]
-    element_bytes: int
-    born: int
-    dies: int
+ManyWidths = Sequence[Mapping[str, int]] | npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True)
 class ChannelGraph:
-    """What `peel.trace` finds. Widths may be given in part: ties that are not named keep their original width."""
+    """The result of `peel.trace`. In its methods, ties that are not named keep their original width."""
 
     ties: Mapping[str, Tie]
     """Every tie, free and fixed, from the input to the output of the network."""
@@ -93,24 +88,23 @@ class ChannelGraph:
     layouts: Mapping[str, Layout]
     """Parameter or buffer name -> how its axes are made of ties."""
     attributes: Mapping[str, Mapping[str, Any]]
-    """Module -> attribute -> `Form` (or a list of them) that it mirrors."""
+    """Module -> attribute -> the `Form` (or list of them) that it holds."""
     consumers: Mapping[str, tuple[int, ...]]
-    """Weight -> axes over which it sums what comes in."""
+    """Weight -> axes over which it sums its input."""
     scales: tuple[str, ...]
     """Weights of norm layers."""
     num_atoms: int
     input_shapes: tuple[tuple[int, ...], ...]
     """Shapes of the example input, one sample."""
     operators: tuple[str, ...]
-    """What the forward pass runs, in order: `conv2d`, `batch_norm`, `relu` and so on."""
+    """The operators of the forward pass in order: `conv2d`, `batch_norm`, `relu` and so on."""
     constants: tuple[str, ...]
-    """Fingerprints of tensors that the code brings along, and what each operator is called with that is no tensor: strides, slopes,
-    factors; lengths are those of the network that was traced."""
+    """Numbers and strings that operators are called with, and fingerprints of constant tensors."""
     unknown_operators: Mapping[str, str]
-    """Operators without a channel rule -> where they were met."""
-    mac_terms: tuple[Term, ...]
-    param_terms: tuple[Term, ...]
-    buffered: tuple[Buffered, ...]
+    """Operators without a working channel rule -> the first module that called them."""
+    mac_cost: CostModel
+    param_cost: CostModel
+    activation_cost: ActivationCost
 
     @cached_property
     def widths(self) -> Widths:
@@ -124,7 +118,7 @@ class ChannelGraph:
 
     @cached_property
     def steps(self) -> dict[str, int]:
-        """The multiple that each width must keep."""
+        """The number that each width must be a multiple of."""
         return {name: self.ties[name].step for name in self.widths}
 
     @cached_property
@@ -134,29 +128,28 @@ class ChannelGraph:
 
     @cached_property
     def free_share(self) -> float:
-        """The part of all channels that can change; those that leave the model (class scores) are not counted."""
+        """The fraction of all channels that can change. Outputs of the model are not counted."""
         total = sum(tie.width for tie in self.ties.values() if tie.fixed != OUTPUT)
         return sum(self.widths.values()) / total if total else 0.0
 
     def __repr__(self) -> str:
         return (
-            f"ChannelGraph({len(self.widths)} free ties in {len(self.groups)} groups, {len(self.fixed)} fixed, "
-            f"{self.macs():,} MACs, {self.params():,} params)"
+            f"ChannelGraph({len(self.widths)} free ties in {len(self.groups)} groups, "
+            f"{len(self.fixed)} fixed, {self.macs():,} MACs, {self.params():,} params)"
         )
 
     # Widths
 
     def check(self, widths: Mapping[str, int] | None = None) -> Widths:
-        """Complete widths for all free ties, or an error that names what is wrong with those given."""
+        """The widths of all free ties, or an error that says what is wrong with those given."""
         if widths is None:
             return self.widths
         given = Widths(widths)
         for name, width in given.items():
             tie = self.ties.get(name)
             if tie is None:
-                raise WidthsError(
-                    f"no tie is called {name!r}.{did_you_mean(name, self.ties)} graph.widths lists them all."
-                )
+                hint = did_you_mean(name, self.ties)
+                raise WidthsError(f"no tie is called {name!r}.{hint} graph.widths lists them all.")
             if tie.fixed is not None and width != tie.width:
                 raise WidthsError(
                     f"{name} is fixed at {tie.width} channels and cannot become {width}: {tie.fixed}."
@@ -175,73 +168,69 @@ class ChannelGraph:
         return [checked[name] // step for name, step in self.steps.items()]
 
     def at(self, widths: Mapping[str, int]) -> ChannelGraph:
-        """The graph of the network that `peel.slim` builds at these widths: what tracing it anew would give."""
+        """The graph of the network that `peel.slim` builds at these widths, as tracing it would give."""
         checked = self.check(widths)
         units = self.units(checked)
 
         def resized(runs: tuple[Run, ...]) -> tuple[Run, ...]:
             return tuple(run if run.tie < 0 else run._replace(size=units[run.tie]) for run in runs)
 
+        def moved(member: Member, tie: int) -> Member:
+            runs = layouts[member.tensor][member.axis]
+            offset, size = stretches((run.tie, run.length) for run in runs)[tie]
+            return replace(member, offset=offset, size=size)
+
         layouts = {name: tuple(resized(runs) for runs in layout) for name, layout in self.layouts.items()}
         ties = dict(self.ties)
         for index, (name, width) in enumerate(checked.items()):
-            members = tuple(
-                _moved(member, layouts[member.tensor][member.axis], index) for member in ties[name].members
-            )
+            members = tuple(moved(member, index) for member in ties[name].members)
             ties[name] = replace(ties[name], width=width, members=members)
         return replace(self, ties=ties, layouts=layouts)
 
     # Costs
 
-    @cached_property
-    def mac_cost(self) -> CostModel:
-        return CostModel(len(self.widths), self.mac_terms)
-
-    @cached_property
-    def param_cost(self) -> CostModel:
-        return CostModel(len(self.widths), self.param_terms)
-
     def cost(self, resource: str) -> Callable[[Sequence[float]], float]:
-        """The cost function of a resource, in units of the ties: exact on whole units, continuous between them."""
-        if resource == "macs":
-            return self.mac_cost.total
-        return self.param_cost.total if resource == "params" else self.peak_bytes
+        """The cost function of a resource (`macs`, `params` or `memory`), in units of the ties."""
+        if resource == "memory":
+            return self.activation_cost.total
+        return {"macs": self.mac_cost, "params": self.param_cost}[resource].total
 
     def macs(self, widths: Mapping[str, int] | None = None) -> int:
         """Multiply-adds of one sample: convolutions, linear layers and matrix products."""
         return self.mac_cost.total(self.units(widths))
 
     def params(self, widths: Mapping[str, int] | None = None) -> int:
-        """Number of parameters (buffers not counted, shared ones counted once)."""
+        """Number of parameters. Buffers are not counted, shared parameters are counted once."""
         return self.param_cost.total(self.units(widths))
 
-    def macs_many(self, widths: Sequence[Mapping[str, int]] | npt.NDArray[np.integer]) -> IntArray:
-        """MACs of many candidates at once: a list of widths, or an array with a row each, columns as in `graph.widths`."""
+    def activation_bytes(self, widths: Mapping[str, int] | None = None) -> int:
+        """Estimated peak activation memory of one sample without gradients (`cost/activations.py`)."""
+        return int(self.activation_cost.total(self.units(widths)))
+
+    def macs_many(self, widths: ManyWidths) -> IntArray:
+        """MACs of many candidates: a list of widths, or an array with columns as in `graph.widths`."""
         return self.mac_cost.many(self._unit_rows(widths))
 
-    def params_many(self, widths: Sequence[Mapping[str, int]] | npt.NDArray[np.integer]) -> IntArray:
-        """Parameters of many candidates at once, as `macs_many`."""
+    def params_many(self, widths: ManyWidths) -> IntArray:
+        """Parameters of many candidates, as `macs_many`."""
         return self.param_cost.many(self._unit_rows(widths))
 
-    def _unit_rows(self, widths: Sequence[Mapping[str, int]] | npt.NDArray[np.integer]) -> IntArray:
+    def _unit_rows(self, widths: ManyWidths) -> IntArray:
         if not isinstance(widths, np.ndarray):
-            return np.array([self.units(row) for row in widths], dtype=np.int64).reshape(
-                len(widths), len(self.widths)
-            )
+            rows = np.array([self.units(row) for row in widths], dtype=np.int64)
+            return rows.reshape(len(widths), len(self.widths))
         steps = np.array(list(self.steps.values()), dtype=np.int64)
         if widths.ndim != 2 or widths.shape[1] != len(steps):
+            shape = f"one row per candidate and {len(steps)} columns"
+            raise WidthsError(f"an array of widths needs {shape}, not shape {widths.shape}.")
+        wrong = np.argwhere((widths < 1) | (widths % steps != 0))
+        if len(wrong):
+            row, column = wrong[0]
             raise WidthsError(
-                f"an array of widths has one row per candidate and {len(steps)} columns, not shape {widths.shape}."
+                f"row {row}: the width of {list(self.steps)[column]} must be a positive multiple of "
+                f"{steps[column]}, not {widths[row, column]}."
             )
-        wrong = (widths < 1) | (widths % steps != 0)
-        if wrong.any():
-            row, column = np.argwhere(wrong)[0]
-            name = list(self.steps)[column]
-            raise WidthsError(
-                f"row {row}: the width of {name} must be a positive multiple of {steps[column]}, not {widths[row, column]}."
-            )
-        rows: IntArray = widths.astype(np.int64) // steps
-        return rows
+        return widths.astype(np.int64) // steps
 
     def macs_by_layer(self, widths: Mapping[str, int] | None = None) -> dict[str, int]:
         return self.mac_cost.by_layer(self.units(widths))
@@ -250,9 +239,10 @@ class ChannelGraph:
         return self.param_cost.by_layer(self.units(widths))
 
     def macs_by_group(self, widths: Mapping[str, int] | None = None) -> dict[str, int]:
-        """MACs of each group: a layer counts where its output channels are, or, with a fixed output, where its input channels are.
+        """MACs of each group.
 
-        What no group can change is counted under `(fixed)`.
+        A layer counts for the group of its output channels or, if those are fixed, of its input channels.
+        Layers that no group can change are counted under `(fixed)`.
         """
         return self._by_group(self.mac_cost, widths)
 
@@ -268,63 +258,35 @@ class ChannelGraph:
             costs["(fixed)"] = by_tie[-1]
         return costs
 
-    def activation_bytes(self, widths: Mapping[str, int] | None = None) -> int:
-        """An estimate of the peak of activation memory of one sample's forward pass without gradients.
-
-        It adds up what is alive between operators: the input, intermediate results and nothing else. Workspaces of kernels, the
-        allocator's rounding and fused operators are not in it, so a measured peak differs; ratios between widths are what it is good for.
-        """
-        return int(self.peak_bytes(self.units(widths)))
-
-    def peak_bytes(self, units: Sequence[float]) -> float:
-        """`activation_bytes` in units of the ties, which may be fractions of a channel."""
-        last = max((tensor.dies for tensor in self.buffered), default=0)
-        change: list[float] = [0] * (last + 2)
-        for forms, element_bytes, born, dies in self.buffered:
-            size: float = element_bytes
-            for form in forms:
-                size *= form.value(units)
-            change[born] += size
-            change[dies + 1] -= size
-        peak = alive = 0.0
-        for delta in change:
-            alive += delta
-            peak = max(peak, alive)
-        return peak
-
     # Groups
 
     def regroup(self, groups: Mapping[str, Iterable[str]]) -> ChannelGraph:
-        """The same graph with groups of the caller's own. Every free tie belongs to exactly one."""
-        chosen = {name: tuple(ties) for name, ties in groups.items()}
-        listed = [tie for ties in chosen.values() for tie in ties]
-        for tie in listed:
-            if tie not in self.widths:
-                hint = (
-                    f"it is fixed: {self.fixed[tie]}."
-                    if tie in self.fixed
-                    else f"no tie has that name.{did_you_mean(tie, self.widths)}"
-                )
-                raise WidthsError(f"cannot put {tie!r} into a group: {hint}")
-        if len(set(listed)) != len(listed):
-            raise WidthsError(
-                f"{next(tie for tie in listed if listed.count(tie) > 1)} is in more than one group."
-            )
-        missing = [tie for tie in self.widths if tie not in set(listed)]
+        """The same graph with other groups. Every free tie belongs to exactly one."""
+        group_of: dict[str, str] = {}
+        for group, ties in groups.items():
+            for tie in ties:
+                if tie in self.fixed:
+                    raise WidthsError(f"cannot put {tie!r} into a group: it is fixed: {self.fixed[tie]}.")
+                if tie not in self.widths:
+                    hint = did_you_mean(tie, self.widths)
+                    raise WidthsError(f"cannot put {tie!r} into a group: no tie has that name.{hint}")
+                if tie in group_of:
+                    raise WidthsError(f"{tie} is in more than one group.")
+                group_of[tie] = group
+        missing = [tie for tie in self.widths if tie not in group_of]
         if missing:
-            raise WidthsError(
-                f"no group holds {', '.join(missing[:5])}{' and others' if len(missing) > 5 else ''}."
-            )
-        order = {name: i for i, name in enumerate(self.widths)}
-        chosen = {name: tuple(sorted(ties, key=order.__getitem__)) for name, ties in chosen.items()}
+            others = " and others" if len(missing) > 5 else ""
+            raise WidthsError(f"no group holds {', '.join(missing[:5])}{others}.")
+        chosen = {group: tuple(tie for tie in self.widths if group_of[tie] == group) for group in groups}
         return replace(self, groups=chosen)
 
 
-def _moved(member: Member, runs: tuple[Run, ...], tie: int) -> Member:
-    """The member where the runs of its tie now lie."""
-    before = itertools.takewhile(lambda run: run.tie != tie, runs)
-    return replace(
-        member,
-        offset=sum(run.length for run in before),
-        size=sum(run.length for run in runs if run.tie == tie),
-    )
+def stretches(parts: Iterable[tuple[Key, int]]) -> dict[Key, tuple[int, int]]:
+    """From the parts of an axis (key, length): key -> (offset of its first part, total length)."""
+    found: dict[Key, tuple[int, int]] = {}
+    offset = 0
+    for key, length in parts:
+        first, size = found.get(key, (offset, 0))
+        found[key] = (first, size + length)
+        offset += length
+    return found

@@ -1,26 +1,23 @@
-"""Run the user's code once at other widths, on tensors without data, to find widths that the code itself fixes.
+"""Run the user's code once at other widths, on the meta device, to find widths that the code itself fixes.
 
-The analysis reads what operators did; it cannot see whether a number such as the 26 of `torch.split(x, 26, 1)` was computed from a
-shape or written down. So the model is rebuilt at widths that differ from the original in every free tie and its forward is run on the
-`meta` device. Where it stops, or costs something else than predicted, the ties of that place are fixed, with the line as the reason, and
-the probe runs again.
+The analysis reads what operators did. It cannot see whether a number such as the 26 of `torch.split(x, 26,
+1)` was computed from a shape or written down. So the model is rebuilt at widths that differ from the original
+in every free tie, and its forward runs on tensors without data. It must run through and cost what the graph
+predicts.
 """
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map  # has no public name
 
 from ..cost.count import OperatorCount, plain_attention
-from .capture import PEEL, TORCH, untouched, with_batch
+from .capture import untouched, user_frame, with_batch
 from .channel_graph import ChannelGraph
 from .rebuild import rebuild
 
@@ -39,7 +36,8 @@ class Failure:
 def probing_units(graph: ChannelGraph) -> list[int]:
     """Units above the original in every tie, by factors that differ from tie to tie.
 
-    Larger, because code that takes the first 16 of 16 channels goes on working with fewer of them, but not with more.
+    Above, because code that takes the first 16 of 16 channels still runs with fewer channels, but not with
+    more.
     """
     return [
         units + max(1, int(units * (0.1 + 0.4 * ((i + 1) * _GOLDEN % 1))))
@@ -55,48 +53,48 @@ def probe(
     *,
     with_data: bool = False,
 ) -> Failure | None:
-    """Run the model at other widths; None where it does what the graph predicts.
+    """Run the model at other widths. None if it does what the graph predicts.
 
-    `with_data` runs on real zeros, for code that does not run on tensors without data at any widths.
+    `with_data` runs on real zeros, for code that does not run on the meta device at any widths.
     """
     units = probing_units(graph) if units is None else units
     counted = _run(model, graph, example_input, units, with_data)
     if isinstance(counted, Failure):
         return counted
-    if counted == graph.mac_cost.total(units):
+    predicted = graph.mac_cost.total(units)
+    if counted == predicted:
         return None
-    # An operator without a rule may cost something that the graph does not count: then what is added must agree.
+    # The graph does not count operators without a rule. Then at least the differences must agree.
     original = graph.units()
     before = _run(model, graph, example_input, original, with_data)
-    if not isinstance(before, Failure) and counted - before == graph.mac_cost.total(
-        units
-    ) - graph.mac_cost.total(original):
+    if not isinstance(before, Failure) and counted - before == predicted - graph.mac_cost.total(original):
         return None
-    return Failure(("",), "it costs something else than predicted")
+    return Failure(("",), "its cost is not what was predicted")
 
 
 def _run(
     model: nn.Module, graph: ChannelGraph, example_input: Any, units: list[int], with_data: bool
 ) -> int | Failure:
-    """The MACs that the model does at the given units, or where its code stopped."""
+    """The MACs of the model at the given units, or where its code stopped."""
     with untouched(), torch.no_grad():
         twin = rebuild(model, graph, units, _zeros if with_data else _meta, keep_hooks=False).eval()
         args, kwargs = with_batch(example_input, 1)
         if not with_data:
             args, kwargs = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
         running: list[str] = []
-        failed: list[str] = []
-        with _watched(twin, running, failed):
-            try:
-                with plain_attention(), _ShapesOnly() as counter:  # type: ignore[no-untyped-call]
-                    twin(*args, **kwargs)
-            except Exception as error:
-                return Failure(tuple(failed or running), _line(error))
+        _track(twin, running)
+        try:
+            with plain_attention(), _ShapesOnly() as counter:  # type: ignore[no-untyped-call]
+                twin(*args, **kwargs)
+        except Exception as error:
+            frame = user_frame(error)
+            line = f"{Path(frame.filename).name}:{frame.lineno} `{frame.line}`" if frame else ""
+            return Failure(tuple(running), line)
     return int(counter.macs)
 
 
 class _ShapesOnly(OperatorCount):  # type: ignore[no-untyped-call]
-    """Counts, and passes over what does not change a shape: on tensors without data torch takes a detour for each such operator."""
+    """Skips operators that keep the shape: on the meta device torch takes a slow path for each of them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = func._overloadpacket
@@ -111,22 +109,8 @@ class _ShapesOnly(OperatorCount):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-_SHAPE_PRESERVING = {
-    getattr(torch.ops.aten, name)
-    for name in (
-        "relu",
-        "relu_",
-        "hardtanh",
-        "hardtanh_",
-        "silu",
-        "silu_",
-        "hardswish",
-        "hardswish_",
-        "gelu",
-        "sigmoid",
-        "hardsigmoid",
-    )
-}
+_ACTIVATIONS = "relu relu_ hardtanh hardtanh_ silu silu_ hardswish hardswish_ gelu sigmoid hardsigmoid"
+_SHAPE_PRESERVING = {getattr(torch.ops.aten, name) for name in _ACTIVATIONS.split()}
 
 
 def _meta(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -141,43 +125,19 @@ def _zeros(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
 
 
-@contextmanager
-def _watched(model: nn.Module, running: list[str], failed: list[str]) -> Any:
-    """Keep the stack of modules whose forward is running; `failed` is what it was when an exception began to pass."""
+def _track(model: nn.Module, running: list[str]) -> None:
+    """Keep in `running` the names of the modules whose forward runs. An exception leaves it as it was."""
     names = {module: name for name, module in model.named_modules()}
-    originals: list[tuple[nn.Module, Callable[..., Any]]] = []
 
-    def wrap(module: nn.Module) -> None:
-        original = module.forward
-        originals.append((module, original))
+    def enter(module: nn.Module, args: Any) -> None:
+        running.append(names[module])
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            running.append(names[module])
-            try:
-                result = original(*args, **kwargs)
-            except Exception:
-                if not failed:
-                    failed.extend(running)
-                raise
-            running.pop()
-            return result
-
-        module.forward = forward
+    def leave(module: nn.Module, args: Any, result: Any) -> None:
+        running.pop()
 
     for module in names:
-        wrap(module)
-    try:
-        yield
-    finally:
-        for module, _ in originals:
-            module.__dict__.pop("forward", None)
-
-
-def _line(error: Exception) -> str:
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((TORCH, PEEL, "<")):
-            return f"{Path(frame.filename).name}:{frame.lineno} `{frame.line}`"
-    return ""
+        module.register_forward_pre_hook(enter, prepend=True)
+        module.register_forward_hook(leave)
 
 
 def output_shapes(result: Any) -> list[tuple[int, ...]]:

@@ -10,18 +10,19 @@ from torch import Tensor, nn
 
 from .attributes import evaluate, set_attributes
 from .capture import computed_tensors, structural_copy
-from .channel_graph import ChannelGraph, Run
+from .channel_graph import ChannelGraph
 
 __all__ = ["empty_as", "new_shapes", "rebuild", "tensors_of"]
 
 
 def new_shapes(graph: ChannelGraph, units: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """Parameter or buffer name -> its shape at the given units."""
-    return {name: tuple(_length(runs, units) for runs in layout) for name, layout in graph.layouts.items()}
-
-
-def _length(runs: tuple[Run, ...], units: Sequence[int]) -> int:
-    return sum((run.size if run.tie < 0 else units[run.tie]) * run.inner for run in runs)
+    return {
+        name: tuple(
+            sum((run.size if run.tie < 0 else units[run.tie]) * run.inner for run in runs) for runs in layout
+        )
+        for name, layout in graph.layouts.items()
+    }
 
 
 def rebuild(
@@ -32,7 +33,7 @@ def rebuild(
     *,
     keep_hooks: bool = True,
 ) -> nn.Module:
-    """The model with tensors of new shapes, made by `make(original, shape)`, and attributes to match."""
+    """A copy of the model whose tensors are made by `make(original, new shape)`, with attributes to match."""
     shapes = new_shapes(graph, units)
     replaced = computed_tensors(model)
     for name, tensor in tensors_of(model).items():
@@ -48,13 +49,9 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def empty_as(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """An uninitialized tensor of another shape, like the given one in everything else."""
     new = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-    if (
-        tensor.ndim == 4
-        and tensor.is_contiguous(memory_format=torch.channels_last)
-        and not tensor.is_contiguous()
-    ):
+    is_channels_last = tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    if is_channels_last and not tensor.is_contiguous():
         new = new.to(memory_format=torch.channels_last)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(new, requires_grad=tensor.requires_grad)
-    return new
+    return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new

@@ -207,7 +207,7 @@ def _triangular(growth: Growth, shares: Numbers, target: float) -> dict[str, flo
     costs = {}
     for group, ties in graph.groups.items():
         own = {index[tie] for tie in ties}
-        costs[group] = CostModel(model.num_ties, [term for term in model.terms if term.tie in own]).total
+        costs[group] = CostModel(tuple(term for term in model.terms if term.tie in own)).total
     start = growth.units(growth.base)
     pool = target - growth.cost(growth.base)
     factors = dict.fromkeys(graph.groups, 1.0)

@@ -1,8 +1,9 @@
-"""The networks that the literature trains on images of 32 pixels."""
+"""The networks that the literature trains on 32x32 images."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +31,10 @@ class _BasicBlock(nn.Module):
 
 
 class CifarResNet(nn.Module):
-    """ResNet of He et al. for CIFAR: three stages of 16, 32 and 64 channels, with projection shortcuts where the size changes.
+    """ResNet of He et al. for CIFAR: three stages of 16, 32 and 64 channels.
 
-    The original pads shortcuts with zero channels, which would tie the widths of all three stages to each other.
+    Shortcuts are projections where the size changes. The original pads them with zero channels, which would
+    tie the widths of all three stages.
     """
 
     def __init__(self, depth: int, num_classes: int = 10) -> None:
@@ -50,7 +52,7 @@ class CifarResNet(nn.Module):
             stages.append(nn.Sequential(*layers))
         self.layer1, self.layer2, self.layer3 = stages
         self.fc = nn.Linear(64, num_classes)
-        _initialise(self)
+        _initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn1(self.conv1(x)))
@@ -59,7 +61,7 @@ class CifarResNet(nn.Module):
 
 
 class CifarVGG(nn.Module):
-    """VGG-16 with batch norm and one linear layer, as it is used on CIFAR."""
+    """VGG-16 with batch norm and one linear layer, as used on CIFAR."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()
@@ -77,65 +79,45 @@ class CifarVGG(nn.Module):
             inputs = outputs
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Linear(512, num_classes)
-        _initialise(self)
+        _initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(torch.flatten(self.features(x), 1))  # type: ignore[no-any-return]
 
 
-def _initialise(model: nn.Module) -> None:
+def _initialize(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
-def _resnet(depth: int) -> Callable[..., nn.Module]:
-    def build(num_classes: int = 10) -> nn.Module:
-        return CifarResNet(depth, num_classes)
-
-    return build
-
-
-def _resnet_32(name: str) -> Callable[..., nn.Module]:
+def _resnet_32(name: str, num_classes: int = 10) -> nn.Module:
     """A torchvision ResNet whose stem keeps the resolution: a 3x3 convolution without stride, no pooling."""
+    from torchvision.models import get_model
 
-    def build(num_classes: int = 10) -> nn.Module:
-        from torchvision.models import get_model
-
-        model: nn.Module = get_model(name, num_classes=num_classes)
-        model.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
-        model.maxpool = nn.Identity()
-        _initialise(model)
-        return model
-
-    return build
+    model: nn.Module = get_model(name, num_classes=num_classes)
+    model.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
+    model.maxpool = nn.Identity()
+    _initialize(model)
+    return model
 
 
 def _mobilenet_v2_32(num_classes: int = 10) -> nn.Module:
-    """MobileNetV2 with the stride of its stem and of its first strided block taken out."""
-    from torchvision.models import MobileNetV2
+    """MobileNetV2 without the stride of its stem and of its first strided block."""
+    from torchvision.models import mobilenet_v2
 
-    settings = [
-        [1, 16, 1, 1],
-        [6, 24, 2, 1],
-        [6, 32, 3, 2],
-        [6, 64, 4, 2],
-        [6, 96, 3, 1],
-        [6, 160, 3, 2],
-        [6, 320, 1, 1],
-    ]
-    model: nn.Module = MobileNetV2(num_classes=num_classes, inverted_residual_setting=settings)
-    stem: nn.Conv2d = model.get_submodule("features.0.0")  # type: ignore[assignment]
-    stem.stride = (1, 1)
+    model: nn.Module = mobilenet_v2(num_classes=num_classes)
+    for name in ("features.0.0", "features.2.conv.1.0"):
+        model.get_submodule(name).stride = (1, 1)  # type: ignore[assignment]
     return model
 
 
 CIFAR_MODELS: dict[str, Callable[..., nn.Module]] = {
-    "cifar_resnet20": _resnet(20),
-    "cifar_resnet56": _resnet(56),
-    "cifar_resnet110": _resnet(110),
-    "cifar_resnet18": _resnet_32("resnet18"),
-    "cifar_resnet50": _resnet_32("resnet50"),
+    "cifar_resnet20": partial(CifarResNet, 20),
+    "cifar_resnet56": partial(CifarResNet, 56),
+    "cifar_resnet110": partial(CifarResNet, 110),
+    "cifar_resnet18": partial(_resnet_32, "resnet18"),
+    "cifar_resnet50": partial(_resnet_32, "resnet50"),
     "cifar_mobilenet_v2": _mobilenet_v2_32,
     "cifar_vgg16_bn": CifarVGG,
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...errors import ConfigError, PeelError, did_you_mean
 from ...graph import ChannelGraph
-from ...utils.imports import load_object
+from ...utils.references import load_object
 from ..importance import Criterion, CriterionInput, LayerScores
 from .gradient import Gradient
 from .legr import Legr
@@ -42,7 +42,7 @@ def find_criterion(reference: object, **settings: Any) -> Criterion:
                 f"no criterion is called {reference!r}.{did_you_mean(reference, CRITERIA)} Known are "
                 f"{', '.join(CRITERIA)}; for your own, write path/to/file.py:Name or package.module:Name."
             )
-        target = CRITERIA[reference] if reference in CRITERIA else load_object(reference)
+        target = CRITERIA[reference] if reference in CRITERIA else load_object(reference, ConfigError)
     if not callable(getattr(target, "measure", None)):
         raise ConfigError(f"the criterion {reference!r} has no method `measure(inputs)`.")
     try:

@@ -1,0 +1,45 @@
+"""Peak activation memory of a forward pass without gradients: an estimate.
+
+The estimate sums the tensors that are alive between operators: the input and intermediate results. It leaves
+out the workspaces of kernels, the rounding of the allocator and operator fusion, so a measured peak differs.
+Ratios between widths are what it is good for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from .polynomial import Form
+
+__all__ = ["Activation", "ActivationCost"]
+
+
+class Activation(NamedTuple):
+    """A tensor of the forward pass: its axes, and the first and last operator between which it is alive."""
+
+    forms: tuple[Form, ...]
+    element_bytes: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class ActivationCost:
+    activations: tuple[Activation, ...]
+
+    def total(self, units: Sequence[float]) -> float:
+        """Bytes alive at the peak. Units may be fractions."""
+        end = max((activation.last for activation in self.activations), default=0)
+        change: list[float] = [0] * (end + 2)
+        for forms, element_bytes, first, last in self.activations:
+            size = prod((form.value(units) for form in forms), start=element_bytes)
+            change[first] += size
+            change[last + 1] -= size
+        peak = alive = 0.0
+        for delta in change:
+            alive += delta
+            peak = max(peak, alive)
+        return peak

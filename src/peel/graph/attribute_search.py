@@ -1,0 +1,230 @@
+"""Find the attributes that must follow the widths, and fix the widths that the user's code does not follow.
+
+A block may keep a width in an attribute: `torch.split(x, self.width, 1)`. An integer attribute that equals a
+length with which its module's forward called an operator is guessed to be that length (`attributes.py`). The
+probe then runs the code at other widths. Where it fails, other guesses are tried for the modules that were
+running. If none helps, the ties at that place are fixed, with the line of code as the reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.fx import Node
+
+from ..cost.polynomial import Form
+from ..errors import TraceError
+from .attributes import Lengths, guessed_attributes
+from .axes import Axis, Unit, axis_size, fix, is_free, units_of
+from .call import module_of, results_of, values_in
+from .capture import TORCH, Capture, capture, with_batch
+from .channel_graph import ChannelGraph
+from .interpreter import Interpreter
+from .probe import Failure, probe, probing_units
+from .rebuild import empty_as, rebuild
+from .ties import GraphBuilder
+
+#: At most this many ties are tried one by one. Beyond that, all ties at the place of failure are fixed.
+_MAX_TRIALS = 60
+
+
+class AttributeSearch:
+    """Builds and probes the graph again and again, until the user's code follows every free width."""
+
+    def __init__(
+        self, model: nn.Module, example_input: Any, interpreter: Interpreter, captured: Capture
+    ) -> None:
+        self.model = model
+        self.example_input = example_input
+        self.interpreter = interpreter
+        self.findings = interpreter.findings
+        self.captured = captured
+        self.operators = [node for node in captured.nodes if node.op == "call_function"]
+        self.choice: dict[tuple[str, str], int] = {}
+        """(module, attribute) -> which of its guesses is in use"""
+        self.use_seen: bool | None = None
+        """Whether attributes may also hold lengths of axes that operators of their module only worked on."""
+        self.with_data: bool | None = None
+        """Whether the probe needs tensors with data."""
+        self.trials = _MAX_TRIALS
+        args, kwargs = with_batch(example_input, 1)
+        self.shapes = tuple(tuple(x.shape) for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+
+    def run(self) -> ChannelGraph:
+        graph = self._build()
+        while graph.widths:
+            failure = self._probe(graph)
+            if failure is None:
+                if self._shapes_are_as_predicted(graph):
+                    break
+            elif self._needs_data(graph):
+                continue
+            elif not self._try_next_guess(failure) and not self._try_seen_lengths(failure):
+                self._fix_culprits(graph, failure)
+            graph = self._build()
+        return graph
+
+    def _build(self) -> ChannelGraph:
+        self.builder = GraphBuilder(self.model, self.interpreter, self.captured)
+        return self.builder.build(self.shapes, self._attributes())
+
+    def _probe(self, graph: ChannelGraph, units: list[int] | None = None) -> Failure | None:
+        return probe(self.model, graph, self.example_input, units, with_data=bool(self.with_data))
+
+    # Guesses
+
+    def _attributes(self) -> dict[str, dict[str, Any]]:
+        """Module -> attribute -> what it holds in terms of widths, by the guesses in use."""
+        self.guesses: dict[tuple[str, str], list[Any]] = {}
+        lengths = self._lengths()
+        found: dict[str, dict[str, Any]] = {}
+        for name, module in self.model.named_modules():
+            attributes: dict[str, Any] = {
+                attribute: self.builder.form(axis)
+                for attribute, axis in self.findings.attributes.get(name, {}).items()
+                if is_free(axis) and getattr(module, attribute, None) == axis_size(axis)
+            }
+            for attribute, guesses in guessed_attributes(module, lengths.get(name, Lengths())).items():
+                if attribute in attributes:
+                    continue
+                self.guesses[name, attribute] = guesses
+                choice = self.choice.get((name, attribute), 0)
+                if choice < len(guesses):
+                    attributes[attribute] = guesses[choice]
+            if attributes:
+                found[name] = attributes
+        return found
+
+    def _lengths(self) -> dict[str, Lengths]:
+        """Module -> the lengths that its operators were called with, in terms of widths."""
+        form = self.builder.form
+        lengths: dict[str, Lengths] = {}
+        for module, number, axis in self.findings.lengths:
+            _add(lengths.setdefault(module, Lengths()).single.setdefault(number, []), form(axis))
+        for module, numbers, axes in self.findings.length_lists:
+            listed = tuple(form(axis) for axis in axes)
+            lists = lengths.setdefault(module, Lengths()).lists.setdefault(numbers, [])
+            if any(item.units for item in listed) and listed not in lists:
+                lists.append(listed)
+        for node in reversed(self.operators if self.use_seen else []):
+            seen = lengths.setdefault(module_of(node), Lengths()).seen
+            for axis in self._axes_at(node):
+                _add(seen.setdefault(form(axis).value(self.builder.original), []), form(axis))
+        return lengths
+
+    def _try_next_guess(self, failure: Failure) -> bool:
+        """Take the next guess for an attribute of a module that was running; after the last guess, none."""
+        for module in reversed(failure.modules):
+            for (name, attribute), guesses in self.guesses.items():
+                choice = self.choice.get((name, attribute), 0)
+                if name == module and choice < len(guesses):
+                    self.choice[name, attribute] = choice + 1
+                    return True
+        return False
+
+    def _try_seen_lengths(self, failure: Failure) -> bool:
+        """Let attributes hold lengths of axes that operators only worked on. Tried once; kept if it helps."""
+        if self.use_seen is not None:
+            return False
+        self.use_seen = True
+        self.use_seen = self._probe(self._build()) != failure
+        return self.use_seen
+
+    def _needs_data(self, graph: ChannelGraph) -> bool:
+        """Whether the code does not run on the meta device even at its original widths. Tried once."""
+        if self.with_data is not None:
+            return False
+        self.with_data = self._probe(graph, graph.units()) is not None
+        return self.with_data
+
+    # Widths that the code does not follow
+
+    def _fix_culprits(self, graph: ChannelGraph, failure: Failure) -> None:
+        for axes in self._suspects(failure):
+            units = dict.fromkeys(unit for axis in axes for unit in units_of(axis))
+            free = [unit for unit in units if unit.fixed is None and unit in self.builder.index]
+            if free:
+                guilty = [unit for unit in free if self._fails_alone(graph, unit)] if self.trials > 0 else []
+                for unit in guilty or free:
+                    unit.fixed = _reason(failure.modules[-1], failure.line)
+                return
+        name = type(self.model).__name__
+        raise TraceError(f"{name} does not run at other widths, and no tie explains it: {failure.line}")
+
+    def _suspects(self, failure: Failure) -> Iterator[list[Axis]]:
+        """Axes near the failure: those called with a length, then those of the operators, then all axes."""
+        for module in reversed(failure.modules):
+            yield [axis for name, _, axis in self.findings.lengths if name == module]
+            yield [a for node in self.operators if module_of(node) == module for a in self._axes_at(node)]
+        yield [axis for axes in self.interpreter.tensors.values() for axis in axes]
+
+    def _fails_alone(self, graph: ChannelGraph, unit: Unit) -> bool:
+        """Whether the code fails when only this tie changes."""
+        self.trials -= 1
+        tie = self.builder.index[unit]
+        units = graph.units()
+        units[tie] = probing_units(graph)[tie]
+        return self._probe(graph, units) is not None
+
+    def _shapes_are_as_predicted(self, graph: ChannelGraph) -> bool:
+        """Capture the network at other widths and compare every shape. Where one differs, fix its axes.
+
+        Code may run at other widths and still do something else: `x[:, :8]` and `x[:, 8:]` always fit
+        together. Only operators that are called with lengths can hide that, so other networks need no second
+        capture.
+        """
+        mismatch = self._first_mismatch(graph) if self.findings.lengths else None
+        if mismatch is None:
+            return True
+        node, axes = mismatch
+        suspects = [axis for axis in axes if is_free(axis)]
+        suspects = suspects or [axis for axis in self._axes_at(node) if is_free(axis)]
+        for axis in suspects or [axis for _, _, axis in self.findings.lengths]:
+            fix(axis, _reason(module_of(node), _line_of(node)))
+        return not any(unit.fixed is not None for unit in self.builder.free)
+
+    def _first_mismatch(self, graph: ChannelGraph) -> tuple[Node, list[Axis]] | None:
+        """The first operator whose result has another shape than predicted, with the axes that differ."""
+        units = probing_units(graph)
+        twin = rebuild(self.model, graph, units, empty_as, keep_hooks=False)
+        operators = [node for node in capture(twin, self.example_input).nodes if node.op == "call_function"]
+        for node, other in zip(self.operators, operators, strict=False):
+            if node.target is not other.target:
+                return node, self._axes_at(node)
+            for tensor, axes in zip(
+                results_of(other), values_in(self.interpreter.values[node]), strict=False
+            ):
+                sizes = zip(axes, tensor.shape, strict=True)
+                wrong = [axis for axis, size in sizes if self.builder.form(axis).value(units) != size]
+                if wrong:
+                    return node, wrong
+        return None if len(self.operators) == len(operators) else (self.operators[-1], [])
+
+    def _axes_at(self, node: Node) -> list[Axis]:
+        """The axes of the results and arguments of an operator."""
+        values = (self.interpreter.values.get(item) for item in (node, *node.all_input_nodes))
+        return [axis for item in values for value in values_in(item) for axis in value]
+
+
+def _add(forms: list[Form], form: Form) -> None:
+    if form.units and form not in forms:
+        forms.append(form)
+
+
+def _reason(module: str, line: str) -> str:
+    reason = f"the code of {module or 'the model'} does not follow it"
+    return f"{reason}: {line}" if line else reason
+
+
+def _line_of(node: Node) -> str:
+    """The last line of the user's code on the way to an operator."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.stack_trace or "")
+    own = [(path, line, code) for path, line, code in frames if not path.startswith(TORCH)]
+    if not own:
+        return str(node.target)
+    path, line, code = own[-1]
+    return f"{Path(path).name}:{line} `{code.strip()}`"

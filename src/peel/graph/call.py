@@ -1,0 +1,242 @@
+"""`Call`: one operator call as its channel rule sees it. `Findings`: what the rules report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.fx import Node
+
+from . import axes as ax
+from .axes import Axis, Segment, Value, axis_size, constant, is_free
+
+Rule = Callable[..., Any]
+"""(call, arguments of the operator) -> value of the result; see `peel.graph.register_rule`."""
+
+AnyRule = TypeVar("AnyRule", bound=Rule)
+
+RULES: dict[str, Rule] = {}
+"""Operator -> built-in rule. The modules in `rules/` fill it."""
+
+
+def rule(operators: str) -> Callable[[AnyRule], AnyRule]:
+    """Make a function the rule of these operators of torch."""
+
+    def enter(function: AnyRule) -> AnyRule:
+        RULES.update({f"aten::{name}": function for name in operators.split()})
+        return function
+
+    return enter
+
+
+#: How a layer names its weight, or the parameters that its weight is computed from.
+_WEIGHT_SUFFIX = re.compile(r"\.(weight(_[vg]|_orig)?|parametrizations\.weight\.original\d*)$")
+
+
+@dataclass(frozen=True)
+class Producer:
+    """A layer that produces channels."""
+
+    layer: str
+    axis: Axis
+    node: Node
+    spatial: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MacTerm:
+    """The cost of a layer: one multiply-add for each element of the product of these axes."""
+
+    layer: str
+    axes: Value
+    output: Axis
+    """The channels that the layer produces; empty for a product of computed tensors."""
+
+
+@dataclass
+class Findings:
+    """What the rules report beside equalities."""
+
+    producers: list[Producer] = field(default_factory=list)
+    mac_terms: list[MacTerm] = field(default_factory=list)
+    consumers: dict[str, set[int]] = field(default_factory=dict)
+    """Weight -> the axes over which it sums its input."""
+    scales: dict[str, None] = field(default_factory=dict)
+    """Weights of norm layers, in order."""
+    lengths: list[tuple[str, int, Axis]] = field(default_factory=list)
+    """(module, number, axis): lengths that an operator was called with, perhaps from an attribute."""
+    length_lists: list[tuple[str, tuple[int, ...], Value]] = field(default_factory=list)
+    """(module, numbers, axes): the same for whole lists of lengths."""
+    attributes: dict[str, dict[str, Axis]] = field(default_factory=dict)
+    """Module -> attribute that layers of its kind have -> the axis whose length it must hold."""
+    operators: list[str] = field(default_factory=list)
+    """Every operator that runs, in order, without namespace and overload."""
+    constants: list[str] = field(default_factory=list)
+    """Numbers and strings that operators are called with, and fingerprints of constant tensors."""
+    unknown_operators: dict[str, str] = field(default_factory=dict)
+    """Operator without a working rule -> the first module that called it."""
+
+
+def module_of(node: Node) -> str:
+    """The name of the innermost module whose forward called the operator; empty for the model itself."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    name: str = list(stack.values())[-1][0]
+    return name.split("@")[0]
+
+
+def operator_of(node: Node) -> str:
+    """`aten::add_` for `aten.add_.Tensor`: the name of the operator without its overload."""
+    name = getattr(node.target, "name", None)
+    if callable(name):
+        return str(name()).partition(".")[0]
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def results_of(node: Node) -> list[Tensor]:
+    """The example tensors that the operator returned: one, or several."""
+    value = node.meta.get("val")
+    return [
+        item for item in (value if isinstance(value, list | tuple) else [value]) if isinstance(item, Tensor)
+    ]
+
+
+def constants_like(value: Any, reason: str) -> Any:
+    """Constant axes for a tensor; anything else stays as it is."""
+    return tuple(constant(size, reason) for size in value.shape) if isinstance(value, Tensor) else value
+
+
+def values_in(item: Any) -> list[Value]:
+    """The tensors in an argument or result of an operator: one, or a list or tuple of them."""
+    if not isinstance(item, list | tuple):
+        return []
+    is_axis = [isinstance(axis, tuple) and any(isinstance(part, Segment) for part in axis) for axis in item]
+    if isinstance(item, tuple) and all(is_axis):
+        return [item]
+    return [value for part in item for value in values_in(part)]
+
+
+def fix_all(item: Any, reason: str) -> None:
+    """Fix every axis of every tensor in an argument or result."""
+    for value in values_in(item):
+        for axis in value:
+            ax.fix(axis, reason)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operator: what a channel rule works with. As a string it reads `conv2d in layer1.0`."""
+
+    node: Node
+    args: tuple[Any, ...]
+    findings: Findings
+    tensor_of: Mapping[Node, str]
+    """Node -> the parameter or buffer that it stands for."""
+    counting: bool
+    """Whether the costs of this capture count."""
+
+    def __str__(self) -> str:
+        name = operator_of(self.node).split("::")[-1].rstrip("_")
+        return f"{name} in {self.module}" if self.module else name
+
+    @property
+    def module(self) -> str:
+        """The module whose forward called the operator; empty for the model itself."""
+        return module_of(self.node)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the result, or of the first one."""
+        return tuple(results_of(self.node)[0].shape)
+
+    @property
+    def has_many_results(self) -> bool:
+        return isinstance(self.node.meta["val"], list | tuple)
+
+    # What must be equal, and what is fixed
+
+    def unify(self, first: Axis, second: Axis, kind: str = "") -> None:
+        """The two axes hold the same channels in the same order."""
+        ax.unify(first, second, f"{kind} {self}".lstrip())
+
+    def same_size(self, axes: Sequence[Axis], kind: str = "") -> None:
+        """The axes keep the same length, but need not keep the same channels."""
+        for axis in axes[1:]:
+            ax.same_size(axes[0], axis, f"{kind} {self}".lstrip())
+
+    fix = staticmethod(ax.fix)
+    mark_inexact = staticmethod(ax.mark_inexact)
+
+    def refuse(self, reason: str) -> Any:
+        """Fix every axis of every argument. Returns a result whose axes are all constant."""
+        fix_all(self.args, reason)
+        result = self.node.meta.get("val")
+        if isinstance(result, list | tuple):
+            return tuple(constants_like(item, reason) for item in result)
+        return constants_like(result, reason)
+
+    # Cuts
+
+    def cut(self, axis: Axis, lengths: Sequence[int]) -> list[Axis]:
+        """Cut an axis into pieces of the given lengths."""
+        return ax.cut(axis, lengths, str(self))
+
+    def cut_evenly(self, axis: Axis, pieces: int) -> list[Axis]:
+        return self.cut(axis, [axis_size(axis) // pieces] * pieces)
+
+    # What the graph needs to know about layers
+
+    def layer(self) -> str:
+        """The layer of the operator: the owner of its weight (its second argument), or else its module."""
+        weight = self.node.args[1] if len(self.node.args) > 1 else None
+        while isinstance(weight, Node):
+            if weight in self.tensor_of:
+                return _WEIGHT_SUFFIX.sub("", self.tensor_of[weight])
+            weight = next(iter(weight.all_input_nodes), None) if weight.op == "call_function" else None
+        return self.module or self.node.name
+
+    def produces(self, axis: Axis) -> None:
+        """The channels of this axis come from this layer."""
+        spatial = self.shape[1:-1] if operator_of(self.node) == "aten::linear" else self.shape[2:]
+        self.findings.producers.append(Producer(self.layer(), axis, self.node, spatial))
+
+    def costs(self, axes: Value) -> None:
+        """The operator does one multiply-add for each element of the product of these axes."""
+        producers = self.findings.producers
+        output = producers[-1].axis if producers and producers[-1].node is self.node else ()
+        if self.counting:
+            self.findings.mac_terms.append(MacTerm(self.layer(), axes, output))
+
+    def sums_over(self, weight: Value, place: int) -> None:
+        """The operator sums over this axis of its weight: a channel whose slice is zero has no effect."""
+        source = self.node.args[1]
+        if isinstance(source, Node) and source in self.tensor_of:
+            self.findings.consumers.setdefault(self.tensor_of[source], set()).add(place)
+        else:
+            self.mark_inexact(weight[place], f"the weight of {self} is computed from parameters")
+
+    def scales(self, place: int) -> None:
+        """The argument at this place scales each channel (the weight of a norm layer)."""
+        source = self.node.args[place] if len(self.node.args) > place else None
+        if isinstance(source, Node) and source in self.tensor_of:
+            self.findings.scales[self.tensor_of[source]] = None
+
+    def has_attributes(self, **axes: Axis) -> None:
+        """Attributes of the layer (`out_channels=...`) that hold the length of an axis."""
+        self.findings.attributes.setdefault(self.module, {}).update(axes)
+
+    def has_length(self, number: int, axis: Axis) -> None:
+        """The operator was called with this length for this axis."""
+        if number > 1 and is_free(axis):
+            self.findings.lengths.append((self.module, number, axis))
+
+    def has_lengths(self, numbers: Sequence[int], axes: Value) -> None:
+        """The operator was called with these lengths for these axes, one by one or as a list."""
+        for number, axis in zip(numbers, axes, strict=True):
+            self.has_length(number, axis)
+        if any(is_free(axis) for axis in axes):
+            self.findings.length_lists.append((self.module, tuple(numbers), axes))

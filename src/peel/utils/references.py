@@ -1,0 +1,54 @@
+"""Objects of the user's own code by reference: `package.module:name` or `path/to/file.py:name`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..errors import PeelError, did_you_mean
+
+__all__ = ["load_object"]
+
+
+def load_object(reference: str, error: type[PeelError]) -> Any:
+    """The object that a reference names. Problems are raised as `error`."""
+    place, _, name = reference.rpartition(":")
+    if not place or not name:
+        raise error(f"{reference!r} is not a reference; write package.module:name or path/to/file.py:name.")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise error(f"there is no file {place}.")
+    try:
+        target: Any = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    except ModuleNotFoundError as problem:
+        missing = (
+            "there is" if place.startswith(problem.name or " ") else f"{place} cannot be imported: there is"
+        )
+        raise error(f"{missing} no module {problem.name!r}, here or among installed packages.") from problem
+    except Exception as problem:
+        raise error(f"{place} cannot be imported: {type(problem).__name__}: {problem}") from problem
+    for part in name.split("."):
+        if not hasattr(target, part):
+            hint = did_you_mean(part, [item for item in dir(target) if not item.startswith("_")])
+            raise error(f"{place} has no {name!r}.{hint}")
+        target = getattr(target, part)
+    return target
+
+
+def _import_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    return importlib.import_module(name)

@@ -1,0 +1,171 @@
+"""Channel rules: the built-in table, rules of the user, and what happens when a rule fails."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import peel
+from helpers.graphs import traced_net
+from helpers.nets import UnknownOperator
+from peel.graph import Call, register_rule, rules
+
+X = torch.randn(1, 3, 8, 8)
+
+
+@pytest.fixture(autouse=True)
+def _no_registered_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "_registered", {})
+
+
+def cumsum(call: Call, value: Any, dim: int) -> Any:
+    call.mark_inexact(value[dim], f"{call} sums over the channels")
+    return value
+
+
+def test_every_rule_is_for_an_operator_that_exists() -> None:
+    assert [name for name in rules.RULES if not hasattr(torch.ops.aten, name.removeprefix("aten::"))] == []
+
+
+def test_operator_without_a_rule_fixes_what_reaches_it() -> None:
+    _, graph = traced_net(UnknownOperator)
+    assert graph.fixed["rigid"] == "cumsum has no channel rule"
+    assert list(graph.unknown_operators) == ["aten::cumsum"]
+    assert "cumsum" in graph.operators
+
+
+def test_rule_given_to_trace_frees_the_channels() -> None:
+    net = UnknownOperator()
+    graph = peel.trace(net, X, rules={"aten::cumsum": cumsum})
+    assert graph.widths["rigid"] == 8
+    assert graph.inexact["rigid"] == "cumsum sums over the channels"
+    assert peel.verify(net, X, graph=graph).passed
+    assert "rigid" in peel.trace(net, X).fixed
+
+
+def test_verify_finds_a_wrong_rule() -> None:
+    net = UnknownOperator()
+    graph = peel.trace(net, X, rules={"aten::cumsum": lambda call, value, dim: value})
+    verification = peel.verify(net, X, graph=graph)
+    assert not verification.passed
+    assert "wrong by themselves: rigid" in str(verification)
+
+
+def test_registered_rule_is_used_by_every_trace() -> None:
+    assert register_rule("aten::cumsum", cumsum) is cumsum
+    assert peel.trace(UnknownOperator(), X).widths["rigid"] == 8
+
+
+def test_register_rule_is_a_decorator_and_trace_overrides_it() -> None:
+    @register_rule("aten::cumsum")
+    def fixed(call: Call, value: Any, dim: int) -> Any:
+        return call.refuse("not today")
+
+    assert callable(fixed)
+    assert peel.trace(UnknownOperator(), X).fixed["rigid"] == "not today"
+    assert peel.trace(UnknownOperator(), X, rules={"aten::cumsum": cumsum}).widths["rigid"] == 8
+
+
+def test_registered_rule_replaces_a_built_in_one() -> None:
+    register_rule("aten::relu", lambda call, value: call.refuse("no more relu"))
+    assert "no more relu" in peel.trace(UnknownOperator(), X).fixed["free"]
+
+
+@torch.library.custom_op("peel_tests::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@double.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class CustomOperator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 8, 1), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(double(self.conv(x)).mean((2, 3)))
+
+
+def test_rule_for_a_custom_operator() -> None:
+    assert peel.trace(CustomOperator(), X).unknown_operators == {"peel_tests::double": "the model"}
+    register_rule("peel_tests::double", lambda call, value: value)
+    graph = peel.trace(CustomOperator(), X)
+    assert graph.widths == {"conv": 8}
+    assert peel.verify(CustomOperator(), X, graph=graph).passed
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("aten::cumsun", "Did you mean .*aten::cumsum"),
+        ("aten.cumsum", "Did you mean .*aten::cumsum"),
+        ("aten::cumsum.default", "no overload"),
+        ("mylib::scan", "import the library"),
+        ("", "torch knows no operator"),
+    ],
+)
+def test_misspelt_operator_is_refused(name: str, hint: str) -> None:
+    with pytest.raises(peel.TraceError, match=hint):
+        register_rule(name, cumsum)
+    with pytest.raises(peel.TraceError, match=hint):
+        peel.trace(UnknownOperator(), X, rules={name: cumsum})
+
+
+def test_rule_must_be_callable() -> None:
+    with pytest.raises(peel.TraceError, match="must be a function, not 5"):
+        peel.trace(UnknownOperator(), X, rules={"aten::cumsum": 5})  # type: ignore[dict-item]
+
+
+def broken(call: Call, value: Any, dim: int, scale: int = 1) -> Any:
+    return {}["no such key"]
+
+
+@pytest.mark.parametrize("rule", [broken, functools.partial(broken, scale=2)])
+def test_error_in_a_users_rule_is_shown_with_operator_place_and_cause(rule: Any) -> None:
+    line = inspect.getsourcelines(broken)[1]
+    with pytest.raises(peel.TraceError, match="no such key") as error:
+        peel.trace(UnknownOperator(), X, rules={"aten::cumsum": rule})
+    assert "your rule for aten::cumsum" in str(error.value)
+    assert f"{__file__}:{line}" in str(error.value)
+    assert isinstance(error.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (lambda call, value, dim: value[:2], r"axes of lengths \[\(1, 8\)\] .* shape \[\(1, 8, 8, 8\)\]"),
+        (lambda call, value, dim: None, "returned None, not a tuple of axes"),
+        (lambda call, value: value, "positional argument"),
+    ],
+)
+def test_users_rule_with_a_wrong_result_or_signature_is_reported(rule: Any, message: str) -> None:
+    with pytest.raises(peel.TraceError, match=message):
+        peel.trace(UnknownOperator(), X, rules={"aten::cumsum": rule})
+
+
+class EllipsisEinsum(nn.Module):
+    """An equation that the built-in rule of einsum does not support."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 8, 1), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.einsum("n...->n...", self.conv(x))
+        return self.fc(x.mean((2, 3)))
+
+
+def test_failed_built_in_rule_fixes_the_channels_and_says_so() -> None:
+    graph = peel.trace(EllipsisEinsum(), X)
+    assert not graph.widths
+    assert "the channel rule of einsum failed (NotImplementedError: n...->n...)" in graph.fixed["conv"]
+    assert "aten::einsum" in graph.unknown_operators
