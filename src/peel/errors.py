@@ -19,22 +19,6 @@ A message names the thing, the value and the way out.
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-__all__ = [
-    "BudgetError",
-    "ConfigError",
-    "CorruptFileError",
-    "DataError",
-    "DivergedError",
-    "ModelError",
-    "OutOfMemoryError",
-    "PeelError",
-    "RunError",
-    "StoreError",
-    "TraceError",
-    "WidthsError",
-    "did_you_mean",
-]
-
 
 class PeelError(Exception):
     """The root of every error that a caller can cause."""

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ..graph import ChannelGraph
     from ..surgery import Verification
 
-__all__ = ["inspect"]
-
 
 def inspect(
     model: str,

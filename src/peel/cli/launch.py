@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from ..errors import PeelError
 from ..utils.environment import count_cores
 
-__all__ = ["command_line", "launch", "set_arguments"]
-
 #: Where the processes find the command that started them.
 COMMAND = "PEEL_COMMAND"
 

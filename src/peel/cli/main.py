@@ -21,8 +21,6 @@ from ..version import __version__
 from .launch import command_line, set_arguments
 from .terminal import silence
 
-__all__ = ["main"]
-
 #: Exit codes, documented in docs/faults.md.
 OK, WRONG_INPUT, BAD_FILES, DIVERGED, OUT_OF_MEMORY, INTERRUPTED = 0, 2, 3, 4, 5, 130
 

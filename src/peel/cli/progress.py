@@ -12,8 +12,6 @@ from rich.progress import BarColumn, Progress, TextColumn
 from ..train.callbacks import Callback
 from ..train.history import EpochRecord
 
-__all__ = ["RunProgress", "clock"]
-
 
 def clock(seconds: float) -> str:
     """8 s, 3 min 20 s, 2 h 05 min."""

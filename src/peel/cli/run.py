@@ -24,8 +24,6 @@ from .progress import RunProgress
 from .summary import draw_estimate, draw_result
 from .terminal import make_console, print_json
 
-__all__ = ["run"]
-
 #: Settings that do not change what is computed: the same command with others finds the same default folder.
 FREE = ("stages", "device", "workers", "compile", "checkpoint_seconds", "accumulate")
 

@@ -12,8 +12,6 @@ from ..cost.budget import format_count
 from ..run.result import Result
 from .progress import clock
 
-__all__ = ["draw_estimate", "draw_result"]
-
 _TITLES = {"original": "original", "uniform": "uniform, same budget", "peel": "PEEL"}
 _FILES = ("report.html", "slim.json", "plan.json", "metrics.jsonl", "result.json")
 

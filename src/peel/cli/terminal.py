@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["make_console", "print_json", "show_status", "silence"]
-
 
 def make_console(*, stderr: bool = False) -> Console:
     from rich.console import Console

@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from .polynomial import Form
 
-__all__ = ["Activation", "ActivationCost"]
-
 
 class Activation(NamedTuple):
     """A tensor of the forward pass: its axes, and the first and last operator between which it is alive."""

@@ -7,8 +7,6 @@ import re
 
 from ..errors import BudgetError
 
-__all__ = ["RESOURCES", "Budget", "format_count", "parse_budget"]
-
 Budget = str | int | float
 
 RESOURCES: dict[str, str] = {

@@ -14,8 +14,6 @@ from torch.utils._python_dispatch import (
 )  # has no public name
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["OperatorCount", "count_macs", "plain_attention"]
-
 
 @contextmanager
 def plain_attention() -> Iterator[None]:

@@ -19,8 +19,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CostModel", "Form", "Term"]
-
 Number = TypeVar("Number", int, float)
 IntArray = npt.NDArray[np.int64]
 

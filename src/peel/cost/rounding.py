@@ -17,8 +17,6 @@ from ..errors import BudgetError, did_you_mean
 from .budget import RESOURCES, Budget, format_count, parse_budget
 from .widths import Widths
 
-__all__ = ["cost_of", "resolve_budget", "round_to_budget", "uniform"]
-
 #: The part of the budget that may stay unused where smaller steps could use it.
 _GAP = 1e-3
 

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ..errors import WidthsError
 
-__all__ = ["Widths", "make_divisible"]
-
 
 def make_divisible(value: float, divisor: int) -> int:
     """The rounding of the MobileNet papers: the nearest multiple, but never below 90 % of `value`."""

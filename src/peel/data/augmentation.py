@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from ..utils.rng import derive_seed, hashed_uniform
 
-__all__ = ["EVAL", "View", "Windows", "augment_image", "count_windows", "draw_windows", "padding_of"]
-
 #: Random numbers per image of `crop` and `crop-flip`: row, column, flip.
 DRAWS = 3
 #: Random resized crop: range of the area, as a share of the image, and of the aspect ratio.

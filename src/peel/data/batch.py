@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Batch"]
-
 
 class Batch(NamedTuple):
     images: Tensor

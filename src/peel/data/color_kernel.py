@@ -14,8 +14,6 @@ from torch import Tensor
 
 from .augmentation import LUMA, ColorJitter
 
-__all__ = ["fused_color_jitter"]
-
 #: Pixels per program.
 BLOCK = tl.constexpr(1024)
 _RED, _GREEN, _BLUE = (tl.constexpr(part) for part in LUMA)

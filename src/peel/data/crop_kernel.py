@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .augmentation import DRAWS, View, padding_of
 
-__all__ = ["fused_crop"]
-
 #: Values per program.
 BLOCK = tl.constexpr(1024)
 _DRAWS = tl.constexpr(DRAWS)

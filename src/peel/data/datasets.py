@@ -22,8 +22,6 @@ from .batch import Batch
 from .image_folder import ImageFolder, check_image, find_images, load_image, read_all
 from .in_memory import InMemoryImages
 
-__all__ = ["DATA", "Data", "Split", "held_out_size", "hold_out", "load_data"]
-
 DATA: dict[str, str] = {
     "digits": "1,797 handwritten digits of 8x8 pixels, embedded (UCI, by way of scikit-learn)",
     "cifar10": "50,000 and 10,000 images of 32x32 pixels, 10 classes (torchvision downloads it)",

@@ -27,8 +27,6 @@ from .batch import Batch
 from .kernels import has_triton
 from .loader import WorkerPool, copy_ahead
 
-__all__ = ["ImageFolder", "check_image", "decode", "find_images", "fingerprint_of", "load_image", "read_all"]
-
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff", ".gif"}
 
 #: Images that a worker decodes at a time: several workers share a batch.

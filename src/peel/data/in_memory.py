@@ -12,8 +12,6 @@ from .augmentation import View, augment_image, crop_windows, draw_windows
 from .batch import Batch
 from .kernels import has_triton
 
-__all__ = ["InMemoryImages"]
-
 
 @dataclass(frozen=True)
 class InMemoryImages:

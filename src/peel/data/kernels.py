@@ -9,8 +9,6 @@ import torch
 
 from .augmentation import EVAL
 
-__all__ = ["has_triton"]
-
 log = logging.getLogger("peel")
 
 

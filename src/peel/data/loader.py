@@ -20,8 +20,6 @@ from torch import Tensor
 from ..errors import DataError
 from ..utils.environment import env_number
 
-__all__ = ["WorkerPool", "copy_ahead"]
-
 #: Seconds after which a worker that does not answer counts as hanging; PEEL_TIMEOUT changes it.
 TIMEOUT = 300.0
 #: Requests per worker that are under way.

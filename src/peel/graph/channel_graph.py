@@ -15,8 +15,6 @@ from ..cost.polynomial import CostModel, IntArray
 from ..cost.widths import Widths
 from ..errors import WidthsError, did_you_mean
 
-__all__ = ["OUTPUT", "ChannelGraph", "Layout", "Member", "Run", "Tie"]
-
 #: Why channels that leave the model are fixed.
 OUTPUT = "it leaves the model (its output)"
 

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from .channel_graph import ChannelGraph, Run
 
-__all__ = ["ChannelAxis", "filter_axes", "norm_layers", "norm_scales", "scale_axes", "spans", "values_by_tie"]
-
 
 def spans(runs: Sequence[Run]) -> Iterator[tuple[Run, slice]]:
     """Each run of an axis, with the positions that it occupies."""

@@ -12,8 +12,6 @@ from .attributes import evaluate, set_attributes
 from .capture import computed_tensors, structural_copy
 from .channel_graph import ChannelGraph
 
-__all__ = ["empty_as", "new_shapes", "rebuild", "tensors_of"]
-
 
 def new_shapes(graph: ChannelGraph, units: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """Parameter or buffer name -> its shape at the given units."""

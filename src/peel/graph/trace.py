@@ -16,8 +16,6 @@ from .channel_graph import ChannelGraph
 from .interpreter import Interpreter
 from .rules import Rule, user_rules
 
-__all__ = ["trace"]
-
 
 def trace(
     model: nn.Module,

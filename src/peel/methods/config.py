@@ -12,8 +12,6 @@ from ..steps.backbone import BACKBONE_INITS
 from ..steps.distillation import DISTILLATIONS
 from ..steps.reallocation import POLICIES, SOLVERS
 
-__all__ = ["MethodConfig"]
-
 Count = Annotated[int, Meta(ge=1)]
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]

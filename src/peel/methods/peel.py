@@ -43,8 +43,6 @@ from .config import MethodConfig
 from .plan import Plan, Round, assemble_plan
 from .problem import Problem
 
-__all__ = ["HELD_OUT", "check_feasible", "equal_share_plan", "make_plan", "recipe_of_round", "stage_of_round"]
-
 #: The part of the training images that criteria which select (legr) see, and nothing else does.
 HELD_OUT = 0.1
 

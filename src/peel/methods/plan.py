@@ -13,8 +13,6 @@ from ..errors import CorruptFileError
 from .config import MethodConfig
 from .problem import Problem
 
-__all__ = ["Architecture", "Plan", "Round", "assemble_plan"]
-
 
 @dataclass(frozen=True)
 class Architecture:

@@ -14,8 +14,6 @@ from ..graph import ChannelGraph
 from ..train.engine import Engine
 from ..train.recipe import Recipe
 
-__all__ = ["Problem"]
-
 
 @dataclass(frozen=True)
 class Problem:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["curves_chart", "groups_chart", "importance_chart", "label", "widths_chart"]
-
 Curve = Sequence[tuple[int, float]]
 
 # The palette of Okabe and Ito, for every kind of color vision; line styles serve black-and-white print.

@@ -15,8 +15,6 @@ from ..methods.plan import Plan, Round
 from .charts import curves_chart, groups_chart, importance_chart, label, widths_chart
 from .record import RunRecord
 
-__all__ = ["render"]
-
 RESOURCES = {"macs": "MACs", "params": "parameters"}
 NONE = "–"
 

@@ -12,8 +12,6 @@ from ..errors import CorruptFileError, RunError
 from ..methods.plan import Plan
 from ..utils.files import parse_object
 
-__all__ = ["RunRecord"]
-
 
 @dataclass(frozen=True)
 class RunRecord:

@@ -16,8 +16,6 @@ from ..methods.config import MethodConfig, check_choice
 from ..train.engine import COMPILE
 from ..train.recipe import FIELDS, Recipe
 
-__all__ = ["STAGES", "Config", "RecipeOverrides", "make_config"]
-
 STAGES: dict[str, str] = {
     "original": "train the original, or load the trained one that was named: the teacher",
     "backbone": "train the over-pruned backbone (steps 1 and 2)",

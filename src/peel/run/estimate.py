@@ -15,8 +15,6 @@ from ..train.loop import fit
 from ..train.objective import CrossEntropy
 from ..train.recipe import Recipe
 
-__all__ = ["estimate_work", "seconds_per_mac"]
-
 #: A training step costs about this many forward passes.
 PASSES_PER_STEP = 3
 

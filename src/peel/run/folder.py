@@ -32,8 +32,6 @@ from ..train.history import EpochRecord
 from ..utils.files import name_missing_space, parse_object, write_bytes, write_json
 from .result import StageRecord
 
-__all__ = ["RunFolder", "read_json"]
-
 T = TypeVar("T")
 
 #: Files that a run may have written before its state.json.

@@ -25,15 +25,6 @@ from ..train.objective import get_logits
 from ..train.recipe import Recipe, backbone_recipe, named_recipe
 from .config import Config
 
-__all__ = [
-    "check_model",
-    "frozen_ties",
-    "load_model_and_data",
-    "model_notes",
-    "read_widths",
-    "resolve_recipes",
-]
-
 
 def load_model_and_data(model: nn.Module | str, data: Data | str, config: Config) -> tuple[nn.Module, Data]:
     def load(channels: int) -> Data:

@@ -35,8 +35,6 @@ from .resume import RunState, open_or_resume, refuse_or_note, teacher_identity
 from .teacher import Teacher, find_teacher, weights_hash
 from .trainer import Trainer
 
-__all__ = ["Pipeline"]
-
 
 @dataclass
 class Pipeline:

@@ -37,8 +37,6 @@ from .result import Result
 from .resume import environment_of, identify, open_or_resume
 from .trainer import Trainer
 
-__all__ = ["prune"]
-
 log = logging.getLogger("peel")
 
 

@@ -12,8 +12,6 @@ from torch import nn
 from ..methods.plan import Plan
 from ..train.history import EpochRecord
 
-__all__ = ["Result", "Row", "StageRecord"]
-
 
 @dataclass(frozen=True)
 class Row:

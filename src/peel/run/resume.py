@@ -29,8 +29,6 @@ from ..version import __version__
 from .config import Config
 from .folder import EARLY_FILES, RunFolder, read_json
 
-__all__ = ["RunState", "environment_of", "identify", "open_or_resume", "teacher_identity"]
-
 log = logging.getLogger("peel")
 
 #: May change between two starts: they do not change what is computed.

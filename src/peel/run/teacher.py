@@ -20,8 +20,6 @@ from .folder import read_json
 from .result import StageRecord
 from .resume import RunState
 
-__all__ = ["Teacher", "find_teacher", "weights_hash"]
-
 
 @dataclass(frozen=True)
 class Teacher:

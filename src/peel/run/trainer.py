@@ -26,8 +26,6 @@ from ..utils.rng import derive_seed
 from .folder import RunFolder
 from .result import StageRecord
 
-__all__ = ["Trainer"]
-
 DESCRIPTIONS = {
     "original": "the original",
     "backbone": "the over-pruned backbone",

@@ -9,8 +9,6 @@ from torch import nn
 
 from .history import EpochRecord
 
-__all__ = ["Callback"]
-
 
 class Callback:
     """Base class of callbacks. All methods do nothing; override what you need."""

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from ..errors import CorruptFileError, RunError
 from ..utils.files import write_bytes
 
-__all__ = ["Checkpoints", "non_persistent_buffers"]
-
 log = logging.getLogger("peel")
 
 

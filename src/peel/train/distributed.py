@@ -17,8 +17,6 @@ from ..utils.environment import env_number
 
 T = TypeVar("T")
 
-__all__ = ["World", "init_distributed", "shutdown_distributed"]
-
 #: Seconds after which a process stops waiting for the others; the variable PEEL_TIMEOUT overrides it.
 TIMEOUT = 300.0
 

@@ -17,8 +17,6 @@ from ..utils.environment import count_cores, env_number
 from .distributed import World, init_distributed
 from .sync_batch_norm import SyncBatchNormMode
 
-__all__ = ["COMPILE", "Engine", "eval_batch_size", "is_out_of_memory", "make_engine", "retry_on_oom"]
-
 T = TypeVar("T")
 
 log = logging.getLogger("peel")

@@ -23,8 +23,6 @@ from .recipe import Recipe
 from .signals import Interrupted, defer_signals, interrupt_requested
 from .state import TrainingState
 
-__all__ = ["evaluate", "fit"]
-
 log = logging.getLogger("peel")
 
 #: Steps between two checks that the loss is finite; each check waits for the device.

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from ..data.batch import Batch
 from ..errors import ModelError
 
-__all__ = ["CrossEntropy", "Losses", "Objective", "get_logits"]
-
 
 @dataclass(frozen=True)
 class Losses:

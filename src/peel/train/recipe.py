@@ -11,8 +11,6 @@ from msgspec import Meta
 
 from ..errors import ConfigError, did_you_mean
 
-__all__ = ["AUGMENTATIONS", "FIELDS", "RECIPES", "Recipe", "backbone_recipe", "named_recipe"]
-
 #: `auto` depends on the data: crop for digits, crop-flip for small photographs, imagenet for large ones.
 AUGMENTATIONS = ("auto", "none", "crop", "crop-flip", "imagenet")
 

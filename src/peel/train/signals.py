@@ -12,8 +12,6 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["Interrupted", "defer_signals", "handle_signals", "interrupt_requested"]
-
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 
 #: Signals received since `handle_signals` began, oldest first.

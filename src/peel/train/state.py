@@ -22,8 +22,6 @@ from .recipe import Recipe
 from .signals import interrupt_requested
 from .step import TrainStep
 
-__all__ = ["TrainingState", "local_batch_size"]
-
 log = logging.getLogger("peel")
 
 #: Several processes poll each other after every step if it takes longer than this, else after every tenth.

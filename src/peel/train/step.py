@@ -19,8 +19,6 @@ from .engine import Engine, is_out_of_memory
 from .objective import Losses, Objective
 from .recipe import Recipe
 
-__all__ = ["TrainStep"]
-
 log = logging.getLogger("peel")
 
 #: Eager steps before the capture of a CUDA graph: the allocator and cuDNN settle meanwhile.

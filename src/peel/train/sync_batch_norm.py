@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["SyncBatchNormMode"]
-
 
 class SyncBatchNormMode(TorchFunctionMode):
     """While active, `F.batch_norm` in training mode takes mean and variance over all processes."""

@@ -18,8 +18,6 @@ from ..data.datasets import Split
 from .engine import Engine, eval_batch_size, is_out_of_memory, retry_on_oom
 from .objective import get_logits
 
-__all__ = ["CachedTeacher", "LogitCache", "make_logit_cache"]
-
 log = logging.getLogger("peel")
 
 #: The largest table that is made.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["solve_increasing"]
-
 
 def solve_increasing(cost: Callable[[float], float], wanted: float, low: float) -> tuple[float, bool]:
     """The factor from `low` on at which an increasing cost reaches `wanted`, and whether the cost saturates.

@@ -6,8 +6,6 @@ import os
 
 from ..errors import ConfigError
 
-__all__ = ["PEER_LOST", "count_cores", "env_number", "is_main_process", "is_peer_lost"]
-
 #: Exit code of a process that lost the other processes of a distributed run, or its parent process.
 PEER_LOST = 75
 

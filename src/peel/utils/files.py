@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["name_missing_space", "parse_object", "write_bytes", "write_json"]
-
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write atomically and durably: after a crash, `path` holds the old content or the new, never a part."""

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["fingerprint"]
-
 
 def fingerprint(parts: Iterable[str | bytes | Tensor]) -> str:
     """Sixteen hexadecimal digits of the SHA-256 of all parts; tensors count by their values."""

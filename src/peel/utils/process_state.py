@@ -10,8 +10,6 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-__all__ = ["preserve_process_state"]
-
 
 @contextlib.contextmanager
 def preserve_process_state() -> Iterator[None]:

@@ -11,8 +11,6 @@ from typing import Any
 
 from ..errors import PeelError, did_you_mean
 
-__all__ = ["load_object"]
-
 
 def load_object(reference: str, error: type[PeelError]) -> Any:
     """The object that a reference names. Problems are raised as `error`."""

@@ -10,15 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = [
-    "derive_seed",
-    "epoch_order",
-    "get_rng_state",
-    "hashed_uniform",
-    "seed_everything",
-    "set_rng_state",
-]
-
 
 def derive_seed(*parts: int | str) -> int:
     """A seed that depends on all parts."""

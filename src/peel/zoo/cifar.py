@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["CIFAR_MODELS"]
-
 
 class _BasicBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
