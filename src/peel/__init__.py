@@ -9,8 +9,6 @@
 Names are imported when they are first used, so `import peel` is cheap.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

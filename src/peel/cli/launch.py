@@ -1,7 +1,5 @@
 """`--gpus N`: the same command in several processes on this machine, started by torchrun's launcher."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shlex

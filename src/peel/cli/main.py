@@ -3,8 +3,6 @@
 Commands are imported when they run: `peel --help` answers at once.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import signal

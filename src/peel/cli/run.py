@@ -1,7 +1,5 @@
 """`peel run`: the five steps."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """The end of a run on the terminal: the table, the notes, the files."""
 
-from __future__ import annotations
-
 import json
 
 from rich.console import Console

@@ -5,8 +5,6 @@ out the workspaces of kernels, the rounding of the allocator and operator fusion
 Ratios between widths are what it is good for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod

@@ -1,7 +1,5 @@
 """Budgets as users write them: `"1.1G"`, `"50%"`, `0.5`, `1_100_000_000`."""
 
-from __future__ import annotations
-
 import math
 import re
 

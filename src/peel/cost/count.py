@@ -1,7 +1,5 @@
 """Multiply-adds counted by torch while a model runs: the independent check of predicted costs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

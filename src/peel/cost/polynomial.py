@@ -8,8 +8,6 @@ MACs are multiply-adds of convolutions, linear layers and matrix products. Norms
 not counted. One MAC is what much of the pruning literature calls one FLOP.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -4,8 +4,6 @@ Both functions promise: the cost never exceeds the budget, and no tie can take o
 anything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import permutations
 from math import floor, inf, lcm, prod

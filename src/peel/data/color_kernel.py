@@ -5,8 +5,6 @@ Decoding keeps up with the training of ResNet-50 at 224 pixels only with them (d
 Import it only if `kernels.has_triton()`.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -3,8 +3,6 @@
 Import it only if `kernels.has_triton()`.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Whether the Triton kernels (`crop_kernel`, `color_kernel`) can be used."""
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 

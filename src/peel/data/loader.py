@@ -1,7 +1,5 @@
 """Worker processes that read images ahead of training, and copies to the GPU that overlap with training."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import signal

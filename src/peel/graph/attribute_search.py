@@ -6,8 +6,6 @@ probe then runs the code at other widths. Where it fails, other guesses are trie
 running. If none helps, the ties at that place are fixed, with the line of code as the reason.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ The rules report the attributes of torch's layers (`Call.has_attributes`). For o
 makes guesses, which the attribute search tests.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

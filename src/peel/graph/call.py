@@ -1,7 +1,5 @@
 """`Call`: one operator call as its channel rule sees it. `Findings`: what the rules report."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

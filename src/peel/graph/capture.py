@@ -5,8 +5,6 @@ works on fake tensors and writes to none of them). The copy has none of the user
 them fires.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import traceback

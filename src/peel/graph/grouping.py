@@ -5,8 +5,6 @@ its inner channels are tied to neither. So a block counts as a whole, with the s
 a module whose own forward adds (or else multiplies or concatenates) what its parts computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import prod
 

@@ -5,8 +5,6 @@ capture of the model, so a second capture (in training mode, for heads that only
 first.
 """
 
-from __future__ import annotations
-
 import inspect
 import operator
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Where the channels of ties are in the parameters of a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 

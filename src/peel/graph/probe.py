@@ -6,8 +6,6 @@ in every free tie, and its forward runs on tensors without data. It must run thr
 predicts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A model rebuilt at other widths: the same classes and code, with tensors of other shapes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 

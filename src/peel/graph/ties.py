@@ -1,7 +1,5 @@
 """From the findings of the rules to a `ChannelGraph`: named ties, costs as polynomials, tensor layouts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any

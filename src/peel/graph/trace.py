@@ -1,7 +1,5 @@
 """`trace`: model and example input -> `ChannelGraph`."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What every method receives: a network, its graph and costs, a budget, data and the means to train."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

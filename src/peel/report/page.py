@@ -1,7 +1,5 @@
 """The page of a run: what its record says, put into words and tables, around the charts."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

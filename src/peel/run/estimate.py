@@ -1,7 +1,5 @@
 """How much work the stages of a run are, and how long it takes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

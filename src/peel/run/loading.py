@@ -1,7 +1,5 @@
 """Model, data, recipes and plan of a run: loaded, and checked against each other."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

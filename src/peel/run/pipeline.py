@@ -1,7 +1,5 @@
 """The stages of a run in order, and the table at their end."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path

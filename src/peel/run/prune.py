@@ -1,7 +1,5 @@
 """`prune`: the five steps from a model, a budget and data to a trained slim network."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

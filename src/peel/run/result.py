@@ -1,7 +1,5 @@
 """What a run returns, and what it stores of each stage."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

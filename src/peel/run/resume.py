@@ -1,7 +1,5 @@
 """What identifies a run, and what may change between two starts of it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """The trained original: a module, a file, a run folder, or the weights that torchvision or timm offer."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Trains the networks of a run, each once: a resumed run loads what is finished from its folder."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Step 1: the over-pruned backbone. It costs `ratio` (lambda) times the budget; the rest is the pool."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from ..cost.budget import Budget, format_count

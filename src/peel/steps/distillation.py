@@ -4,8 +4,6 @@
 networks: the teacher is a wider network that shares its weights with the student and trains with it.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass

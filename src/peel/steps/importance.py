@@ -4,8 +4,6 @@ The paper trains the backbone with an L1 term on the scales of norm layers (equa
 the importance of a channel. The importance of a group is the mean over its channels (equation 4).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ solver adds the share to the cost of the layers that write the group's channels.
 input, so it may become narrower than in the backbone.
 """
 
-from __future__ import annotations
-
 import operator
 import random
 from collections.abc import Callable, Iterable, Mapping

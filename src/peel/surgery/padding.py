@@ -5,8 +5,6 @@ gradient of zero, so it stays zero during training. This holds for batch norm, R
 fails for layer norm or a sigmoid in the stream, so `pad` tries it on a copy first.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from math import lcm

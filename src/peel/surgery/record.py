@@ -1,7 +1,5 @@
 """The record of a slim model: how it was made. `slim` and `load` attach it, `save` writes it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Channel selection: which channels of each atom are kept, and where they are in each tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

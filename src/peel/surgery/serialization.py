@@ -4,8 +4,6 @@
 checksums; `slim.safetensors` holds the tensors. `docs/format.md` has a reader that does not need `peel`.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -4,8 +4,6 @@ The new model is a deep copy whose parameters and buffers have new shapes; attri
 set afterwards. Only the initialisation of fresh weights knows about kinds of layers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from functools import partial

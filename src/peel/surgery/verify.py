@@ -5,8 +5,6 @@ counted on built models, and the output shape must stay. All checks use a copy i
 random scales in norm layers so that a zero hides nothing.
 """
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Callable

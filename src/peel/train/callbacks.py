@@ -1,7 +1,5 @@
 """Callbacks: how progress bars, loggers and trackers follow a run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints: a crash at any moment leaves a valid one, and the newest valid one is loaded."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import logging

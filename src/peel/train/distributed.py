@@ -1,7 +1,5 @@
 """The processes that train together: one, or as many as the launcher started, on one machine or several."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """The engine: device, precision, memory, and what makes training fast."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Metrics and epoch records."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

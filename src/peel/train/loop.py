@@ -1,7 +1,5 @@
 """The training loop, the same for every stage."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Objectives: what training minimizes. An objective runs the model on a batch and returns named losses."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

@@ -3,8 +3,6 @@
 A second Ctrl-C stops at once. Outside of training, the first signal stops at once as well.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The state of a training: progress, and what a checkpoint holds."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

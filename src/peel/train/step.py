@@ -1,7 +1,5 @@
 """A training step, with gradient accumulation, DDP, compilation and CUDA graphs."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import logging

@@ -3,8 +3,6 @@
 torch.nn.SyncBatchNorm needs a GPU and replaces modules, which loses subclasses such as timm's BatchNormAct2d.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Bisection of an increasing function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 

@@ -1,7 +1,5 @@
 """CPU cores, the rank of this process, and numbers in environment variables."""
 
-from __future__ import annotations
-
 import os
 
 from ..errors import ConfigError

@@ -1,7 +1,5 @@
 """Atomic writes, and JSON."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """Short hashes of contents."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Global state of the process that training changes, restored afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,7 +1,5 @@
 """Objects of the user's own code by reference: `package.module:name` or `path/to/file.py:name`."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """Random numbers that depend only on (seed, epoch, index): a resume or other workers do not change them."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from typing import Any

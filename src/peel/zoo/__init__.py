@@ -4,8 +4,6 @@
 `package.module:callable` and `path/to/file.py:callable` call the user's function or class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

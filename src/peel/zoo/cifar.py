@@ -1,7 +1,5 @@
 """The networks that the literature trains on 32x32 images."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -4,8 +4,6 @@ An operator without a rule fixes every channel that reaches it: the analysis is 
 wrong.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

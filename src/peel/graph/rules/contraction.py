@@ -3,8 +3,6 @@
 They are also where the cost is: one multiply-add for each element of a product of axes (`Call.costs`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..axes import Axis, Value, axis_size, constant, expand, is_free, repeat_each

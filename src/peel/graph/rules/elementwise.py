@@ -1,7 +1,5 @@
 """Operators that work on each element: axes at the same place are unified, axes of length 1 are broadcast."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..axes import Axis, Value, axis_size, constant, replace_axis

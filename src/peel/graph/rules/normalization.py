@@ -1,7 +1,5 @@
 """Norm layers. Where they take statistics over channels, slicing is not the same as masking."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..axes import Value, axis_size

@@ -1,7 +1,5 @@
 """Reductions, softmax and pooling: the axes they work over end or become constants, the others pass."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..axes import Value, axis_size, constant, is_free

@@ -1,7 +1,5 @@
 """Operators that only move elements: views, permutations, cuts, joins, padding, creation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

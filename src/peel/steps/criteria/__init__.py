@@ -4,8 +4,6 @@ A criterion is an object with one method, `measure(inputs) -> list[LayerScores]`
 `path/to/file.py:Name` or `package.module:Name`: a class that needs no arguments, or an instance.
 """
 
-from __future__ import annotations
-
 import traceback
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The first-order effect of each channel on the loss (Taylor): |gamma * dL/dgamma|."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

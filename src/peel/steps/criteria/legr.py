@@ -4,8 +4,6 @@ The norms of each layer get a factor and an offset, learned by evolution. A cand
 one ranking over all layers, without fine-tuning, and is judged by the loss on held-out images.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from bisect import bisect_left

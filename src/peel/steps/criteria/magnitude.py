@@ -1,7 +1,5 @@
 """Magnitudes of parameters: the scales of norm layers, and the weights of filters."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

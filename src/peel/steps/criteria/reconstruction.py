@@ -4,8 +4,6 @@ At random places of its output, a layer sums one part per input channel. Channel
 the one that changes the sum least, until half are gone. The relative error that remains is the importance.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar
