@@ -72,7 +72,7 @@ def test_model_of_a_file_is_built_with_its_arguments(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("own.py:mdel", "Did you mean model"),
-        ("own.py:text", "returned a str, not a torch.nn.Module"),
+        ("own.py:text", "gave a str, not a torch.nn.Module"),
         ("own.py:model.x", "has no"),
         ("own.py:", "is not a reference"),
         ("none.py:model", "there is no file"),

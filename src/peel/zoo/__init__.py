@@ -107,10 +107,10 @@ def create(
     except Exception as error:
         given = ", ".join(f"{name}={value!r}" for name, value in arguments.items()) or "no arguments"
         raise ModelError(
-            f"{reference} cannot be built with {given}: {type(error).__name__}: {error}"
+            f"{reference} cannot be built with {given}: it raised {type(error).__name__}: {error}"
         ) from error
     if not isinstance(model, nn.Module):
-        raise ModelError(f"{reference} returned a {type(model).__name__}, not a torch.nn.Module.")
+        raise ModelError(f"{reference} gave a {type(model).__name__}, not a torch.nn.Module.")
     if spec.source != "user":
         model.peel_source = {"zoo": spec.reference, "arguments": arguments}  # type: ignore[assignment]
     return model
