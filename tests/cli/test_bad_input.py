@@ -141,7 +141,10 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--budget", "0"], ["the budget must be positive, not '0'"]),
     (["--budget=-5%"], ["cannot read '-5%' as a budget"]),
     (["--budget", "100"], ["a budget of 100 macs cannot be reached", "the smallest network has"]),
-    (["--budget", "2500", "--backbone-ratio", "0.5"], ["which may cost 0.5 of the budget", "cannot be reached"]),
+    (
+        ["--budget", "2500", "--backbone-ratio", "0.5"],
+        ["which may cost 0.5 of the budget", "cannot be reached"],
+    ),
     # Recipes
     (["--recipe", "imagenet-resnt"], ["'imagenet-resnt'", "Did you mean imagenet-resnet"]),
     (["--train.epoch", "3"], ["--train.epoch", "Did you mean"]),

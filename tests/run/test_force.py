@@ -230,7 +230,10 @@ def test_the_page_of_a_forced_run_that_is_stopped_again_says_so(killed: Path) ->
     )
     with pytest.raises(RunError, match="no more"):
         small_run(
-            output=killed, callbacks=[Breaking](), **{**BASE, "train": {**BASE["train"], "lr": 0.05}}, force=True
+            output=killed,
+            callbacks=[Breaking](),
+            **{**BASE, "train": {**BASE["train"], "lr": 0.05}},
+            force=True,
         )
     assert "went on with other settings (--force;" in (killed / "report.html").read_text()
 
