@@ -144,7 +144,7 @@ def few_digits(train: int = 200, test: int = 90) -> Data:
     )
 
 
-def small_run(model: nn.Module | None = None, data: Data | None = None, **settings: Any) -> Result:
+def small_run(model: nn.Module | str | None = None, data: Data | None = None, **settings: Any) -> Result:
     """A run of `Small` on a few digits, unless others are given."""
     return prune(
         model if model is not None else Small(),

@@ -158,8 +158,7 @@ def test_reconstruction_is_a_relative_error_of_each_tie() -> None:
 
 def test_every_criterion_gives_other_shares() -> None:
     plans = {
-        name: planned(criterion=name, **({"evaluations": 12} if name == "legr" else {}))
-        for name in CRITERIA
+        name: planned(criterion=name, **({"evaluations": 12} if name == "legr" else {})) for name in CRITERIA
     }
     for one, other in itertools.combinations(plans, 2):
         assert abs(shares(plans[one])["8x8"] - shares(plans[other])["8x8"]) > 1e-4, (one, other)
