@@ -37,7 +37,7 @@ __all__ = ["RunFolder", "read_json"]
 T = TypeVar("T")
 
 #: Files that a run may have written before its state.json.
-EARLY_FILES = (".lock", "environment.json", "config.toml")
+EARLY_FILES = (".lock", ".probe", "environment.json", "config.toml")
 
 
 class RunFolder:
