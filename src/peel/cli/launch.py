@@ -49,6 +49,7 @@ def launch(count: int) -> int:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=count,
+        run_id="peel",  # torch warns without one
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
