@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -57,8 +58,12 @@ def launch(count: int) -> int:
     try:
         elastic_launch(config, sys.executable)("-m", "peel", *own)
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else 1
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            return failure.exitcode
+        name = signal.Signals(-failure.exitcode).name
+        print(f"error: process {rank} was killed by {name}. The same command resumes.", file=sys.stderr)
+        return 1
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
