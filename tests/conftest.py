@@ -1,4 +1,4 @@
-"""Fixtures shared by the tests: graphs are traced once, runs that are only looked at are done once."""
+"""Shared fixtures. Runs that tests only read are done once per session."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def cifar_net() -> tuple[torch.nn.Module, peel.ChannelGraph]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """For networks so small that a second thread would only wait; and the same bits in every process."""
+    """The same bits in every process; and small networks are faster on one thread."""
     with single_thread():
         yield
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
-    """A run that came to its end; its folder is not to be changed."""
+    """A finished run. Do not change its folder: use `own`."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     with single_thread():
         return folder, small_run(output=folder, seed=3)
@@ -55,14 +55,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
 
 @pytest.fixture
 def own(finished: tuple[Path, Result], tmp_path: Path) -> Path:
-    """A copy of that folder."""
+    """A copy of the folder of the finished run."""
     shutil.copytree(finished[0], tmp_path / "run")
     return tmp_path / "run"
 
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The weights that `commands.run` ends with when nothing happens to it."""
+    """The weights that an uninterrupted `commands.run` ends with."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     assert run(folder)[0] == 0
     return weights(folder)
@@ -70,8 +70,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture
 def killed(tmp_path: Path) -> Path:
-    """The folder of such a run that was killed in its second epoch, with a checkpoint after each step."""
+    """The folder of `commands.run`, killed in its second epoch, with a checkpoint after each step."""
     folder = tmp_path / "killed"
-    assert run(folder, "--checkpoint-seconds", "0", PEEL_FAULT="15:kill")[0] == KILLED
+    assert run(folder, "--checkpoint-seconds", "0", FAULT="15:kill")[0] == KILLED
     assert len(kept(folder)) == 2
     return folder

@@ -1,4 +1,4 @@
-"""Where a run may find itself: any path, no home, no network, no terminal, a package less, a clock that jumps. It works everywhere."""
+"""Any path, no home, no network, no terminal, a missing package, a clock that jumps: `peel run` works."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from helpers.commands import line
-from helpers.killing import command, exit_code, run_until, start
+from helpers.killing import KILLED, command, exit_code, run_until, start
 from helpers.small import small_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -26,15 +26,15 @@ RUN = ["run", "helpers.small:Small", "--stages", "original", "--train.epochs", "
 
 
 def joined(place: Path, name: bytes) -> Path:
-    """A path that need not be text."""
+    """A path whose last part need not be text."""
     return Path(os.fsdecode(os.fsencode(place) + b"/" + name))
 
 
-def run(said: Path, *options: str, **environment: str) -> str:
-    """What the command said."""
-    said.write_text("")
-    code = exit_code(command([*RUN, *options], said, **environment))
-    text = said.read_text(errors="replace")
+def run(log: Path, *options: str, **environment: str) -> str:
+    """The output of the command."""
+    log.write_text("")
+    code = exit_code(command([*RUN, *options], log, **environment))
+    text = log.read_text(errors="replace")
     assert code == 0, text
     assert "Traceback" not in text
     return text
@@ -53,15 +53,13 @@ def assert_no_escapes(folder: Path) -> None:
 @pytest.mark.parametrize(
     "name", [b"a b  c", b"caf\xe9 \xff", "größe ✓".encode()], ids=["spaces", "no UTF-8", "letters"]
 )
-def test_any_path_will_do_for_the_output_whatever_can_be_printed(
-    name: bytes, encoding: str, tmp_path: Path
-) -> None:
-    folder, said = joined(tmp_path, name), tmp_path / "said"
-    assert "original" in run(said, "--output", str(folder), PYTHONIOENCODING=encoding)
+def test_the_output_may_have_any_path_in_any_encoding(name: bytes, encoding: str, tmp_path: Path) -> None:
+    folder, log = joined(tmp_path, name), tmp_path / "log"
+    assert "original" in run(log, "--output", str(folder), PYTHONIOENCODING=encoding)
     assert (folder / "result.json").exists()
     assert "original" in (folder / "report.html").read_text(encoding="utf-8")
-    again = run(said, "--output", str(folder), "--json", "--quiet", PYTHONIOENCODING=encoding)
-    assert json.loads(again)["folder"] == str(folder), "it is found again"
+    again = run(log, "--output", str(folder), "--json", "--quiet", PYTHONIOENCODING=encoding)
+    assert json.loads(again)["folder"] == str(folder)
 
 
 def test_folders_of_images_and_classes_may_have_any_name(tmp_path: Path) -> None:
@@ -74,9 +72,10 @@ def test_folders_of_images_and_classes_may_have_any_name(tmp_path: Path) -> None
                 pixels = np.random.default_rng(i).integers(0, 256, (12, 12, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / f"{i} .png")
     options = ["--data", str(root), "--output", str(tmp_path / "run"), "--train.batch-size", "6"]
-    run(tmp_path / "said", *options, PYTHONIOENCODING="utf-8:strict")
+    run(tmp_path / "log", *options, PYTHONIOENCODING="utf-8:strict")
     assert (tmp_path / "run" / "report.html").exists()
-    assert len(json.loads((tmp_path / "run" / "state.json").read_text())["resolved"]["input"]["classes"]) == 2
+    identity = json.loads((tmp_path / "run" / "state.json").read_text())["identity"]
+    assert len(identity["data"]["classes"]) == 2
 
 
 # What is missing
@@ -84,18 +83,15 @@ def test_folders_of_images_and_classes_may_have_any_name(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("home", [None, pytest.param("/proc/nowhere", marks=pytest.mark.slow)])
 def test_without_a_home_and_without_a_network(home: str | None, tmp_path: Path) -> None:
-    alone = ["unshare", "-n"] if shutil.which("unshare") else []
-    if alone and subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
-        alone = []  # not everyone may cut a process off
+    offline = ["unshare", "-n"] if shutil.which("unshare") else []
+    if offline and subprocess.run([*offline, "true"], capture_output=True, check=False).returncode:
+        offline = []  # this user may not cut off a process
     path = os.pathsep.join(os.path.abspath(place) for place in sys.path if place)
-    variables = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")
-    }
+    homes = ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")
+    variables = {name: value for name, value in os.environ.items() if name not in homes}
     variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | ({"HOME": home} if home else {})
     done = subprocess.run(
-        [*alone, sys.executable, "-m", "peel", *RUN],
+        [*offline, sys.executable, "-m", "peel", *RUN],
         cwd=tmp_path,
         env=variables,
         stdin=subprocess.DEVNULL,
@@ -111,26 +107,21 @@ def test_without_a_home_and_without_a_network(home: str | None, tmp_path: Path) 
     ("absent", "arguments", "code", "hint"),
     [
         pytest.param("timm", line("run"), 0, "", marks=pytest.mark.slow),
-        ("timm", ["inspect", "resnet26d"], 2, "pip install timm"),
-        ("matplotlib", line("run"), 0, "pip install matplotlib"),
-        pytest.param("jinja2", line("run"), 0, "pip install jinja2", marks=pytest.mark.slow),
+        ("timm", ["inspect", "resnet26d"], 2, "timm"),
+        ("matplotlib", line("run"), 0, "peel-pruning[report]"),
+        pytest.param("jinja2", line("run"), 0, "peel-pruning[report]", marks=pytest.mark.slow),
     ],
 )
 def test_without_a_package_the_rest_works_and_one_line_says_what_to_install(
     absent: str, arguments: list[str], code: int, hint: str, tmp_path: Path
 ) -> None:
-    (tmp_path / f"{absent}.py").write_text(
-        f"raise ModuleNotFoundError(\"No module named '{absent}'\", name={absent!r})"
-    )
-    variables = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), *map(os.path.abspath, sys.path)]),
-    }
+    error = f"ModuleNotFoundError(\"No module named '{absent}'\", name={absent!r})"
+    (tmp_path / f"{absent}.py").write_text(f"raise {error}")
+    path = os.pathsep.join([str(tmp_path), *map(os.path.abspath, sys.path)])
     done = subprocess.run(
         [sys.executable, "-m", "peel", *arguments],
         cwd=tmp_path,
-        env=variables,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=False,
@@ -150,16 +141,16 @@ def test_without_a_package_the_rest_works_and_one_line_says_what_to_install(
 @pytest.mark.parametrize(
     "environment", [{}, {"TERM": "dumb"}, {"NO_COLOR": "1"}, {"TERM": "xterm-256color", "COLUMNS": "20"}]
 )
-def test_into_a_file_there_are_no_escape_codes(environment: dict[str, str], tmp_path: Path) -> None:
-    said = run(tmp_path / "said", "--output", str(tmp_path / "run"), **environment)
-    assert "\x1b" not in said
-    assert "epoch 1/1: loss" in said
-    assert "files in " in said
+def test_output_to_a_file_has_no_escape_codes(environment: dict[str, str], tmp_path: Path) -> None:
+    output = run(tmp_path / "log", "--output", str(tmp_path / "run"), **environment)
+    assert "\x1b" not in output
+    assert "epoch 1/1: loss" in output
+    assert "files in " in output
     assert_no_escapes(tmp_path / "run")
 
 
 def on_a_terminal(output: Path, **environment: str) -> str:
-    """What a person would get to see."""
+    """What a terminal would receive."""
     mine, theirs = pty.openpty()
     seen: list[bytes] = []
 
@@ -187,62 +178,17 @@ def test_a_dumb_terminal_gets_no_escape_codes(tmp_path: Path) -> None:
     assert_no_escapes(tmp_path / "run")
 
 
-def test_a_terminal_gets_bars_and_the_files_no_escape_codes_and_no_colours_where_none_are_wanted(
-    tmp_path: Path,
-) -> None:
-    coloured = on_a_terminal(tmp_path / "run", TERM="xterm-256color")
+def test_a_terminal_gets_progress_bars_and_colors_unless_they_are_unwanted(tmp_path: Path) -> None:
+    colored = on_a_terminal(tmp_path / "run", TERM="xterm-256color")
     plain = on_a_terminal(tmp_path / "plain", TERM="xterm-256color", NO_COLOR="1")
-    assert "\x1b[38;5;" in coloured
-    assert "\x1b[38;5;" not in plain
-    assert "\x1b[3" not in plain, "foreground colours"
+    assert "\x1b[38;5;" in colored
+    assert "\x1b[3" not in plain
     assert "━" in plain
     for name in ("run", "plain"):
         assert_no_escapes(tmp_path / name)
 
 
-# Clocks
-
-
-def test_a_clock_that_jumps_back_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small_run(output=tmp_path / "straight")
-    now = time.time()
-
-    def jumping() -> float:
-        nonlocal now
-        now -= 3600
-        return now
-
-    monkeypatch.setattr(time, "time", jumping)
-    small_run(output=tmp_path / "jumped")
-    for epoch in (tmp_path / "jumped" / "metrics.jsonl").read_text().splitlines():
-        assert json.loads(epoch)["seconds"] >= 0
-        assert json.loads(epoch)["images_per_second"] > 0
-    assert (tmp_path / "jumped" / "slim.safetensors").read_bytes() == (
-        tmp_path / "straight" / "slim.safetensors"
-    ).read_bytes()
-
-
-def test_which_checkpoint_is_newest_does_not_depend_on_the_clock(tmp_path: Path) -> None:
-    settings = {
-        "train": {"epochs": 2, "batch_size": 64},
-        "backbone": {"epochs": 1},
-        "stages": ["original"],
-        "checkpoint_seconds": 0.0,
-    }
-    folder = tmp_path / "run"
-    assert exit_code(start(run_until, folder, settings, ("original", 5))) != 0
-    older, newer = sorted((folder / "checkpoints").glob("*.pt"))
-    os.utime(older, (2**33, 2**33))
-    os.utime(newer, (0, 0))
-    assert exit_code(start(run_until, folder, settings, ("original", 4))) == 0, (
-        "the fourth step, after the older one, is not repeated"
-    )
-
-
-# Nobody listens
-
-
-def test_a_run_goes_on_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
+def test_a_run_continues_when_its_output_pipe_is_closed(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     process = command(line(tmp_path / "run", model="helpers.small:Slow"), pipe, PAUSE="0.05")
@@ -252,20 +198,51 @@ def test_a_run_goes_on_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "result.json").exists()
 
 
+# Clocks
+
+
+def test_a_clock_that_jumps_back_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    straight, jumped = tmp_path / "straight", tmp_path / "jumped"
+    small_run(output=straight)
+    now = time.time()
+
+    def jumping() -> float:
+        nonlocal now
+        now -= 3600
+        return now
+
+    monkeypatch.setattr(time, "time", jumping)
+    small_run(output=jumped)
+    for text in (jumped / "metrics.jsonl").read_text().splitlines():
+        assert json.loads(text)["seconds"] >= 0
+        assert json.loads(text)["images_per_second"] > 0
+    assert (jumped / "slim.safetensors").read_bytes() == (straight / "slim.safetensors").read_bytes()
+
+
+def test_the_newest_checkpoint_does_not_depend_on_the_clock(tmp_path: Path) -> None:
+    train = {"epochs": 2, "batch_size": 64}
+    settings = {"train": train, "stages": ["original"], "checkpoint_seconds": 0.0}
+    folder = tmp_path / "run"
+    assert exit_code(start(run_until, folder, settings, ("original", 5))) == KILLED
+    older, newer = sorted((folder / "checkpoints").glob("*.pt"))
+    os.utime(older, (2**33, 2**33))
+    os.utime(newer, (0, 0))
+    # Step 4, which follows the older checkpoint, is not repeated.
+    assert exit_code(start(run_until, folder, settings, ("original", 4))) == 0
+
+
+# Variables
+
+
 @pytest.mark.parametrize("variable", ["PEEL_TIMEOUT", "WORLD_SIZE"])
-def test_a_variable_that_is_no_number_is_named(variable: str, tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    variables = {
-        "WORLD_SIZE": "2",
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-        variable: "many",
-    }
-    assert exit_code(command(line(tmp_path / "run"), said, **variables)) == 2
-    assert f"the variable {variable} is 'many': it must be a number above zero" in said.read_text()
+def test_a_variable_that_is_not_a_number_is_named(variable: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    variables = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    variables |= {"MASTER_PORT": "1", variable: "many"}
+    assert exit_code(command(line(tmp_path / "run"), log, **variables)) == 2
+    assert variable in log.read_text()
+    assert "'many'" in log.read_text()
 
 
-def test_a_rank_alone_does_not_make_a_run_silent(tmp_path: Path) -> None:
-    assert "original" in run(tmp_path / "said", "--output", str(tmp_path / "run"), RANK="1")
+def test_the_variable_rank_alone_does_not_silence_a_run(tmp_path: Path) -> None:
+    assert "original" in run(tmp_path / "log", "--output", str(tmp_path / "run"), RANK="1")

@@ -1,4 +1,4 @@
-"""The command line on a training that is over at once, in a process of its own."""
+"""`peel run` of a short training, in a process of its own."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from helpers.killing import command, exit_code
 ORIGINAL = {"--stages": "original", "--train.epochs": "2", "--train.batch-size": "128", "--device": "cpu"}
 
 
-def line(output: Path | str, *options: str, model: str = "helpers.small:Small") -> list[str]:
-    """The command, with options that come in pairs."""
+def line(output: Path | str, *options: str, model: str = "helpers.small:Faulty") -> list[str]:
+    """The arguments; `options` are pairs of flag and value."""
     chosen = {**ORIGINAL, "--output": str(output), **dict(zip(options[::2], options[1::2]))}
     return ["run", model, *(part for pair in chosen.items() for part in pair)]
 
 
 def run(
-    output: Path, *options: str, model: str = "helpers.small:Small", **environment: str
+    output: Path, *options: str, model: str = "helpers.small:Faulty", **environment: str
 ) -> tuple[int, str]:
-    """Exit code of the command and what it said."""
-    said = output.with_name(f"{output.name}.said")
-    said.write_text("")
-    code = exit_code(command(line(output, *options, model=model), said, **environment))
-    return code, said.read_text()
+    """Exit code and output of the command."""
+    log = output.with_name(f"{output.name}.log")
+    log.write_text("")
+    code = exit_code(command(line(output, *options, model=model), log, **environment))
+    return code, log.read_text()

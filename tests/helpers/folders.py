@@ -1,4 +1,4 @@
-"""What is in the folder of a run."""
+"""The content of run folders."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 def content(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file with the time it was written at."""
+    """Every file: name -> (time of its last change, bytes)."""
     return {
-        str(p.relative_to(folder)): (p.stat().st_mtime_ns, p.read_bytes())
-        for p in sorted(folder.rglob("*"))
-        if p.is_file()
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
     }
 
 
@@ -21,10 +21,10 @@ def read(path: Path) -> Any:
 
 
 def kept(folder: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
+    """The checkpoints, oldest first."""
     return sorted((folder / "checkpoints").glob("*.pt"))
 
 
 def weights(folder: Path) -> bytes:
-    """Those of the trained original."""
+    """The weights of the trained original."""
     return (folder / "stages" / "original.safetensors").read_bytes()

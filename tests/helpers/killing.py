@@ -1,6 +1,6 @@
-"""Processes that are killed on the way: real ones, by SIGKILL, from outside or at an exact point of their own.
+"""Real processes that are killed by SIGKILL, from outside or at an exact point.
 
-They are forked from a server that has been through a run already (`warm`), so that each starts at once.
+They are forked from a server that has imported everything (`helpers.warm`), so that each starts at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONTEXT.set_forkserver_preload(["helpers.warm"])
 
 
 def start(target: Callable[..., None], *arguments: Any, warm: bool = True) -> Any:
-    """A process that runs `target`, on one thread; one that is not warm begins with nothing, and takes seconds."""
+    """A process that runs `target` on one thread. If it is not `warm`, it imports everything first."""
     before = dict(os.environ)
     os.environ.update(
         OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=os.pathsep.join(filter(None, sys.path))
@@ -61,7 +61,7 @@ def die() -> None:
 
 
 def die_at_replace(number: int, *, after: bool) -> None:
-    """Be killed right before or after the so-manieth time that a file is put in its place."""
+    """Kill this process right before or after its `number`-th call of os.replace."""
     replace, calls = os.replace, 0
 
     def counting(*arguments: Any, **settings: Any) -> None:
@@ -108,24 +108,24 @@ def run_until(
     small.small_run(getattr(small, model)(), output=folder, callbacks=[KillAtStep(*step)], **settings)
 
 
-def run_command(arguments: list[str], said: Path, environment: dict[str, str]) -> None:
-    """The command line, in this process; what it says goes into a file or to a terminal."""
+def run_command(arguments: list[str], log: Path, environment: dict[str, str]) -> None:
+    """The command line in this process. Its output goes to a file, a pipe or a terminal."""
     import torch
 
     from peel.cli.main import main
 
     torch.set_num_threads(1)
     os.environ.update(environment)
-    handle = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
-    if "PYTHONIOENCODING" in environment:  # which the interpreter has looked for already
+    if "PYTHONIOENCODING" in environment:  # the interpreter has read it already
         encoding, errors = environment["PYTHONIOENCODING"].split(":")
         sys.stdout.reconfigure(encoding=encoding, errors=errors)  # type: ignore[attr-defined]
         sys.stderr.reconfigure(encoding=encoding)  # type: ignore[attr-defined]
     sys.exit(main(arguments))
 
 
-def command(arguments: list[str], said: Path, **environment: str) -> Any:
-    """The command line in a process of its own, started."""
-    return start(run_command, arguments, said, environment)
+def command(arguments: list[str], log: Path, **environment: str) -> Any:
+    """The command line in a process of its own."""
+    return start(run_command, arguments, log, environment)

@@ -1,10 +1,11 @@
-"""Networks and data so small that a whole run takes less than a second."""
+"""Networks and data so small that a whole run takes less than a second, and a network with faults on demand."""
 
 from __future__ import annotations
 
 import functools
 import os
 import random
+import signal
 import time
 from dataclasses import replace
 from typing import Any
@@ -16,9 +17,8 @@ from torch import Tensor, nn
 from peel.data.datasets import Data, load_data
 from peel.run.prune import prune
 from peel.run.result import Result
-from peel.train.callbacks import Callback
+from peel.train.callbacks import Callback, EpochRecord
 from peel.train.engine import Engine
-from peel.train.history import EpochRecord
 from peel.train.loop import fit
 from peel.train.objective import CrossEntropy
 from peel.train.recipe import Recipe
@@ -53,7 +53,7 @@ class Small(nn.Module):
         return self.fc(self.dropout(x.mean((2, 3))))
 
 
-#: A plan for it, as from elsewhere: all of them odd.
+#: Widths for it, all odd.
 WIDTHS = {"conv1": 5, "conv2": 3, "conv3": 11, "conv4": 7}
 
 
@@ -63,7 +63,7 @@ class Dropping(Small):
 
 
 class Restless(Dropping):
-    """Draws from Python and numpy too, and has a buffer that is no part of its state but moves in training."""
+    """Draws from Python's and numpy's random numbers too, and updates a non-persistent buffer in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Restless(Dropping):
 
 
 class Pooled(Small):
-    """Its last norm layer has one value per channel of an image."""
+    """Its last norm layer sees one value per image and channel."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__(num_classes)
@@ -91,12 +91,48 @@ class Pooled(Small):
 
 
 class Slow(Small):
-    """Each step of its training takes as many seconds as PAUSE says."""
+    """Each training step takes as many seconds as the variable PAUSE says."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             time.sleep(float(os.environ.get("PAUSE", "0")))
         return super().forward(x)
+
+
+class Faulty(Small):
+    """Fails in training as the variable FAULT says: STEP:KIND[:RANK].
+
+    STEP counts the forward passes in training mode of this process, from 0. KIND is kill, hang, error, nan,
+    oom, or the name of a signal (term, int, usr1). RANK: only in this process of several. Processes that
+    torchrun restarts do not fail again.
+    """
+
+    passes = 0
+    #: After `oom`: batches of this size do not fit, smaller ones do.
+    too_large = float("inf")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self._fail(x) if self.training else x)
+
+    @staticmethod
+    def _fail(x: Tensor) -> Tensor:
+        step, kind, *rank = os.environ.get("FAULT", "-1:none").split(":")
+        is_due = Faulty.passes == int(step) and rank in ([], [os.environ.get("RANK", "0")])
+        Faulty.passes += 1
+        if is_due and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            if kind == "hang":
+                time.sleep(3600)
+            elif kind == "error":
+                raise RuntimeError("a fault on demand")
+            elif kind == "nan":
+                return x * torch.nan
+            elif kind == "oom":
+                Faulty.too_large = len(x)
+            else:
+                os.kill(os.getpid(), getattr(signal, f"SIG{kind.upper()}"))
+        if len(x) >= Faulty.too_large:
+            raise torch.OutOfMemoryError("out of memory on demand")
+        return x
 
 
 @functools.cache
@@ -108,8 +144,8 @@ def few_digits(train: int = 200, test: int = 90) -> Data:
     )
 
 
-def small_run(model: nn.Module | None = None, data: Data | None = None, **settings: Any) -> Result:
-    """A whole run on a small network and few digits."""
+def small_run(model: nn.Module | str | None = None, data: Data | None = None, **settings: Any) -> Result:
+    """A run of `Small` on a few digits, unless others are given."""
     return prune(
         model if model is not None else Small(),
         data if data is not None else few_digits(),
@@ -118,28 +154,26 @@ def small_run(model: nn.Module | None = None, data: Data | None = None, **settin
 
 
 class Counting(Callback):
-    """Counts the steps of training in each stage."""
+    """Counts the training steps of each stage."""
 
     def __init__(self) -> None:
         self.steps: dict[str, int] = {}
-        self.said: list[str] = []
         self.name = ""
 
     def on_stage_begin(self, name: str, description: str) -> None:
         self.name = name
-        self.said.append(description)
 
     def on_step_end(self, step: int, total_steps: int, batch_size: int) -> None:
         self.steps[self.name] = self.steps.get(self.name, 0) + 1
 
 
 def same_weights(first: nn.Module, second: nn.Module) -> bool:
-    """Whether two networks have the same tensors, to the bit."""
+    """Whether two networks are bit-identical."""
     mine, theirs = first.state_dict(), second.state_dict()
     return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-#: A training of twelve steps without anything special.
+#: Twelve plain training steps.
 PLAIN = Recipe(epochs=3, batch_size=50, lr=0.05, augment="none", label_smoothing=0.0)
 
 

@@ -1,6 +1,6 @@
-"""Imported by the server that test processes are forked from: a run that trains nothing, so that little is left to import and to build.
+"""Imported by the server that test processes are forked from: a run without training, to import everything.
 
-Nothing may be trained here: the threads of a backward pass do not survive a fork.
+Nothing is trained here: the threads of a backward pass do not survive a fork.
 """
 
 import tempfile

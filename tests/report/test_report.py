@@ -1,132 +1,129 @@
-"""The record of a run and its page."""
+"""The files of a run read back, and the page made of them."""
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from peel.errors import RunError
-from peel.report import render
-from peel.report.record import RunRecord
+from peel.methods.config import MethodConfig
+from peel.methods.plan import Architecture, Plan, Round
+from peel.report import RunRecord, render
 
-GROUPS = {"32x32": ["conv1", "layer1.conv"], "16x16": ["layer2.conv"]}
-TIES = [tie for ties in GROUPS.values() for tie in ties]
-
-
-def network(widths: list[int], macs: int) -> dict[str, Any]:
-    return {"widths": dict(zip(TIES, widths)), "macs": macs, "params": macs // 100}
+GROUPS = {"32x32": ("conv1", "layer1.conv"), "16x16": ("layer2.conv",)}
 
 
-def epoch(stage: str, number: int, of: int = 2) -> dict[str, Any]:
-    line = {
+def architecture(widths: list[int], macs: int, groups: dict[str, tuple[str, ...]] = GROUPS) -> Architecture:
+    ties = [tie for members in groups.values() for tie in members]
+    return Architecture(dict(zip(ties, widths)), macs, macs // 100, macs, dict.fromkeys(groups, macs // 2))
+
+
+ROUND = Round(
+    {"conv1": 9, "layer1.conv": 10, "layer2.conv": 29},
+    {"32x32": 1.05, "16x16": 1.18},
+    {"conv1": 9.4, "layer1.conv": 10.4, "layer2.conv": 29.2},
+    ideal_cost=4e6,
+    cost=3_994_438,
+    unspent=5_562,
+    shares={"32x32": 0.3, "16x16": 0.7},
+    importance={"32x32": 0.3, "16x16": 0.7},
+    tie_importance={"conv1": 0.5, "layer1.conv": 0.5, "layer2.conv": 0.5},
+    note="They differ.",
+)
+
+PLAN = Plan(
+    "macs",
+    20_406_592,
+    GROUPS,
+    original=architecture([16, 16, 32], 40_813_184),
+    uniform=architecture([11, 11, 24], 20_387_010),
+    slim=architecture([9, 10, 29], 20_318_688),
+    backbone=architecture([9, 9, 20], 16_406_592),
+    rounds=(ROUND,),
+    l1_coefficient=1e-4,
+    method=MethodConfig(),
+)
+
+
+def epoch(stage: str, number: int, epochs: int = 2) -> dict[str, Any]:
+    line: dict[str, Any] = {
         "stage": stage,
         "epoch": number,
-        "of": of,
+        "epochs": epochs,
         "lr": 0.1,
         "train": {"loss": 1.5 / number, "top1": 0.6},
+        "test": {"loss": 1.25, "top1": 0.5 + number / 10, "top5": 0.9},
         "seconds": 9.7,
+        "images_per_second": 5000.0,
     }
-    line |= {"test": {"loss": 1.25, "top1": 0.5 + number / 10, "top5": 0.9}, "images_per_second": 5000.0}
-    return line | (
-        {"importance": {"32x32": 0.3, "16x16": 0.7 + number / 100}} if stage.startswith("backbone") else {}
-    )
+    if stage.startswith("backbone"):
+        line["importance"] = {"32x32": 0.3, "16x16": 0.7 + number / 100}
+    return line
 
 
-def files() -> dict[str, Any]:
-    """A finished run as its files, by name."""
-    peel, seconds = network([9, 10, 29], 20_318_688), 61.0
-    first = {
-        "importance": {"groups": {"32x32": 0.3, "16x16": 0.7}, "ties": dict.fromkeys(TIES, 0.5)},
-        "distinct": True,
-        "note": "They differ.",
-    }
-    first |= {"shares": {"32x32": 0.3, "16x16": 0.7}, "factors": {"32x32": 1.05, "16x16": 1.18}}
-    first |= {**peel, "rounding": {"ideal": 4e6, "spent": 3_994_438, "unused": 5_562}}
-    nets = {"original": network([16, 16, 32], 40_813_184), "uniform": network([11, 11, 24], 20_387_010)}
+def result(**top1: float) -> dict[str, Any]:
+    networks = {"original": PLAN.original, "uniform": PLAN.uniform, "peel": PLAN.slim}
+    scores = {"original": 0.9213, "uniform": 0.9101, "peel": 0.9143, **top1}
     rows = [
         {
             "name": name,
-            "top1": top1,
-            "top5": 0.99,
             "loss": 0.3,
-            "seconds": seconds,
+            "top1": scores[name],
+            "top5": 0.99,
+            "macs": network.macs,
+            "params": network.params,
+            "seconds": 61.0,
             "image_passes": 10**6,
             "file": f"{name}.json",
         }
-        | {key: net[key] for key in ("macs", "params")}
-        for name, top1, net in (
-            ("original", 0.9213, nets["original"]),
-            ("uniform", 0.9101, nets["uniform"]),
-            ("peel", 0.9143, peel),
-        )
+        for name, network in networks.items()
     ]
-    resolved = {
-        "model": "cifar_resnet20",
-        "data": "cifar10",
-        "seed": 3,
-        "method": {"budget": "50%", "resource": "macs", "backbone_ratio": 0.8},
-    }
-    return {
-        "settings": {
-            "format": "peel-run",
-            "version": 1,
-            "command": "peel run --budget 50%",
-            "given": {"budget": "50%"},
-            "resolved": resolved,
-        },
-        "environment": {"peel": "0.2.0", "torch": "2.11.0"},
-        "plan": {
-            "format": "peel-plan",
-            "version": 1,
-            "resource": "macs",
-            "budget": 20_406_592,
-            "pool": 4_000_000,
-            "policy": "importance",
-        }
-        | {
-            **nets,
-            **peel,
-            "backbone": {"backbone_ratio": 0.8, "start": "uniform", **network([9, 9, 20], 16_000_000)},
-        }
-        | {
-            "groups": GROUPS,
-            "rounds": [first],
-            "macs_by_group": {name: {"32x32": 1000, "16x16": 3000} for name in (*nets, "backbone", "peel")},
-        },
-        "metrics": [
-            epoch(stage, number) for stage in ("original", "backbone", "uniform", "peel") for number in (1, 2)
-        ],
-        "result": {
-            "format": "peel-result",
-            "version": 1,
-            "rows": rows,
-            "budget": 20_406_592,
-            "resource": "macs",
-            "seed": 3,
-        }
-        | {"wall_seconds": 250.0, "notes": ["A short schedule."]},
-    }
+    common = {"format": "peel-result", "version": 2, "seed": 3, "wall_seconds": 250.0}
+    return {**common, "rows": rows, "notes": ["A short schedule."]}
 
 
 def record(**changes: Any) -> RunRecord:
-    return RunRecord(**{**files(), **changes})
+    """A finished run."""
+    stages = ("original", "backbone", "uniform", "peel")
+    values: dict[str, Any] = {
+        "config": {"model": "cifar_resnet20", "data": "cifar10", "budget": "50%", "seed": 3},
+        "state": {
+            "format": "peel-run",
+            "version": 2,
+            "command": "peel run --budget 50%",
+            "identity": {"seed": 3, "data": {"shape": [3, 32, 32]}},
+        },
+        "environment": {"peel": "0.2.0", "torch": "2.11.0"},
+        "plan": PLAN,
+        "metrics": [epoch(stage, number) for stage in stages for number in (1, 2)],
+        "result": result(),
+    }
+    return RunRecord(**{**values, **changes})
 
 
 def write(folder: Path, *names: str) -> Path:
-    for name, content in files().items():
-        if name in names and name == "metrics":
-            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
-        elif name in names:
-            (folder / f"{name}.json").write_text(json.dumps(content))
+    """Write these files of the run, or all of them."""
+    whole = record()
+    files = {
+        "state.json": json.dumps(whole.state),
+        "config.toml": tomli_w.dumps(whole.config),
+        "environment.json": json.dumps(whole.environment),
+        "plan.json": PLAN.to_json().decode(),
+        "metrics.jsonl": "".join(json.dumps(line) + "\n" for line in whole.metrics),
+        "result.json": json.dumps(whole.result),
+    }
+    for name in names or files:
+        (folder / name).write_text(files[name])
     return folder
 
 
@@ -142,171 +139,152 @@ class Elements(HTMLParser):
         self.found.append((tag, dict(attrs)))
 
 
-def test_the_page_quotes_the_result() -> None:
+def assert_all_in(texts: list[str], page: str) -> None:
+    for text in texts:
+        assert text in page
+
+
+# The page
+
+
+def test_the_page_has_the_figures_of_the_result() -> None:
     page = render(record())
-    for figure in (
-        "cifar_resnet20 on cifar10, budget 20.4M MACs",
-        "92.13 %",
-        "91.01 %",
-        "91.43 %",
-        "20,318,688 (49.8 %)",
-        "40,813,184",
-    ):
-        assert figure in page
-    assert (
-        "+0.42 points top-1" in page and "seed 3: a difference from one seed is no evidence by itself" in page
-    )
-    assert "A short schedule." in page and "They differ." in page and "peel run --budget 50%" in page
-    assert "70.00 %" in page and "1.180" in page and "3,994,438 of 4,000,000 spent" in page
-    assert page.count("<svg") == 4 and "not complete" not in page
+    title = "cifar_resnet20 on cifar10, budget 20.4M MACs"
+    assert_all_in([title, "92.13 %", "91.01 %", "91.43 %", "20,318,688 (49.8 %)", "40,813,184"], page)
+    assert_all_in(["+0.42 points top-1", "seed 3", "no evidence", "images of 3 x 32 x 32"], page)
+    assert_all_in(["A short schedule.", "They differ.", "peel run --budget 50%"], page)
+    assert_all_in(["70.00 %", "1.180", "3,994,438 of 4,000,000 spent", "the pool of 4,000,000"], page)
+    assert page.count("<svg") == 4
+    assert "not complete" not in page
 
 
 def test_a_loss_against_uniform_is_shown_as_one() -> None:
-    result = files()["result"]
-    result["rows"][2]["top1"] = 0.9001
-    assert "−1.00 points top-1" in render(record(result=result))
+    assert "−1.00 points top-1" in render(record(result=result(peel=0.9001)))
 
 
-def test_nothing_is_loaded_from_elsewhere() -> None:
+def test_forced_changes_are_shown_in_the_notes_and_at_the_comparison() -> None:
+    page = render(record(state={**record().state, "forced": ["train.lr was changed."]}))
+    assert_all_in(["train.lr was changed.", "may not have been trained alike"], page)
+
+
+def test_the_page_needs_no_other_file() -> None:
     page = render(record())
-    assert "http" not in page and "@import" not in page
+    assert "http" not in page
+    assert "@import" not in page
     for tag, attributes in Elements(page).found:
         assert tag not in ("script", "img", "iframe", "object")
         for name in ("src", "href", "xlink:href"):
             assert (attributes.get(name) or "#").startswith(("#", "data:"))
 
 
-def test_every_id_is_there_once_and_every_reference_finds_its_own() -> None:
+def test_ids_are_unique_and_references_lead_to_one() -> None:
     page = render(record())
     ids = [attributes["id"] for _, attributes in Elements(page).found if "id" in attributes]
     references = set(re.findall(r'(?:url\(|href=")#([^")]+)', page))
-    assert len(ids) == len(set(ids)) and references and references <= set(ids)
+    assert len(ids) == len(set(ids))
+    assert references
+    assert references <= set(ids)
 
 
-def test_text_of_users_is_text() -> None:
+def test_text_of_users_is_escaped() -> None:
     bad = "<script>alert('$x$')</script>&\""
-    plan, metrics = json.loads(
-        json.dumps([files()["plan"], files()["metrics"]])
-        .replace("layer2.conv", "<u>$x$")
-        .replace("16x16", "<i>8&")
-    )
-    settings = files()["settings"] | {"command": bad, "given": {bad: bad}}
-    settings["resolved"] |= {"model": bad, "data": bad}
+    renamed = json.dumps([PLAN.to_json().decode(), record().metrics])
+    plan, metrics = json.loads(renamed.replace("layer2.conv", "<u>$x$").replace("16x16", "<i>8&"))
     page = render(
         record(
-            settings=settings,
-            plan=plan,
-            metrics=metrics,
-            result=files()["result"] | {"notes": [bad]},
+            config={"model": bad, "data": bad, bad: bad},
+            state={"command": bad, "identity": {bad: bad}},
             environment={bad: bad},
+            plan=Plan.from_json(plan.encode()),
+            metrics=metrics,
+            result={**result(), "notes": [bad]},
         )
     )
     assert {tag for tag, _ in Elements(page).found} <= {tag for tag, _ in Elements(render(record())).found}
     assert page.count("&lt;script&gt;") >= 8
     charts = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
-    assert (
-        ">&lt;u&gt;$x$</text>" in charts
-        and ">&lt;i&gt;8&amp;</text>" in charts
-        and "<title>&lt;u&gt;$x$ (&lt;i&gt;8&amp;)" in charts
-    )
+    tooltip = "<title>&lt;u&gt;$x$ (&lt;i&gt;8&amp;)"
+    assert_all_in([">&lt;u&gt;$x$</text>", ">&lt;i&gt;8&amp;</text>", tooltip], charts)
 
 
 @pytest.mark.parametrize(
-    "names, charts, said, unsaid",
+    ("names", "charts", "shown", "hidden"),
     [
+        ([], 0, ["There is no plan yet", "No epoch is finished yet", "There is no result yet"], []),
+        (["metrics.jsonl"], 2, ["There is no plan yet", "There is no result yet"], ["No epoch"]),
         (
-            (),
-            0,
-            ["The plan is not made yet", "No epoch is finished yet", "The result is not written yet"],
-            [],
-        ),
-        (("metrics",), 2, ["The plan is not made yet", "The result is not written yet"], ["No epoch"]),
-        (
-            ("plan", "metrics"),
+            ["plan.json", "metrics.jsonl"],
             4,
-            ["The result is not written yet", "20,318,688 (49.8 %)"],
-            ["The plan is not made", "points top-1"],
+            ["There is no result yet", "20,318,688 (49.8 %)"],
+            ["no plan", "points top-1"],
         ),
-        (("plan", "result"), 2, ["No epoch is finished yet", "+0.42 points"], ["The result is not written"]),
+        (["plan.json", "result.json"], 2, ["No epoch is finished yet", "+0.42 points"], ["no result"]),
     ],
 )
-def test_a_page_of_an_unfinished_run_says_what_is_missing(
-    tmp_path: Path, names: tuple[str, ...], charts: int, said: list[str], unsaid: list[str]
+def test_the_page_of_an_unfinished_run_names_what_is_missing(
+    tmp_path: Path, names: list[str], charts: int, shown: list[str], hidden: list[str]
 ) -> None:
-    page = render(RunRecord.read(write(tmp_path, "settings", *names)))
+    page = render(RunRecord.read(write(tmp_path, "state.json", "config.toml", *names)))
     assert page.count("<svg") == charts
-    assert (
-        "not complete" in page
-        and all(words in page for words in said)
-        and not any(words in page for words in unsaid)
-    )
+    assert_all_in(["not complete", *shown], page)
+    assert not any(words in page for words in hidden)
 
 
-def test_a_stage_under_way_and_a_stage_that_was_not_run_are_named() -> None:
-    result = files()["result"]
-    del result["rows"][1]["top1"], result["rows"][1]["top5"]
-    page = render(record(metrics=[epoch("original", 1, of=40)], result=result))
-    assert (
-        "original stands at epoch 1 of 40" in page
-        and "No accuracy of uniform" in page
-        and "can be compared once both are trained" in page
-    )
+def test_the_page_has_the_error_that_ended_the_run(tmp_path: Path) -> None:
+    error = {"format": "peel-error", "version": 2, "error": "the disk is full"}
+    (write(tmp_path) / "error.json").write_text(json.dumps(error))
+    assert "An error ended the run: the disk is full" in render(RunRecord.read(tmp_path))
 
 
-def test_widths_from_elsewhere_need_no_backbone() -> None:
-    plan = files()["plan"] | {"rounds": []}
-    for key in ("backbone", "pool", "policy"):
-        del plan[key]
+def test_a_running_stage_and_a_stage_without_a_row_are_named() -> None:
+    part = result()
+    del part["rows"][1]
+    page = render(record(metrics=[epoch("original", 1, epochs=40)], result=part))
+    assert_all_in(["original is at epoch 1 of 40", "can be compared once both are trained"], page)
+
+
+def test_given_widths_have_no_backbone() -> None:
+    plan = replace(PLAN, backbone=None, rounds=(), method=None)
     page = render(record(plan=plan, metrics=[epoch("peel", 1), epoch("peel", 2)]))
-    assert "no backbone and no importance" in page and page.count("<svg") == 3 and "not complete" not in page
+    assert "no backbone and no importance" in page
+    assert page.count("<svg") == 3
+    assert "not complete" not in page
 
 
-def test_later_rounds_have_their_tables_and_curves() -> None:
-    plan = files()["plan"]
-    plan["rounds"].append(
-        {**copy.deepcopy(plan["rounds"][0]), "distinct": False, "note": "They hardly differ."}
-    )
-    page = render(record(plan=plan, metrics=[*files()["metrics"], epoch("backbone-2", 1)]))
-    assert (
-        "Round 1 of 2" in page
-        and "Round 2 of 2" in page
-        and '<p class="box">They hardly differ.' in page
-        and ">backbone-2</text>" in page
-    )
+def test_every_round_has_a_table_and_curves() -> None:
+    second = replace(ROUND, distinct=False, note="They hardly differ.")
+    metrics = [*record().metrics, epoch("backbone-2", 1)]
+    page = render(record(plan=replace(PLAN, rounds=(ROUND, second)), metrics=metrics))
+    warning = '<p class="box">They hardly differ.'
+    assert_all_in(["Round 1 of 2", "Round 2 of 2", warning, ">backbone-2</text>"], page)
 
 
 @pytest.mark.parametrize("count", [12, 120])
 def test_every_tie_is_named_in_chart_and_table(count: int) -> None:
-    plan = files()["plan"] | {
-        "groups": {
-            "8x8": [f"t{i}" for i in range(count // 3)],
-            "4x4": [f"t{i}" for i in range(count // 3, count)],
-        }
-    }
-    for holder in (plan, plan["original"], plan["backbone"], plan["uniform"]):
-        holder["widths"] = {f"t{i}": 8 + i for i in range(count)}
+    ties = tuple(f"t{i}" for i in range(count))
+    groups = {"8x8": ties[: count // 3], "4x4": ties[count // 3 :]}
+    network = architecture(list(range(8, 8 + count)), 10**6, groups)
+    plan = replace(
+        PLAN, groups=groups, original=network, uniform=network, slim=network, backbone=network, rounds=()
+    )
     page = render(record(plan=plan))
-    assert page.count(">% of the channels</text>") == -(-count // 40)  # rows, so that names stay readable
-    for i in range(count):
-        assert f">t{i}</text>" in page and f'<td class="words">t{i}</td>' in page and f"<title>t{i} (" in page
+    assert page.count(">% of the channels</text>") == -(-count // 40), "one row of bars for 40 ties"
+    for tie in ties:
+        assert_all_in([f">{tie}</text>", f'<td class="words">{tie}</td>', f"<title>{tie} ("], page)
 
 
 def test_numbers_that_are_not_finite_leave_a_gap() -> None:
-    metrics = files()["metrics"]
-    metrics[0]["train"]["loss"], metrics[1]["test"]["loss"], metrics[3]["test"] = (
-        float("inf"),
-        float("nan"),
-        {},
-    )
+    metrics = record().metrics
+    metrics[0]["train"]["loss"], metrics[1]["test"]["loss"] = float("inf"), float("nan")
+    metrics[3]["test"] = {}
     assert render(record(metrics=metrics)).count("<svg") == 4
 
 
-def test_the_same_record_gives_the_same_bytes(tmp_path: Path) -> None:
-    folder = write(tmp_path, *files())
-    code = "import sys, pathlib, peel.record as r, peel.report as p; print(p.render(r.RunRecord.read(pathlib.Path(sys.argv[1]))))"
+def test_the_same_files_give_the_same_page(tmp_path: Path) -> None:
+    code = "import sys; from peel.report import *; print(render(RunRecord.read(sys.argv[1])))"
     pages = {
         subprocess.run(
-            [sys.executable, "-c", code, folder],
+            [sys.executable, "-c", code, write(tmp_path)],
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             check=True,
@@ -316,29 +294,42 @@ def test_the_same_record_gives_the_same_bytes(tmp_path: Path) -> None:
     assert len(pages) == 1
 
 
-def test_a_line_cut_short_at_the_end_does_not_count(tmp_path: Path) -> None:
-    path = write(tmp_path, *files()) / "metrics.jsonl"
+# The files
+
+
+def test_the_files_are_read_back(tmp_path: Path) -> None:
+    assert RunRecord.read(write(tmp_path)) == record()
+
+
+def test_an_incomplete_last_line_of_metrics_is_ignored(tmp_path: Path) -> None:
+    path = write(tmp_path) / "metrics.jsonl"
     whole = path.read_bytes()
     for cut in (whole + b'{"stage": "peel", "epo', whole + '{"stage": "é'.encode()[:-1], whole + b"1"):
         path.write_bytes(cut)
         assert RunRecord.read(tmp_path) == record()
 
 
-def test_other_damage_names_the_file(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"no settings\.json"):
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"it has no state\.json"):
         RunRecord.read(tmp_path)
-    write(tmp_path, *files())
+    write(tmp_path)
     lines = (tmp_path / "metrics.jsonl").read_bytes().split(b"\n")
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([lines[0], lines[1][:20], *lines[2:]]))
     with pytest.raises(RunError, match=r"metrics\.jsonl is damaged in line 2"):
         RunRecord.read(tmp_path)
-    write(tmp_path, *files())
-    for name in ("settings", "environment", "plan", "result"):
-        (tmp_path / f"{name}.json").write_text('{"format": ')
-        with pytest.raises(RunError, match=rf"{name}\.json is damaged"):
+    for name in ("state.json", "environment.json", "plan.json", "result.json", "config.toml"):
+        write(tmp_path)
+        (tmp_path / name).write_text('{"format": ')
+        with pytest.raises(RunError, match=rf"{name}.* is damaged"):
             RunRecord.read(tmp_path)
-        write(tmp_path, name)
-    for change, words in (({"format": "other"}, "the format 'other'"), ({"version": 2}, "version 2")):
-        (tmp_path / "plan.json").write_text(json.dumps(files()["plan"] | change))
-        with pytest.raises(RunError, match=words):
-            RunRecord.read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["state.json", "plan.json", "result.json"])
+@pytest.mark.parametrize("change", [{"format": "other"}, {"version": 1}])
+def test_a_file_of_another_format_or_version_is_named(
+    name: str, change: dict[str, object], tmp_path: Path
+) -> None:
+    path = write(tmp_path) / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(RunError, match=f"{name}.*({'other' if 'format' in change else 'version 1'})"):
+        RunRecord.read(tmp_path)

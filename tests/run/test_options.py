@@ -1,63 +1,73 @@
-"""Every option of the method, end to end on digits, each with a test that would fail if the option were ignored."""
+"""Every setting of the method, end to end on digits. Each test fails if its setting is ignored."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peel.data.view import EVAL
 from torch import nn
 
 import peel
-from helpers.small import CPU, Small, few_digits, same_weights, small_run
-from peel.data.augmentation import EVAL
+from helpers.small import CPU, Counting, Small, few_digits, same_weights, small_run
 from peel.errors import ConfigError
-from peel.methods.config import CRITERIA
+from peel.methods.plan import Architecture, Plan
 from peel.run.prune import prune
 from peel.run.result import Result
+from peel.train.callbacks import Callback
 from peel.train.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+CRITERIA = ("bn", "weight", "legr", "reconstruction", "gradient")
 TIES = {"8x8": ("conv1", "conv2"), "4x4": ("conv3", "conv4")}
 NORM = {"conv1": "norm1", "conv2": "norm2", "conv3": "norm3", "conv4": "norm4"}
 
 
 @functools.cache
 def run(**settings: Any) -> Result:
-    """A whole run; with `frozenset` for dictionaries, so that runs can be shared between tests."""
+    """A run, shared by the tests that use the same settings. Dictionaries are given as frozensets."""
     settings = {
         name: dict(value) if isinstance(value, frozenset) else value for name, value in settings.items()
     }
     return small_run(**settings)
 
 
-def planned(**settings: Any) -> dict[str, Any]:
+def planned(**settings: Any) -> Plan:
     """The plan of a run that ends with it."""
     plan = run(stages=("backbone", "plan"), **settings).plan
     assert plan is not None
     return plan
 
 
-def importance(plan: dict[str, Any], number: int = 0) -> dict[str, float]:
-    found: dict[str, float] = plan["rounds"][number]["importance"]["groups"]
+def backbone_of(plan: Plan) -> Architecture:
+    assert plan.backbone is not None
+    return plan.backbone
+
+
+def importance(plan: Plan | None, number: int = 0) -> dict[str, float]:
+    assert plan is not None
+    found = plan.rounds[number].importance
+    assert found is not None
     return found
 
 
-def ideal(plan: dict[str, Any]) -> dict[str, float]:
-    """Widths before rounding."""
-    found: dict[str, float] = plan["rounds"][-1]["rounding"]["ideal_widths"]
+def shares(plan: Plan) -> dict[str, float]:
+    found = plan.rounds[0].shares
+    assert found is not None
     return found
 
 
-# Criteria: the importance in the plan, computed once more from the weights of the trained backbone
+# Criteria: the importance in the plan is recomputed from the weights of the trained backbone
 
 
 @functools.cache
-def searched(folder: Path, **settings: Any) -> tuple[dict[str, Any], Any]:
+def searched(folder: Path, **settings: Any) -> tuple[Plan, Any]:
     result = small_run(stages=["backbone", "plan"], output=folder, **settings)
     assert result.plan is not None
     return result.plan, peel.load(folder / "stages" / "backbone", model=Small()).eval()
@@ -85,11 +95,11 @@ def test_weight_is_the_mean_absolute_weight_of_the_groups_filters(folder: Path) 
 
 
 def test_gradient_is_the_first_order_effect_of_each_scale_on_the_loss(folder: Path) -> None:
-    # One batch that holds all images: no matter in which order they come.
+    # One batch with all images, so that their order does not matter.
     data = few_digits(100)
     plan, backbone = searched(folder, criterion="gradient", data=data)
     images, labels, _ = next(iter(data.train.batches(torch.arange(100), 100, EVAL, CPU.device)))
-    # By differences in double precision, channel by channel.
+    # Finite differences in double precision.
     backbone, images = backbone.double(), images.double()
 
     def loss() -> float:
@@ -121,26 +131,24 @@ def test_legr_without_evolution_is_the_squared_norm_of_filters_above_the_least(f
         )
 
 
-def test_legr_tries_as_many_candidates_as_asked_and_finds_better_ones() -> None:
+def test_legr_evaluates_as_many_candidates_as_asked_and_finds_better_ones() -> None:
     found = [importance(planned(criterion="legr", evaluations=count)) for count in (1, 12)]
     ratios = [values["8x8"] / values["4x4"] for values in found]
     assert abs(ratios[0] / ratios[1] - 1) > 0.01
 
 
-def test_legr_holds_a_tenth_of_the_training_images_out_of_the_backbones_training() -> None:
-    assert steps_of_the_backbone(criterion="bn") == 3
-    assert steps_of_the_backbone(criterion="legr", evaluations=1) == 2, (
-        "180 of 200 images make two batches of 64"
-    )
-    with pytest.raises(peel.PeelError, match="a batch of 181 images is larger than the training set of 180"):
+def test_legr_holds_out_a_tenth_of_the_training_images() -> None:
+    assert backbone_steps(criterion="bn") == 3
+    assert backbone_steps(criterion="legr", evaluations=1) == 2, "180 of 200 images make two batches of 64"
+    with pytest.raises(peel.PeelError, match="batch size 181 is larger than the training set of 180"):
         small_run(stages=["backbone"], criterion="legr", train={"batch_size": 181})
 
 
 def test_reconstruction_is_a_relative_error_of_each_tie() -> None:
     plan = planned(criterion="reconstruction")
-    ties = plan["rounds"][0]["importance"]["ties"]
+    ties = plan.rounds[0].tie_importance
     assert set(ties) == set(NORM)
-    # Taking half of the channels away moves the next layer's output, by less than all of it.
+    # Half of the channels are a part of the output of the next layer.
     assert all(0 < value < 1.5 for value in ties.values())
     for group, members in TIES.items():
         assert (
@@ -148,27 +156,24 @@ def test_reconstruction_is_a_relative_error_of_each_tie() -> None:
         )
 
 
-def test_every_criterion_finds_shares_of_its_own() -> None:
+def test_every_criterion_gives_other_shares() -> None:
     plans = {
-        name: planned(criterion=name, **({"evaluations": 12} if name == "legr" else {}))
-        for name in ("bn", "weight", "legr", "reconstruction", "gradient")
+        name: planned(criterion=name, **({"evaluations": 12} if name == "legr" else {})) for name in CRITERIA
     }
     for one, other in itertools.combinations(plans, 2):
-        shares = [plans[name]["rounds"][0]["shares"]["8x8"] for name in (one, other)]
-        assert abs(shares[0] - shares[1]) > 1e-4, (one, other)
+        assert abs(shares(plans[one])["8x8"] - shares(plans[other])["8x8"]) > 1e-4, (one, other)
     for plan in plans.values():
-        assert sum(plan["rounds"][0]["shares"].values()) == pytest.approx(1)
-        assert 0.9 * plan["budget"] < plan["macs"] <= plan["budget"]
+        assert sum(shares(plan).values()) == pytest.approx(1)
+        assert 0.9 * plan.budget < plan.slim.macs <= plan.budget
 
 
 @pytest.mark.parametrize(
     ("criterion", "is_logged"),
     [("bn", True), ("weight", True), ("gradient", True), ("reconstruction", False)],
 )
-def test_the_importance_is_logged_as_it_evolves(criterion: str, is_logged: bool) -> None:
-    history = run(
-        stages=("backbone", "plan"), criterion=criterion, search=frozenset({"epochs": 3}.items())
-    ).history["backbone"]
+def test_the_importance_is_logged_after_each_epoch(criterion: str, is_logged: bool) -> None:
+    length = frozenset({"epochs": 3}.items())
+    history = run(stages=("backbone", "plan"), criterion=criterion, backbone=length).history["backbone"]
     logged = [epoch.extra.get("importance") for epoch in history]
     if is_logged:
         assert all(set(values) == {"8x8", "4x4"} for values in logged if values)
@@ -179,47 +184,45 @@ def test_the_importance_is_logged_as_it_evolves(criterion: str, is_logged: bool)
 
 def test_the_sum_of_a_group_is_its_mean_times_its_channels() -> None:
     mean, total = planned(), planned(reduce="sum")
-    widths = mean["backbone"]["widths"]
+    widths = backbone_of(mean).widths
     for group, ties in TIES.items():
         assert importance(total)[group] == pytest.approx(
             importance(mean)[group] * sum(widths[tie] for tie in ties)
         )
-    assert total["rounds"][0]["shares"] != mean["rounds"][0]["shares"]
+    assert shares(total) != shares(mean)
 
 
-def test_layers_that_are_ignored_are_not_counted() -> None:
+def test_ignored_layers_are_not_counted() -> None:
     everything, without = planned(), planned(ignore=("norm1", "*4"))
-    ties = everything["rounds"][0]["importance"]["ties"]
-    assert without["rounds"][0]["importance"]["ties"] == {tie: ties[tie] for tie in ("conv2", "conv3")}
+    ties = everything.rounds[0].tie_importance
+    assert without.rounds[0].tie_importance == {tie: ties[tie] for tie in ("conv2", "conv3")}
     assert importance(without) == {"8x8": pytest.approx(ties["conv2"]), "4x4": pytest.approx(ties["conv3"])}
 
 
-# The penalty
+# The L1 term
 
 
-def test_the_penalty_is_the_papers_for_bn_and_none_for_the_others() -> None:
-    assert planned()["l1_coefficient"] == 1e-4
-    assert planned(criterion="weight")["l1_coefficient"] == 0
+def test_the_l1_coefficient_is_that_of_the_paper_for_bn_and_zero_for_others() -> None:
+    assert planned().l1_coefficient == 1e-4
+    assert planned(criterion="weight").l1_coefficient == 0
     assert "sparsity" in run(stages=("backbone", "plan")).history["backbone"][0].train
     assert "sparsity" not in run(stages=("backbone", "plan"), criterion="weight").history["backbone"][0].train
     given = run(stages=("backbone", "plan"), criterion="weight", l1_coefficient=0.01)
-    # At the start all scales are 1: the term is the coefficient times their number, and falls from there.
-    channels = sum(given.plan["backbone"]["widths"].values())  # type: ignore[index]
+    # All scales start at 1, so the term starts at the coefficient times their number.
+    assert given.plan is not None
+    channels = sum(backbone_of(given.plan).widths.values())
     assert given.history["backbone"][0].train["sparsity"] == pytest.approx(0.01 * channels, rel=0.1)
 
 
-def test_the_pull_becomes_the_penalty_that_has_it_over_the_schedule() -> None:
+def test_the_l1_strength_becomes_the_coefficient_that_has_it_over_the_schedule() -> None:
     plan = planned(l1_strength=0.5)
     recipe = Recipe(epochs=1, batch_size=64, lr=0.1, weight_decay=5e-4)
-    assert plan["l1_coefficient"] == pytest.approx(0.5 * 0.1 / sum(recipe.rate(step, 3) for step in range(3)))
+    assert plan.l1_coefficient == pytest.approx(0.5 * 0.1 / sum(recipe.rate(step, 3) for step in range(3)))
 
 
-def test_a_stronger_penalty_leaves_smaller_scales() -> None:
+def test_a_larger_l1_coefficient_leaves_smaller_scales() -> None:
     length = frozenset({"epochs": 6}.items())
-    found = [
-        importance(planned(l1_coefficient=l1_coefficient, search=length))
-        for l1_coefficient in (0.0, 0.01, 0.05)
-    ]
+    found = [importance(planned(l1_coefficient=value, backbone=length)) for value in (0.0, 0.01, 0.05)]
     for group in TIES:
         assert found[0][group] > found[1][group] + 0.02 > found[2][group] + 0.04
 
@@ -229,89 +232,90 @@ def test_scales_start_from_gamma_init() -> None:
     assert all(0.4 < value < 0.6 for value in found.values())
 
 
-def test_groups_that_cannot_be_told_apart_are_said_to_be_so() -> None:
+def test_a_note_says_that_groups_cannot_be_told_apart() -> None:
     result = run()
-    assert not result.plan.rounds[0]["distinct"]  # type: ignore[index]
+    assert result.plan is not None
+    assert not result.plan.rounds[0].distinct
     assert any("cannot be told apart" in note for note in result.notes)
 
 
 # The backbone
 
 
-@pytest.mark.parametrize("keep", [0.5, 0.9, 1.0])
-def test_the_backbone_costs_lambda_times_the_budget_and_the_rest_is_the_pool(keep: float) -> None:
-    plan = planned(backbone_ratio=keep)
-    assert 0.85 * keep * plan["budget"] < plan["backbone"]["macs"] <= keep * plan["budget"]
-    assert plan["pool"] == plan["budget"] - plan["backbone"]["macs"]
-    assert all(plan["widths"][tie] >= width for tie, width in plan["backbone"]["widths"].items())
+@pytest.mark.parametrize("ratio", [0.5, 0.9, 1.0])
+def test_the_backbone_costs_lambda_times_the_budget_and_the_rest_is_the_pool(ratio: float) -> None:
+    plan = planned(backbone_ratio=ratio)
+    backbone = backbone_of(plan)
+    assert 0.85 * ratio * plan.budget < backbone.macs <= ratio * plan.budget
+    assert plan.pool == plan.budget - backbone.macs
+    assert all(plan.widths[tie] >= width for tie, width in backbone.widths.items())
 
 
-def test_an_equal_start_has_the_same_number_of_channels_everywhere() -> None:
-    equal, uniform = planned(backbone_init="equal")["backbone"]["widths"], planned()["backbone"]["widths"]
+def test_an_equal_backbone_has_the_same_number_of_channels_everywhere() -> None:
+    equal, uniform = (backbone_of(planned(backbone_init=init)).widths for init in ("equal", "uniform"))
     assert max(equal.values()) - min(equal.values()) <= 1
     assert max(uniform.values()) - min(uniform.values()) > 3
 
 
 @pytest.mark.parametrize("resource", ["params", "memory"])
-def test_another_resource_is_the_one_that_is_spent(resource: str) -> None:
+def test_the_budget_may_count_another_resource(resource: str) -> None:
     plan = planned(resource=resource, budget="60%")
     graph = peel.trace(Small(), torch.zeros(1, 3, 8, 8))
-    whole = graph.params() if resource == "params" else graph.activation_bytes()
-    spent = (
-        graph.params(plan["widths"])
-        if resource == "params"
-        else graph.activation_bytes(plan["widths"])
-    )
-    assert plan["budget"] == int(0.6 * whole)
-    assert 0.9 * plan["budget"] < spent <= plan["budget"]
-    assert plan["params"] == graph.params(plan["widths"])
-    assert plan["widths"] != planned(budget="60%")["widths"]
+
+    def cost(widths: peel.Widths) -> int:
+        return graph.params(widths) if resource == "params" else int(graph.peak_bytes(graph.units(widths)))
+
+    assert plan.budget == int(0.6 * cost(graph.widths))
+    assert 0.9 * plan.budget < cost(plan.widths) == plan.slim.cost <= plan.budget
+    assert plan.slim.params == graph.params(plan.widths)
+    assert plan.widths != planned(budget="60%").widths
 
 
 @pytest.mark.parametrize("budget", ["60%", 0.6, 40_000, "40k"])
-def test_budgets_of_every_form_are_kept(budget: Any) -> None:
+def test_every_form_of_a_budget_is_respected(budget: Any) -> None:
     plan = planned(budget=budget)
-    assert plan["budget"] == (40_000 if budget in (40_000, "40k") else int(0.6 * plan["original"]["macs"]))
-    assert plan["macs"] <= plan["budget"]
-    assert plan["uniform"]["macs"] <= plan["budget"]
+    assert plan.budget == (40_000 if budget in (40_000, "40k") else int(0.6 * plan.original.macs))
+    assert plan.slim.macs <= plan.budget
+    assert plan.uniform.macs <= plan.budget
 
 
 def test_a_budget_above_the_original_gives_a_wider_network() -> None:
     plan = planned(budget="150%")
-    assert plan["original"]["macs"] < plan["macs"] <= plan["budget"]
+    assert plan.original.macs < plan.slim.macs <= plan.budget
 
 
 # Reallocation
 
 
 def test_by_importance_every_group_grows() -> None:
-    assert all(factor > 1 for factor in planned()["rounds"][0]["factors"].values())
+    assert all(factor > 1 for factor in planned().rounds[0].factors.values())
 
 
 def test_winner_take_all_gives_everything_to_the_most_important_group() -> None:
     plan = planned(policy="winner-take-all")
-    found = plan["rounds"][0]
-    winner = max(importance(plan), key=lambda group: importance(plan)[group])
-    loser = next(group for group in TIES if group != winner)
-    assert found["shares"] == {winner: 1.0, loser: 0.0}
-    assert found["factors"][loser] == 1.0
-    assert found["factors"][winner] > planned()["rounds"][0]["factors"][winner]
+    found = plan.rounds[0]
+    loser, winner = sorted(TIES, key=importance(plan).__getitem__)
+    assert found.shares == {winner: 1.0, loser: 0.0}
+    assert found.factors[loser] == 1.0
+    assert found.factors[winner] > planned().rounds[0].factors[winner]
 
 
 def test_the_uniform_policy_adds_the_same_number_of_channels_and_trains_no_backbone() -> None:
     result = run(stages=("backbone", "plan"), policy="uniform")
     assert result.history == {}
     assert result.plan is not None
-    added = {tie: width - result.plan["backbone"]["widths"][tie] for tie, width in ideal(result.plan).items()}
-    assert min(added.values()) > 0
-    assert max(added.values()) == pytest.approx(min(added.values()))
+    backbone = backbone_of(result.plan).widths
+    added = [width - backbone[tie] for tie, width in result.plan.rounds[0].ideal_widths.items()]
+    assert min(added) > 0
+    assert max(added) == pytest.approx(min(added))
 
 
 def test_the_random_policy_grows_half_of_the_ties_drawn_by_the_seed() -> None:
     grown = set()
     for seed in range(4):
         plan = planned(policy="random", seed=seed)
-        factors = {tie: width / plan["backbone"]["widths"][tie] for tie, width in ideal(plan).items()}
+        backbone, wide = backbone_of(plan).widths, plan.rounds[0].ideal_widths
+        factors = {tie: width / backbone[tie] for tie, width in wide.items()}
         drawn = {tie: factor for tie, factor in factors.items() if factor > 1 + 1e-9}
         assert len(drawn) == 2
         assert max(drawn.values()) == pytest.approx(min(drawn.values()))
@@ -319,13 +323,13 @@ def test_the_random_policy_grows_half_of_the_ties_drawn_by_the_seed() -> None:
     assert len(grown) > 1
 
 
-def test_the_triangular_solve_charges_layers_to_the_group_that_they_write() -> None:
+def test_the_triangular_solver_charges_layers_to_the_group_that_they_write() -> None:
     telescoped, triangular = planned(backbone_ratio=0.6), planned(backbone_ratio=0.6, solver="triangular")
-    factors = [plan["rounds"][0]["factors"] for plan in (telescoped, triangular)]
+    factors = [plan.rounds[0].factors for plan in (telescoped, triangular)]
     assert max(abs(factors[0][group] - factors[1][group]) for group in TIES) > 1e-3
-    backbone, wide = triangular["backbone"]["widths"], ideal(triangular)
+    backbone, wide = backbone_of(triangular).widths, triangular.rounds[0].ideal_widths
 
-    def own_cost(widths: dict[str, float], group: str) -> float:
+    def own_cost(widths: Mapping[str, float], group: str) -> float:
         w = {"image": 3.0, **widths}
         if group == "8x8":
             return 64 * 9 * (w["image"] * w["conv1"] + w["conv1"] * w["conv2"])
@@ -333,77 +337,63 @@ def test_the_triangular_solve_charges_layers_to_the_group_that_they_write() -> N
 
     grown = {group: own_cost(wide, group) - own_cost(backbone, group) for group in TIES}
     # The classifier, which no group writes, pays for the wider last layer.
-    shares = triangular["rounds"][0]["shares"]
-    assert grown["8x8"] == pytest.approx(triangular["pool"] * shares["8x8"], rel=1e-3)
-    assert grown["4x4"] == pytest.approx(triangular["pool"] * shares["4x4"], rel=1e-2)
+    assert triangular.pool is not None
+    assert grown["8x8"] == pytest.approx(triangular.pool * shares(triangular)["8x8"], rel=1e-3)
+    assert grown["4x4"] == pytest.approx(triangular.pool * shares(triangular)["4x4"], rel=1e-2)
 
 
-def test_two_rounds_split_the_pool_and_train_the_widened_backbone_on() -> None:
+def test_two_rounds_split_the_pool_and_keep_the_weights_of_the_backbone() -> None:
     length = frozenset({"epochs": 10, "batch_size": 20}.items())
-    result = run(stages=("backbone", "plan"), rounds=2, backbone_ratio=0.5, search=length)
-    once = run(stages=("backbone", "plan"), backbone_ratio=0.5, search=length)
+    result = run(stages=("backbone", "plan"), rounds=2, backbone_ratio=0.5, backbone=length)
+    once = run(stages=("backbone", "plan"), backbone_ratio=0.5, backbone=length)
     assert list(result.history) == ["backbone", "backbone-2"]
     assert list(once.history) == ["backbone"]
     assert [len(result.history[stage]) for stage in ("backbone", "backbone-2")] == [10, 5]
     plan = result.plan
     assert plan is not None
-    first, second = plan["rounds"]
-    assert (
-        plan["backbone"]["macs"]
-        < first["macs"]
-        <= plan["budget"] - plan["pool"] / 2 + 1
-        < second["macs"]
-        <= plan["budget"]
-    )
-    assert first["importance"] == once.plan.rounds[0]["importance"]  # type: ignore[index]
-    assert second["importance"] != first["importance"]
+    assert plan.pool is not None
+    first, second = plan.rounds
+    middle = plan.budget - plan.pool / 2
+    assert backbone_of(plan).macs < first.cost <= middle + 1 < second.cost <= plan.budget
+    assert first.importance == importance(once.plan)
+    assert second.importance != first.importance
     losses = [result.history[stage][0].train["loss"] for stage in ("backbone", "backbone-2")]
-    assert losses[1] < 0.9 * losses[0], "what the backbone has learned is kept"
+    assert losses[1] < 0.9 * losses[0]
 
 
-def test_a_cap_holds_layers_back() -> None:
-    free, capped = (
-        planned(budget="90%", backbone_ratio=0.5),
-        planned(budget="90%", backbone_ratio=0.5, max_width=1.0),
-    )
-    original = capped["original"]["widths"]
-    assert any(free["widths"][tie] > width for tie, width in original.items())
-    assert all(capped["widths"][tie] <= width for tie, width in original.items())
+def test_no_layer_grows_beyond_max_width() -> None:
+    free = planned(budget="90%", backbone_ratio=0.5)
+    limited = planned(budget="90%", backbone_ratio=0.5, max_width=1.0)
+    original = limited.original.widths
+    assert any(free.widths[tie] > width for tie, width in original.items())
+    assert all(limited.widths[tie] <= width for tie, width in original.items())
 
 
 def test_widths_are_multiples_of_the_divisor() -> None:
     plan = planned(divisor=4, budget="70%")
-    assert all(width % 4 == 0 for name in ("backbone", "uniform") for width in plan[name]["widths"].values())
-    assert all(width % 4 == 0 for width in plan["widths"].values())
+    assert all(width % 4 == 0 for network in plan.networks.values() for width in network.widths.values())
 
 
-def test_held_ties_keep_their_width() -> None:
+def test_frozen_ties_keep_their_width() -> None:
     plan = planned(freeze=("conv3",))
-    assert (
-        plan["widths"]["conv3"]
-        == plan["backbone"]["widths"]["conv3"]
-        == plan["uniform"]["widths"]["conv3"]
-        == 16
-    )
-    assert planned()["widths"]["conv3"] < 16
+    assert {network.widths["conv3"] for network in plan.networks.values()} == {16}
+    assert planned().widths["conv3"] < 16
 
 
 # Distillation
 
 
-def peeled(**settings: Any) -> nn.Module:
+def slim_model(**settings: Any) -> nn.Module:
     model = run(**settings).model
     assert model is not None
     return model
 
 
-def test_without_distillation_no_teacher_is_asked() -> None:
+def test_without_distillation_no_teacher_is_used() -> None:
     result = run(distill="none")
     assert set(result.history["peel"][0].train) == {"loss", "cross_entropy", "top1"}
-    assert same_weights(peeled(distill="none"), peeled(kd_weight=0.0)), (
-        "a teacher without weight changes nothing"
-    )
-    assert not same_weights(peeled(distill="none"), peeled())
+    assert same_weights(slim_model(distill="none"), slim_model(kd_weight=0.0))
+    assert not same_weights(slim_model(distill="none"), slim_model())
 
 
 def test_the_student_learns_from_the_teacher() -> None:
@@ -427,7 +417,7 @@ def test_the_weight_of_the_teacher_is_a_tenth_unless_given() -> None:
         )
 
 
-def test_a_strong_teacher_is_followed_closer_than_a_weak_one() -> None:
+def test_a_teacher_with_a_larger_weight_is_followed_more_closely() -> None:
     length = frozenset({"epochs": 6, "batch_size": 50}.items())
     torch.manual_seed(5)
     teacher = Small()
@@ -444,14 +434,14 @@ def test_a_strong_teacher_is_followed_closer_than_a_weak_one() -> None:
         )
         assert student.model is not None
         with torch.no_grad():
-            answers = [network.eval()(images).log_softmax(1) for network in (student.model, teacher)]
-        return nn.functional.kl_div(*answers, reduction="batchmean", log_target=True).item()
+            outputs = [network.eval()(images).log_softmax(1) for network in (student.model, teacher)]
+        return nn.functional.kl_div(*outputs, reduction="batchmean", log_target=True).item()
 
     assert distance(20.0) < 0.3 * distance(0.0)
 
 
-def test_the_temperature_changes_what_is_learned() -> None:
-    assert not same_weights(peeled(temperature=4.0), peeled())
+def test_the_temperature_changes_the_weights() -> None:
+    assert not same_weights(slim_model(temperature=4.0), slim_model())
 
 
 def test_in_place_distillation_trains_a_wider_network_beside_the_student() -> None:
@@ -466,7 +456,7 @@ def test_in_place_distillation_trains_a_wider_network_beside_the_student() -> No
     assert result.rows[-1].params == sum(parameter.numel() for parameter in result.model.parameters())
 
 
-def test_in_place_the_labels_may_count_for_the_student_too() -> None:
+def test_hard_weight_adds_the_labels_to_the_loss_of_the_student() -> None:
     soft, hard = (
         run(distill="in-place", stages=("backbone", "plan", "peel"), hard_weight=weight)
         for weight in (0.0, 1.0)
@@ -483,64 +473,54 @@ def test_in_place_the_labels_may_count_for_the_student_too() -> None:
 # Recipes, data and seeds
 
 
-def steps_of_the_backbone(**settings: Any) -> int:
-    class Counting(NoCallback):
-        steps = 0
-
-        def step(self, done: int, total: int, images: int) -> None:
-            self.steps = total
-
-    reporter = Counting()
-    small_run(stages=["backbone"], callbacks=[reporter], **settings)
-    return reporter.steps
+def backbone_steps(**settings: Any) -> int:
+    counting = Counting()
+    small_run(stages=["backbone"], callbacks=[counting], **settings)
+    return counting.steps["backbone"]
 
 
-def test_changes_for_every_training_reach_the_backbone_and_its_own_win() -> None:
-    assert steps_of_the_backbone(train={"epochs": 3, "batch_size": 40}, backbone={"epochs": 2}) == 2 * 5
-    assert (
-        steps_of_the_backbone(
-            train={"epochs": 3, "batch_size": 40}, backbone={"epochs": 2, "batch_size": 100}
-        )
-        == 2 * 2
-    )
+def test_recipe_changes_hold_for_the_backbone_too_unless_it_has_its_own() -> None:
+    train = {"epochs": 3, "batch_size": 40}
+    assert backbone_steps(train=train, backbone={"epochs": 2}) == 2 * 5
+    assert backbone_steps(train=train, backbone={"epochs": 2, "batch_size": 100}) == 2 * 2
     result = run(
         train=frozenset({"epochs": 3, "batch_size": 100}.items()),
-        search=frozenset({"epochs": 2, "batch_size": 40}.items()),
+        backbone=frozenset({"epochs": 2, "batch_size": 40}.items()),
     )
-    assert [len(result.history[stage]) for stage in ("original", "backbone", "uniform", "peel")] == [
-        3,
-        2,
-        3,
-        3,
-    ]
-    # Each counts the images of whole batches.
+    assert {stage: len(history) for stage, history in result.history.items()} == {
+        "original": 3,
+        "backbone": 2,
+        "uniform": 3,
+        "peel": 3,
+    }
+    # Only whole batches count.
     assert [row.image_passes for row in result.rows] == [600] * 3
 
 
 def test_the_seed_changes_every_network() -> None:
     one, other = run(), run(seed=1)
     for row, second in zip(one.rows, other.rows):
-        assert row.loss != second["loss"]
-    assert importance(one.plan) != importance(other.plan)  # type: ignore[arg-type]
+        assert row.loss != second.loss
+    assert importance(one.plan) != importance(other.plan)
 
 
-def test_a_network_of_the_zoo_goes_through_the_whole_of_it() -> None:
+def test_a_network_of_the_zoo_goes_through_all_stages() -> None:
     result = prune(
         "cifar_resnet20", few_digits(), train={"epochs": 1, "batch_size": 100}, backbone={"epochs": 1}
     )
     assert [row.name for row in result.rows] == ["original", "uniform", "peel"]
     assert result.plan is not None
-    assert set(result.plan["groups"]) == {"8x8", "4x4", "2x2"}
+    assert set(result.plan.groups) == {"8x8", "4x4", "2x2"}
 
 
-# Before anything is trained
+# Before training
 
 
 @pytest.mark.parametrize("criterion", CRITERIA)
-def test_what_a_criterion_cannot_measure_is_refused_before_anything_is_trained(criterion: str) -> None:
-    class Never(NoCallback):
-        def stage(self, name: str, what: str) -> None:
-            raise AssertionError(f"{name} was begun")
+def test_a_criterion_that_cannot_measure_is_refused_before_training(criterion: str) -> None:
+    class Never(Callback):
+        def on_stage_begin(self, name: str, description: str) -> None:
+            raise AssertionError(f"{name} began")
 
-    with pytest.raises(ConfigError, match="no layer that is measured matches 'nope'"):
-        small_run(criterion=criterion, ignore=("nope",), callbacks=[Never]())
+    with pytest.raises(ConfigError, match="no measured layer matches 'nope'"):
+        small_run(criterion=criterion, ignore=("nope",), callbacks=[Never()])

@@ -1,4 +1,4 @@
-"""A run that is killed, at any moment and as often as you like, ends as if nothing had happened: to the bit."""
+"""A run that is killed at any moment, any number of times, ends bit-identical to an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -27,22 +27,17 @@ STAGES = ("original", "backbone", "uniform", "peel")
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """Everything that a run leaves and that does not depend on how long it took."""
+    """Everything in a run folder that does not depend on time."""
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
-        if path.suffix == ".safetensors" or path.name in (
-            "plan.json",
-            "slim.json",
-            "state.json",
-            "environment.json",
-        ):
+        if path.suffix == ".safetensors" or path.stem in ("plan", "slim", "state", "environment"):
             found[str(path.relative_to(folder))] = path.read_bytes()
     found["metrics"] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    found["rows"] = json.loads((folder / "result.json").read_text())["rows"]
+    result = json.loads((folder / "result.json").read_text())
+    found["rows"], found["notes"] = result["rows"], result["notes"]
     for item in (*found["metrics"], *found["rows"]):
         assert item.pop("seconds") >= 0
         item.pop("images_per_second", None)
-    found["notes"] = json.loads((folder / "result.json").read_text())["notes"]
     found["files"] = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
     return found
 
@@ -54,7 +49,7 @@ def straight(folder: Path, settings: dict[str, Any], model: str = "Small") -> di
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The outcome of a plain run."""
+    """The outcome of an uninterrupted run."""
     return straight(tmp_path_factory.mktemp("uninterrupted") / "run", BASE)
 
 
@@ -62,18 +57,18 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 LONGER: dict[str, Any] = {"train": {"epochs": 4, "batch_size": 64}, "backbone": {"epochs": 4}}
 
 VARIANTS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
-    "a checkpoint after every step, ten times in every stage": (LONGER, "Small", STAGES),
-    "a checkpoint after every epoch, everything that is random": (
+    "ten kills in every stage, a checkpoint after every step": (LONGER, "Small", STAGES),
+    "all kinds of random numbers, a checkpoint after every epoch": (
         {"checkpoint_seconds": 600.0},
         "Restless",
         STAGES,
     ),
-    "two rounds, by gradient": (
+    "two rounds, criterion gradient": (
         {"rounds": 2, "criterion": "gradient"},
         "Dropping",
         ("original", "backbone", "backbone-2", "peel"),
     ),
-    "in-place distillation, learned ranking": (
+    "in-place distillation, criterion legr": (
         {"distill": "in-place", "criterion": "legr", "evaluations": 3},
         "Small",
         ("backbone", "uniform", "peel"),
@@ -82,34 +77,34 @@ VARIANTS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_killed_at_random_steps_of_every_stage_a_run_ends_bit_identical(variant: str, tmp_path: Path) -> None:
+def test_a_run_killed_at_random_steps_ends_bit_identical(variant: str, tmp_path: Path) -> None:
     changes, model, stages = VARIANTS[variant]
     settings = {**BASE, **changes}
-    chance = random.Random(variant)
+    rng = random.Random(variant)
     for stage in stages:
         steps, kills = (
             (12, 10) if settings["train"]["epochs"] == 4 else (3, 2) if stage == "backbone-2" else (6, 2)
         )
-        for step in sorted(chance.sample(range(1, steps + 1), kills)):
+        for step in sorted(rng.sample(range(1, steps + 1), kills)):
             code = exit_code(start(run_until, tmp_path / "killed", settings, (stage, step), None, model))
-            assert code == KILLED, f"step {step} of {stage} was never reached: {code}"
+            assert code == KILLED, f"step {step} of {stage} was not reached: {code}"
     assert straight(tmp_path / "killed", settings, model) == straight(tmp_path / "straight", settings, model)
 
 
-def test_killed_around_its_writes_a_run_ends_bit_identical(
+def test_a_run_killed_around_its_writes_ends_bit_identical(
     tmp_path: Path, uninterrupted: dict[str, Any]
 ) -> None:
-    chance = random.Random(7)
-    # From the very first writes on, each of which may leave the folder in a state of its own.
+    rng = random.Random(7)
+    # The first writes one by one, then random ones.
     writes = [(1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]
     code = KILLED
     for attempt in range(60):
-        write = writes[attempt] if attempt < len(writes) else (chance.randint(3, 14), chance.random() < 0.5)
+        write = writes[attempt] if attempt < len(writes) else (rng.randint(3, 14), rng.random() < 0.5)
         code = exit_code(start(run_until, tmp_path / "killed", BASE, ("", 0), write))
         if code == 0:
             break
         assert code == KILLED
-    assert code == 0, "it never came to its end"
+    assert code == 0, "the run did not end"
     assert attempt > 8
     assert outcome(tmp_path / "killed") == uninterrupted
 
@@ -117,7 +112,7 @@ def test_killed_around_its_writes_a_run_ends_bit_identical(
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [1, 2, 3, 4])
 @pytest.mark.parametrize("after", [False, True])
-def test_killed_at_any_single_write_a_run_ends_bit_identical(
+def test_a_run_killed_at_any_single_write_ends_bit_identical(
     after: bool, first: int, tmp_path: Path, uninterrupted: dict[str, Any]
 ) -> None:
     for number in range(first, 200, 4):
@@ -130,16 +125,16 @@ def test_killed_at_any_single_write_a_run_ends_bit_identical(
     assert 40 < number < 190
 
 
-def test_killed_from_outside_at_random_times_a_run_ends_bit_identical(
+def test_a_run_killed_at_random_times_ends_bit_identical(
     tmp_path: Path, uninterrupted: dict[str, Any]
 ) -> None:
-    chance = random.Random(3)
+    rng = random.Random(3)
     kills = 0
     while True:
         process = start(run_until, tmp_path / "killed", BASE)
         if kills < 6:
-            # Starting takes about half a second, the training of all stages about one.
-            process.join(0.4 + chance.random())
+            # The start takes about half a second, all stages about one.
+            process.join(0.4 + rng.random())
             process.kill()
         code = exit_code(process)
         if code == 0:
@@ -150,7 +145,7 @@ def test_killed_from_outside_at_random_times_a_run_ends_bit_identical(
     assert outcome(tmp_path / "killed") == uninterrupted
 
 
-def test_a_damaged_newest_checkpoint_costs_a_step_and_nothing_else(
+def test_after_damage_to_the_newest_checkpoint_the_one_before_is_used(
     tmp_path: Path, uninterrupted: dict[str, Any]
 ) -> None:
     assert exit_code(start(run_until, tmp_path / "killed", BASE, ("uniform", 5))) == KILLED
@@ -159,7 +154,7 @@ def test_a_damaged_newest_checkpoint_costs_a_step_and_nothing_else(
     assert straight(tmp_path / "killed", BASE) == uninterrupted
 
 
-def test_half_a_line_of_metrics_and_lines_ahead_of_the_checkpoint_are_put_right(
+def test_metrics_ahead_of_the_checkpoint_and_half_lines_are_corrected(
     tmp_path: Path, uninterrupted: dict[str, Any]
 ) -> None:
     settings = {**BASE, "checkpoint_seconds": 600.0}
@@ -172,23 +167,23 @@ def test_half_a_line_of_metrics_and_lines_ahead_of_the_checkpoint_are_put_right(
 
 
 @pytest.mark.slow
-def test_the_command_line_killed_at_random_times_ends_bit_identical(tmp_path: Path) -> None:
+def test_the_command_killed_at_random_times_ends_bit_identical(tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "peel", "run", "cifar_resnet20", "--train.epochs", "1", "--train.batch-size", "128", "--backbone.epochs", "1",
-        "--checkpoint-seconds", "0", "--quiet", "--output",
+        sys.executable, "-m", "peel", "run", "cifar_resnet20", "--train.epochs", "1", "--train.batch-size",
+        "128", "--backbone.epochs", "1", "--checkpoint-seconds", "0", "--quiet", "--output",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    chance = random.Random(11)
+    rng = random.Random(11)
     for _ in range(4):
         process = subprocess.Popen([*command, tmp_path / "killed"], env=environment)
         wait_for(tmp_path / "killed" / ".lock")
-        time.sleep(3 + 3 * chance.random())
+        time.sleep(3 + 3 * rng.random())
         process.kill()
         process.wait()
     for folder in ("killed", "straight"):
         subprocess.run([*command, tmp_path / folder], env=environment, check=True, capture_output=True)
     killed, whole = outcome(tmp_path / "killed"), outcome(tmp_path / "straight")
     for found in (killed, whole):
-        # The command names the folder.
+        # It names the folder in the command.
         del found["state.json"]
     assert killed == whole

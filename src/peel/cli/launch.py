@@ -3,6 +3,7 @@
 import logging
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -45,6 +46,7 @@ def launch(count: int) -> int:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=count,
+        run_id="peel",  # torch warns without one
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
@@ -52,8 +54,12 @@ def launch(count: int) -> int:
     try:
         elastic_launch(config, sys.executable)("-m", "peel", *own)
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else 1
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            return failure.exitcode
+        name = signal.Signals(-failure.exitcode).name
+        print(f"error: process {rank} was killed by {name}. The same command resumes.", file=sys.stderr)
+        return 1
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0

@@ -103,6 +103,7 @@ def _report_other(error: BaseException, arguments: Sequence[str]) -> int:
         message = f"{str(error).splitlines()[0]} Use a smaller batch, smaller images, or --accumulate."
         return _report(OutOfMemoryError(message))
     if is_peer_lost(error):
+        time.sleep(5)  # the process that failed prints its error, and its end ends this one
         print(f"error: another process did not answer ({str(error).splitlines()[0]}).", file=sys.stderr)
         return PEER_LOST
     raise error

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import CorruptFileError, RunError
 from ..methods.plan import Plan
 from ..utils.files import parse_object
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,42 +37,36 @@ class RunRecord:
             raise RunError(
                 f"{folder} is not a run folder: it has no state.json. Give a folder that `peel run` wrote."
             )
-        config, plan = _bytes(folder / "config.toml"), _bytes(folder / "plan.json")
         error = _json(folder / "error.json", "peel-error")
-        try:
-            return cls(
-                config=tomllib.loads(config.decode()) if config is not None else {},
-                state=state,
-                environment=_json(folder / "environment.json") or {},
-                plan=Plan.from_json(plan) if plan is not None else None,
-                metrics=_metrics(folder / "metrics.jsonl"),
-                result=_json(folder / "result.json", "peel-result"),
-                error=error["error"] if error is not None else None,
-            )
-        except (CorruptFileError, ValueError) as problem:
-            raise CorruptFileError(
-                f"a file in {folder} is damaged: {problem} Restore it from a copy."
-            ) from problem
+        return cls(
+            config=_parse(folder / "config.toml", lambda data: tomllib.loads(data.decode())) or {},
+            state=state,
+            environment=_json(folder / "environment.json") or {},
+            plan=_parse(folder / "plan.json", Plan.from_json),
+            metrics=_metrics(folder / "metrics.jsonl"),
+            result=_json(folder / "result.json", "peel-result"),
+            error=error["error"] if error is not None else None,
+        )
 
 
-def _bytes(path: Path) -> bytes | None:
+def _parse(path: Path, parse: Callable[[bytes], T]) -> T | None:
+    """The content of a file; None where it is missing."""
     try:
-        return path.read_bytes()
+        return parse(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}.") from error
+    except (CorruptFileError, ValueError) as error:
+        reason = str(error).rstrip(".")
+        raise CorruptFileError(f"{path} is damaged: {reason}. Restore it from a copy.") from error
 
 
 def _json(path: Path, form: str | None = None) -> dict[str, Any] | None:
-    data = _bytes(path)
-    if data is None:
-        return None
-    try:
-        document = parse_object(data)
-    except ValueError as error:
-        raise CorruptFileError(f"{path} is damaged: {error}. Restore it from a copy.") from error
-    if form is not None and (document.get("format"), document.get("version")) != (form, 2):
+    document = _parse(path, parse_object)
+    if document is None or form is None:
+        return document
+    if (document.get("format"), document.get("version")) != (form, 2):
         found = f"format {document.get('format')!r}, version {document.get('version')!r}"
         raise RunError(f"{path} has {found}; this version of peel reads {form!r}, version 2.")
     return document
@@ -77,9 +74,8 @@ def _json(path: Path, form: str | None = None) -> dict[str, Any] | None:
 
 def _metrics(path: Path) -> list[dict[str, Any]]:
     """One object per line. A last line that a killed process left incomplete is ignored."""
-    lines = [
-        (number, line) for number, line in enumerate((_bytes(path) or b"").split(b"\n"), 1) if line.strip()
-    ]
+    data = _parse(path, bytes) or b""
+    lines = [(number, line) for number, line in enumerate(data.split(b"\n"), 1) if line.strip()]
     objects = []
     for number, line in lines:
         try:

@@ -35,7 +35,7 @@ from .result import StageRecord
 T = TypeVar("T")
 
 #: Files that a run may have written before its state.json.
-EARLY_FILES = (".lock", "environment.json", "config.toml")
+EARLY_FILES = (".lock", ".probe", "environment.json", "config.toml")
 
 
 class RunFolder:

@@ -153,7 +153,8 @@ def open_or_resume(
         refuse_or_note(folder, state, changed, force=force)
         state.command, state.identity = command, identity
     if config is not None:
-        folder.write_bytes("config.toml", config.to_toml().encode())
+        # TOML is UTF-8; a path need not be.
+        folder.write_bytes("config.toml", config.to_toml().encode(errors="replace"))
     folder.write_json("state.json", asdict(state))
     folder.run_id = state.run_id
     return state

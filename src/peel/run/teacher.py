@@ -128,7 +128,7 @@ def load_weights(path: Path, original: nn.Module) -> nn.Module:
     }
     teacher = copy.deepcopy(original)
     expected = teacher.state_dict()
-    for name in weights.keys() & expected.keys():
+    for name in (name for name in expected if name in weights):
         there, here = tuple(weights[name].shape), tuple(expected[name].shape)
         if there != here:
             raise StoreError(

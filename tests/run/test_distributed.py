@@ -1,0 +1,168 @@
+"""Several processes train as one: real processes on the CPU, started by torchrun's launcher."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import peel
+from helpers.folders import read
+from helpers.small import Small
+
+#: Without a teacher, whose logits depend on batch-norm statistics that each process has of its own part.
+#: With a low learning rate: a high one amplifies differences in rounding.
+SHORT = [
+    "--train.epochs", "1", "--backbone.epochs", "1", "--train.batch-size", "128", "--train.lr", "0.01",
+    "--distill", "none", "--device", "cpu", "--quiet",
+]  # fmt: skip
+
+
+def start(
+    place: Path,
+    *options: str,
+    model: str = "helpers.small:Faulty",
+    launcher: tuple[str, ...] = (),
+    **environment: str,
+) -> subprocess.Popen[str]:
+    command = [sys.executable, *launcher, "-m", "peel", "run", model, *SHORT, *options]
+    path = os.pathsep.join(os.path.abspath(part) for part in sys.path if part)
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
+    return subprocess.Popen(
+        command, cwd=place, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(process: subprocess.Popen[str], expected: int = 0, seconds: float = 120) -> str:
+    output, _ = process.communicate(timeout=seconds)
+    assert process.returncode == expected, output
+    return output
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of the slim network, without batch-norm statistics."""
+    state = peel.load(folder / "slim", model=Small()).state_dict()
+    return {name: value for name, value in state.items() if "running" not in name and "num_" not in name}
+
+
+def are_close(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return all(torch.allclose(first[name], second[name], rtol=1e-3, atol=1e-4) for name in first)
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_processes_reach_the_weights_of_one_that_accumulates_the_same_micro_batches(
+    tmp_path: Path, processes: int
+) -> None:
+    finish(start(tmp_path, "--accumulate", str(processes), "--output", "alone"))
+    output = finish(start(tmp_path, "--gpus", str(processes), "--output", "together"))
+    assert output.count("PEEL") == 1, "only the main process prints"
+    plans = [read(tmp_path / name / "plan.json") for name in ("alone", "together")]
+    assert plans[0]["slim"]["widths"] == plans[1]["slim"]["widths"]
+    assert are_close(weights(tmp_path / "alone"), weights(tmp_path / "together"))
+    assert read(tmp_path / "together" / "state.json")["identity"]["processes"] == processes
+
+
+@pytest.mark.slow
+def test_with_sync_bn_processes_reach_the_weights_of_one_with_the_whole_batch(tmp_path: Path) -> None:
+    finish(start(tmp_path, "--output", "alone"))
+    finish(start(tmp_path, "--gpus", "2", "--sync-bn", "--output", "together"))
+    finish(start(tmp_path, "--gpus", "2", "--output", "apart"))
+    alone, together, apart = (weights(tmp_path / name) for name in ("alone", "together", "apart"))
+    assert are_close(alone, together)
+    assert not are_close(alone, apart)
+
+
+AUXILIARY = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, num_classes=10):
+        super().__init__()
+        layers = nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+        self.body, self.unpicklable = nn.Sequential(*layers), lambda x: x
+        self.head, self.other = nn.Linear(8, num_classes), nn.Linear(8, num_classes)
+
+    def forward(self, x):
+        x = self.unpicklable(self.body(x))
+        return (self.head(x), self.other(x)) if self.training else self.head(x)
+"""
+
+
+@pytest.mark.slow
+def test_a_network_with_an_unused_head_that_cannot_be_pickled_is_trained_and_resumed(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(AUXILIARY)
+    options = ["--gpus", "2", "--output", "run"]
+    finish(start(tmp_path, *options, "--stages", "original", model="own.py:Net"))
+    finish(start(tmp_path, *options, model="own.py:Net"))
+    assert (tmp_path / "run" / "slim.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_two_machines_meet_on_the_network(tmp_path: Path) -> None:
+    endpoint = f"127.0.0.1:{29400 + os.getpid() % 1000}"
+    launcher = (
+        "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={endpoint}", "--rdzv-id=peel",
+    )  # fmt: skip
+    agents = [start(tmp_path, "--output", "run", launcher=launcher) for _ in range(2)]
+    outputs = [finish(agent) for agent in agents]
+    assert sum(output.count("PEEL") for output in outputs) == 1
+    assert (tmp_path / "run" / "slim.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_a_run_does_not_resume_with_another_number_of_processes(tmp_path: Path) -> None:
+    finish(start(tmp_path, "--output", "run"))
+    output = finish(start(tmp_path, "--gpus", "2", "--output", "run"), expected=2)
+    assert "processes: 1 -> 2" in output
+    assert output.count("error:") == 1
+    assert "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_a_batch_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
+    output = finish(start(tmp_path, "--gpus", "3", "--output", "run"), expected=2)
+    (line,) = output.strip().splitlines()
+    assert line.startswith("error: a batch of 128 images cannot be ")
+    assert "3 processes" in line
+    assert "--train.batch-size 126" in line
+    assert not (tmp_path / "run" / "state.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["kill", "error", "hang"])
+def test_when_a_process_fails_all_end_soon_and_the_run_resumes(tmp_path: Path, kind: str) -> None:
+    options = ["--gpus", "2", "--output"]
+    finish(start(tmp_path, *options, "whole"))
+    began = time.monotonic()
+    process = start(tmp_path, *options, "broken", FAULT=f"7:{kind}:1", PEEL_TIMEOUT="10")
+    output = finish(process, expected=75 if kind == "hang" else 1, seconds=90)
+    assert time.monotonic() - began < 60
+    messages = {
+        "kill": "error: process 1 was killed by SIGKILL. The same command resumes.",
+        "hang": "error: another process did not answer",
+        "error": "RuntimeError: a fault on demand",
+    }
+    assert output.count(messages[kind]) == 1, output
+    assert output.count("error: ") == (kind != "error")
+    finish(start(tmp_path, *options, "broken"))
+    first, second = weights(tmp_path / "whole"), weights(tmp_path / "broken")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "code", "message"), [("9:nan:1", 4, "finite"), ("9:oom:1", 5, "does not fit")]
+)
+def test_the_error_of_one_process_ends_all_with_its_exit_code(
+    fault: str, code: int, message: str, tmp_path: Path
+) -> None:
+    output = finish(start(tmp_path, "--gpus", "2", "--output", "run", FAULT=fault), expected=code)
+    assert output.count(message) == 1, output
+    assert "Traceback" not in output

@@ -1,0 +1,155 @@
+"""The run folder: who may use it, foreign files, and disks that cannot be written."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.commands import line, run
+from helpers.disks import small_disk_at
+from helpers.folders import content, weights
+from helpers.killing import KILLED, command, exit_code, start, wait_for
+from helpers.small import same_weights, small_run
+from peel.errors import CorruptFileError, PeelError, RunError
+from peel.run.folder import RunFolder
+from peel.run.result import Result
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# Two processes
+
+
+def hold(folder: Path, held: Path) -> None:
+    with RunFolder(folder):
+        held.touch()
+        time.sleep(60)
+
+
+def test_a_folder_is_locked_while_a_process_uses_it_and_free_after_a_kill(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start(hold, folder, tmp_path / "held")
+    try:
+        wait_for(tmp_path / "held")
+        with pytest.raises(RunError, match=r"run is in use by another process.* --output"):
+            small_run(output=folder)
+        assert set(content(folder)) == {".lock"}
+    finally:
+        process.kill()
+    assert exit_code(process) == KILLED
+    assert small_run(output=folder, stages=["original"]).rows
+
+
+def test_of_two_commands_at_the_same_time_one_runs_and_the_other_is_refused(tmp_path: Path) -> None:
+    folder, logs = tmp_path / "run", [tmp_path / "0", tmp_path / "1"]
+    arguments = line(folder, model="helpers.small:Slow")
+    processes = [command(arguments, log, PAUSE="0.1") for log in logs]
+    codes = [exit_code(process) for process in processes]
+    assert sorted(codes) == [0, 2]
+    assert f"{folder} is in use by another process" in logs[codes.index(2)].read_text()
+    assert (folder / "result.json").exists()
+
+
+def test_the_lock_of_a_killed_process_does_not_matter(killed: Path, whole: bytes) -> None:
+    assert (killed / ".lock").exists()
+    assert run(killed)[0] == 0
+    assert weights(killed) == whole
+
+
+# Foreign files
+
+
+@pytest.mark.parametrize("place", ["file", "file/run"])
+def test_an_output_that_is_a_file_or_below_one_is_refused(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(RunError, match=r"file.* --output"):
+        small_run(output=tmp_path / place)
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_a_folder_with_foreign_files_is_not_changed(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "thesis.tex").write_text("precious")
+    (tmp_path / "notes" / ".writing-1").write_text("precious too")
+    before = content(tmp_path)
+    with pytest.raises(RunError, match=r"holds files that are not of a run \(notes, thesis.tex\)"):
+        small_run(output=tmp_path)
+    assert content(tmp_path) == before
+
+
+def test_an_existing_empty_folder_is_used(tmp_path: Path) -> None:
+    assert small_run(output=tmp_path, stages=["original"]).folder == tmp_path
+    assert (tmp_path / "state.json").exists()
+
+
+# Disks
+
+
+def with_small_files(folder: Path, size: int, log: Path) -> None:
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    try:
+        small_run(output=folder, seed=3, checkpoint_seconds=0.0)
+    except PeelError as error:
+        log.write_text(f"{type(error).__name__}: {error}")
+
+
+def assert_finishes_alike(folder: Path, finished: Result) -> None:
+    result = small_run(output=folder, seed=3)
+    assert result.model is not None
+    assert finished.model is not None
+    assert same_weights(result.model, finished.model)
+
+
+@pytest.mark.parametrize("size", [8_000, 30_000])
+def test_a_file_that_is_too_large_stops_the_run_which_resumes_later(
+    size: int, tmp_path: Path, finished: tuple[Path, Result]
+) -> None:
+    """8,000 bytes hold the settings but no checkpoint; 30,000 hold the slim networks too."""
+    folder = tmp_path / "run"
+    assert exit_code(start(with_small_files, folder, size, tmp_path / "log")) == 0
+    assert "File too large" in (tmp_path / "log").read_text()
+    assert (folder / "state.json").exists()
+    assert not list(folder.rglob(".writing-*"))
+    assert_finishes_alike(folder, finished[1])
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk_at(tmp_path / "disk", "128k") as place:
+        yield place
+
+
+def test_a_full_disk_stops_the_run_which_resumes_later(
+    small_disk: Path, finished: tuple[Path, Result]
+) -> None:
+    with pytest.raises(RunError, match="No space left on device"):
+        small_run(output=small_disk / "run", seed=3)
+    assert (small_disk / "run" / "state.json").exists()
+    assert not list(small_disk.rglob(".writing-*"))
+    subprocess.run(["mount", "-o", "remount,size=16m", str(small_disk)], check=True)
+    assert_finishes_alike(small_disk / "run", finished[1])
+
+
+def test_a_disk_without_room_for_a_model_is_not_reported_as_a_damaged_file(tmp_path: Path) -> None:
+    with small_disk_at(tmp_path / "disk", "64k") as disk, RunFolder(disk) as folder:
+        message = r"No space left on device \([\d,]+ bytes are needed.*the same command resumes"
+        with pytest.raises(RunError, match=message) as caught:
+            folder.save_model("large", nn.Linear(200, 200))
+        assert not isinstance(caught.value, CorruptFileError)
+        folder.save_model("small", nn.Linear(2, 2))
+
+
+def test_a_read_only_disk_is_refused(small_disk: Path) -> None:
+    (small_disk / "run").mkdir()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    for folder in (small_disk / "run", small_disk / "new"):
+        with pytest.raises(RunError, match=rf"folder {folder}: Read-only file system"):
+            small_run(output=folder)
