@@ -11,8 +11,8 @@ One teacher is trained for each network. For each budget and seed there are thes
     peel-pull   the same with the L1 term as strong in all as with the paper's schedule (l1_strength 12.5)
     gradient    the gradient criterion, summed over a group, lambda 0.5, no L1 term
 
-Each plan is trained from scratch without and with distillation, with the same recipe, seed and order of images.
-The accuracy of the last epoch counts. An interrupted experiment resumes with the same command.
+Each plan is trained from scratch without and with distillation, with the same recipe, seed and order of
+images. The accuracy of the last epoch counts. An interrupted experiment resumes with the same command.
 """
 
 from __future__ import annotations
