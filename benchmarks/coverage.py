@@ -1,22 +1,24 @@
-"""Every network of a long list, traced, slimmed and checked; Torch-Pruning beside it in the same run.
+"""Trace, slim and check every network of networks.toml, and prune it with Torch-Pruning for comparison.
 
-    python benchmarks/coverage.py                                  all of them, about an hour on two cores
-    python benchmarks/coverage.py --only resnet18 densenet121      some of them
-    python benchmarks/coverage.py --tools peel torch-pruning       with Torch-Pruning beside (pip install torch-pruning==1.6.1)
-    python benchmarks/coverage.py --jobs 8                         eight networks at a time
-    python benchmarks/coverage.py --render docs/coverage.md        the table of the results kept so far
+    python benchmarks/coverage.py                                all networks, about an hour on two cores
+    python benchmarks/coverage.py --only resnet18 densenet121    some networks
+    python benchmarks/coverage.py --tools peel torch-pruning     also Torch-Pruning (torch-pruning==1.6.1)
+    python benchmarks/coverage.py --jobs 8                       eight networks at a time
+    python benchmarks/coverage.py --render docs/coverage.md      write the table of the stored results
 
-A network is *handled* when all of this holds, with weights drawn at random:
-traced; at 50 % of its MACs by uniform widths, at random widths and 1.25 times as wide it runs forward and backward in training mode,
-keeps its output shape, and has exactly the predicted MACs (as torch.utils.flop_counter counts them) and parameters; at full width with
-inherited weights it gives the same outputs; and with half of its channels cut it gives the outputs of the full network with those
-channels zeroed (relative difference below 1e-5; over the ties for which cutting is exactly zeroing).
+A network with random weights is *handled* by peel when it can be traced and all of these hold:
 
-For Torch-Pruning: its high-level call with a ratio of 0.3, the classifier ignored, must return a network that
-runs, gives outputs of the same shape, and has fewer MACs.
+- At 50 % of its MACs with uniform widths (if reachable), at random widths, and 1.25 times as wide: it runs
+  forward and backward in training mode, keeps its output shape, and has exactly the predicted parameters and
+  MACs (as torch.utils.flop_counter counts them).
+- The checks of `peel.verify`: at full width with inherited weights the outputs are the same; with half of the
+  channels cut they are those of the full network with these channels zeroed.
 
-Each network is checked in a process of its own, with limits on time and memory. Results are kept in a JSON lines file, so a run that is
-stopped goes on where it was.
+Torch-Pruning handles it when its high-level call with a ratio of 0.3, without the classifier, returns a
+network that runs, keeps its output shape, and has fewer MACs.
+
+Each network is checked in its own process, with limits on time and memory. Results are appended to a JSON
+lines file; the same command resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ NETWORKS = tomllib.loads((Path(__file__).parent / "networks.toml").read_text())
 CNNS: dict[str, list[str]] = NETWORKS["cnns"]
 HYBRIDS: dict[str, list[str]] = NETWORKS["hybrids"]
 
-#: Networks that only take inputs of the size they were made for.
+#: Networks that accept only inputs of their original size.
 OWN_SIZE = {
     "alexnet",
     "bat_resnext26ts",
@@ -53,17 +55,17 @@ OWN_SIZE.update(name for names in HYBRIDS.values() for name in names)
 RESULTS = Path("benchmarks/results/coverage.jsonl")
 TIME_LIMIT_S = {"peel": 420, "torch-pruning": 180}
 MEMORY_LIMIT_GIB = 24
-#: Inputs are made smaller where the network allows it: the channels do not depend on it.
-SMALL = 128
+#: Largest side of the inputs, where the network allows it: the channels do not depend on the size.
+MAX_SIDE = 128
 
 
 def input_size(name: str) -> tuple[int, int, int]:
     from peel import zoo
 
     channels, height, width = zoo.find(name).input_size
-    return (
-        (channels, height, width) if name in OWN_SIZE else (channels, min(height, SMALL), min(width, SMALL))
-    )
+    if name in OWN_SIZE:
+        return channels, height, width
+    return channels, min(height, MAX_SIDE), min(width, MAX_SIDE)
 
 
 def logits(output: Any) -> Any:
@@ -71,23 +73,16 @@ def logits(output: Any) -> Any:
     return output[0] if isinstance(output, list | tuple) else output
 
 
-def train_step(model: Any, size: tuple[int, int, int]) -> list[str]:
-    """One forward and backward pass in training mode; names of weights that got no gradient."""
+def train_step(model: Any, size: tuple[int, int, int]) -> None:
+    """One forward and backward pass in training mode."""
     import torch
 
     output = logits(model.train()(torch.randn(2, *size)))
     output.float().pow(2).mean().backward()
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.grad is None
-    ]
 
 
-def built_as_predicted(
-    model: Any, graph: Any, widths: Any, size: tuple[int, int, int], shape: Any
-) -> str | None:
-    """Build, train one step, count. What is wrong, or None."""
+def find_problem(model: Any, graph: Any, widths: Any, size: tuple[int, int, int], shape: Any) -> str | None:
+    """Build the network, count, train one step. The problem, or None."""
     import torch
 
     import peel
@@ -96,8 +91,9 @@ def built_as_predicted(
     small = peel.slim(model, widths, graph=graph)
     macs = count_macs(small.eval(), (torch.randn(1, *size),), {})
     params = sum(parameter.numel() for parameter in small.parameters())
-    if (macs, params) != (graph.macs(widths), graph.params(widths)):
-        return f"counted {macs} MACs and {params} params, predicted {graph.macs(widths)} and {graph.params(widths)}"
+    predicted = graph.macs(widths), graph.params(widths)
+    if (macs, params) != predicted:
+        return f"counted {macs} MACs and {params} params, predicted {predicted[0]} and {predicted[1]}"
     if tuple(logits(small(torch.randn(2, *size))).shape) != shape:
         return "the output shape changed"
     train_step(small, size)
@@ -105,7 +101,7 @@ def built_as_predicted(
 
 
 def check_peel(name: str) -> dict[str, Any]:
-    """All that must hold, for one network."""
+    """Check one network with peel."""
     import torch
 
     import peel
@@ -137,7 +133,7 @@ def check_peel(name: str) -> dict[str, Any]:
         candidates["50 % of the MACs"] = peel.uniform(graph, "50%")
         result["half"] = round(graph.macs(candidates["50 % of the MACs"]) / graph.macs(), 5)
     for label, widths in candidates.items():
-        wrong = built_as_predicted(model, graph, widths, size, shape)
+        wrong = find_problem(model, graph, widths, size, shape)
         if wrong:
             problems.append(f"{label}: {wrong}")
     verification = peel.verify(model, example, graph=graph, seconds=200)
@@ -172,7 +168,7 @@ def random_widths(graph: Any, generator: Any) -> dict[str, int]:
 
 
 def check_torch_pruning(name: str) -> dict[str, Any]:
-    """The peer's high-level call, as its documentation shows it."""
+    """Check one network with Torch-Pruning's high-level call, as in its documentation."""
     import torch
     import torch_pruning as tp
 
@@ -186,7 +182,7 @@ def check_torch_pruning(name: str) -> dict[str, Any]:
     with torch.no_grad():
         shape = tuple(logits(model(example)).shape)
     before = count_macs(model, (example,), {})
-    # Its documentation ignores the last linear layer; classifiers that are convolutions are given the same help here.
+    # Its documentation ignores the last linear layer. Here the same holds for convolutional classifiers.
     ignored = [
         m
         for m in model.modules()
@@ -222,7 +218,7 @@ CHECKS = {"peel": check_peel, "torch-pruning": check_torch_pruning}
 
 
 def run_one(tool: str, name: str) -> None:
-    """In a process of its own: print the result as one line of JSON."""
+    """Run one check in this process and print the result as one line of JSON."""
     warnings.simplefilter("ignore")
     limit = MEMORY_LIMIT_GIB * 2**30
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -258,7 +254,7 @@ def run_all(names: list[str], tools: list[str], results: Path, jobs: int) -> Non
 
 
 def run_process(tool: str, name: str, threads: int) -> dict[str, Any]:
-    """One check in a process of its own, within its limits."""
+    """Run one check in a process of its own, with a time limit."""
     began = time.perf_counter()
     command = [sys.executable, __file__, "--one", tool, name]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
@@ -282,10 +278,11 @@ def read(results: Path) -> list[dict[str, Any]]:
 
 
 def render(results: Path) -> str:
-    """The table of the docs."""
+    """The table for the docs."""
     rows = {(row["tool"], row["name"]): row for row in read(results)}
     lines = [
-        "| family | network | peel | free channels | free MACs | ties, exact | cut = zeroed | trace | Torch-Pruning 1.6.1 |",
+        "| family | network | peel | free channels | free MACs | ties, exact | cut = zeroed | trace "
+        "| Torch-Pruning 1.6.1 |",
         "|---" * 9 + "|",
     ]
     for family, names in {**CNNS, **HYBRIDS}.items():
@@ -335,7 +332,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="networks at a time")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument(
-        "--render", type=Path, metavar="FILE", help="put the table between the markers of this file"
+        "--render", type=Path, metavar="FILE", help="write the table into this file, between its markers"
     )
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()

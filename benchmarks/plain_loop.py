@@ -1,4 +1,4 @@
-"""Training as an ordinary script does it, to compare with: DataLoader, torchvision transforms, float32."""
+"""A plain training loop for comparison: DataLoader, torchvision transforms, float32."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plain_loop(
     workers: int,
     steps: int | None,
 ) -> Iterator[tuple[float, float]]:
-    """Loss and seconds of each step of an ordinary loop: what a script looks like that was not made to be fast."""
+    """Loss and seconds of each step, as in torchvision's reference script; `steps` limits their number."""
     size = images.shape[1]
     transform = v2.Compose(
         [
@@ -36,37 +36,34 @@ def plain_loop(
             v2.Normalize(images.mean, images.std),
         ]
     )
-    torch.backends.cuda.matmul.allow_tf32 = (
-        False  # as torch has it; convolutions may use short numbers by default
-    )
+    torch.backends.cuda.matmul.allow_tf32 = False  # torch's default; convolutions may use TF32
     try:
         torch.manual_seed(seed)
-        chance = torch.Generator().manual_seed(seed)
         loader = DataLoader(
-            _Pictures(images, transform),
+            _Dataset(images, transform),
             recipe.batch_size,
             shuffle=True,
             num_workers=workers,
             drop_last=True,
             pin_memory=True,
-            generator=chance,
+            generator=torch.Generator().manual_seed(seed),
         )
         model = model.to(device).to(memory_format=torch.contiguous_format).train()
-        optimiser = torch.optim.SGD(
-            _decayed(model, recipe), lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov
+        optimizer = torch.optim.SGD(
+            _parameter_groups(model, recipe), lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov
         )
         done = 0
         for _ in range(recipe.epochs):
             began = time.perf_counter()
             for batch, labels in loader:
-                for group in optimiser.param_groups:
+                for group in optimizer.param_groups:
                     group["lr"] = recipe.lr_at(done, len(loader))
                 loss = nn.functional.cross_entropy(
                     model(batch.to(device)), labels.to(device), label_smoothing=recipe.label_smoothing
                 )
-                optimiser.zero_grad()
+                optimizer.zero_grad()
                 loss.backward()
-                optimiser.step()
+                optimizer.step()
                 yield loss.item(), time.perf_counter() - began
                 began = time.perf_counter()
                 done += 1
@@ -76,19 +73,16 @@ def plain_loop(
         torch.backends.cuda.matmul.allow_tf32 = True
 
 
-def _decayed(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
+def _parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
     weights = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     return [{"params": weights, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
-class _Pictures(Dataset[tuple[Tensor, int]]):
+class _Dataset(Dataset[tuple[Tensor, int]]):
     def __init__(self, images: InMemoryImages, transform: Callable[[Any], Tensor]) -> None:
-        self.pixels, self.labels, self.transform = (
-            images.pixels.cpu().numpy(),
-            images.labels.tolist(),
-            transform,
-        )
+        self.pixels, self.labels = images.pixels.cpu().numpy(), images.labels.tolist()
+        self.transform = transform
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -1,12 +1,13 @@
-"""How fast the foundation is, as ratios measured side by side in one run.
+"""Speed of tracing, costing and slimming, as ratios measured side by side in one process.
 
     python benchmarks/speed.py            about five minutes on two cores
-    python benchmarks/speed.py --peer     with Torch-Pruning beside (pip install torch-pruning==1.6.1)
+    python benchmarks/speed.py --peer     also Torch-Pruning (pip install torch-pruning==1.6.1)
 
-1. What the analysis adds to `torch.export` itself (aim: at most 30 %).
-2. Width assignments costed per second on one core (aim: 10,000), over building and counting one (aim: 1,000 times).
-3. `slim` of ResNet-50 (aim: half a second).
-4. Reaching 50 % of the MACs: peel (trace, uniform, slim) over Torch-Pruning's iterative pruning to the same MACs.
+1. Time that the analysis adds to `torch.export` (aim: at most 30 %).
+2. Width assignments costed per second on one core (aim: 10,000), and the ratio to building and counting
+   networks (aim: 1,000).
+3. `slim` of ResNet-50 (aim: 0.5 s).
+4. Reaching 50 % of the MACs: peel (trace, uniform, slim) against Torch-Pruning's iterative pruning.
 """
 
 from __future__ import annotations
@@ -40,9 +41,8 @@ def seconds(function: Callable[[], Any], repeats: int) -> float:
 
 
 def analysis(example: torch.Tensor) -> None:
-    print(
-        "1. analysis over torch.export itself (medians of 5, interleaved; garbage collection off for both, as trace has it)"
-    )
+    # `trace` turns garbage collection off, so the export is timed without it too.
+    print("1. analysis over torch.export (medians of 5, interleaved, without garbage collection)")
     for name in NETWORKS:
         model = zoo.create(name).eval()
         peel.trace(model, example)
@@ -55,9 +55,8 @@ def analysis(example: torch.Tensor) -> None:
             gc.collect()
             traces.append(seconds(lambda model=model: peel.trace(model, example), 1))
         export, whole = statistics.median(exports), statistics.median(traces)
-        print(
-            f"   {name:18} export {export:5.2f} s   trace {whole:5.2f} s   added {(whole - export) / export:+.0%}"
-        )
+        added = (whole - export) / export
+        print(f"   {name:18} export {export:5.2f} s   trace {whole:5.2f} s   added {added:+.0%}")
 
 
 def costing(example: torch.Tensor) -> None:
@@ -75,9 +74,8 @@ def costing(example: torch.Tensor) -> None:
 
     built = 1 / seconds(build_and_count, 3)
     print("2. width assignments of ResNet-50 costed per second, one core")
-    print(
-        f"   batched {batched:,.0f}   one by one {single:,.0f}   built and counted {built:.1f}   ratio {batched / built:,.0f}"
-    )
+    print(f"   batched {batched:,.0f}   one by one {single:,.0f}", end="   ")
+    print(f"built and counted {built:.1f}   ratio {batched / built:,.0f}")
     torch.set_num_threads(2)
 
 
@@ -92,7 +90,7 @@ def surgery(example: torch.Tensor) -> None:
 
 
 def to_budget(example: torch.Tensor, peer: bool) -> None:
-    print("4. reaching 50 % of the MACs with the channels of largest norm kept")
+    print("4. reaching 50 % of the MACs, keeping the channels of largest norm")
     for name in NETWORKS:
         model = zoo.create(name).eval()
 
@@ -112,7 +110,7 @@ def to_budget(example: torch.Tensor, peer: bool) -> None:
 
 
 def torch_pruning_to(model: torch.nn.Module, example: torch.Tensor, before: int) -> tuple[float, float]:
-    """Torch-Pruning's way to a budget: many small steps until its count says that half of the MACs are gone."""
+    """Seconds and remaining MACs of Torch-Pruning: small steps until it counts half of the MACs."""
     import copy
 
     import torch_pruning as tp
@@ -141,7 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--peer", action="store_true", help="Torch-Pruning beside")
+    parser.add_argument("--peer", action="store_true", help="also time Torch-Pruning")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.manual_seed(0)

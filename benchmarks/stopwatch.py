@@ -1,4 +1,4 @@
-"""Seconds of work on a device, and work without the cost of launching it."""
+"""Timing on a device, with and without kernel launches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def replayed(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """The step recorded as a CUDA graph, so that launches do not count; on a CPU, as it is."""
+    """The step as a replayed CUDA graph, without the time of kernel launches; unchanged on a CPU."""
     if device.type != "cuda":
         return step
     stream = torch.cuda.Stream()
@@ -24,17 +24,17 @@ def replayed(step: Callable[[], None], device: torch.device) -> Callable[[], Non
 
 
 def timed(function: Callable[[], None], warm: int, steps: int, device: torch.device) -> float:
-    """Seconds per call."""
+    """Seconds per call, after `warm` calls."""
     for _ in range(warm):
         function()
-    wait(device)
+    synchronize(device)
     began = time.perf_counter()
     for _ in range(steps):
         function()
-    wait(device)
+    synchronize(device)
     return (time.perf_counter() - began) / steps
 
 
-def wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

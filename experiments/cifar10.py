@@ -8,11 +8,11 @@ One teacher is trained for each network. For each budget and seed there are thes
 
     uniform     one factor for all layers, the same budget: the baseline
     peel        as published: |gamma| with the L1 coefficient 1e-4, mean over a group, lambda 0.8
-    peel-pull   the same with the L1 term as strong in all as with the paper's schedule (l1_strength 12.5)
+    peel-l1     the same with the L1 term as strong in all as with the paper's schedule (l1_strength 12.5)
     gradient    the gradient criterion, summed over a group, lambda 0.5, no L1 term
 
-Each plan is trained from scratch without and with distillation, with the same recipe, seed and order of images.
-The accuracy of the last epoch counts. An interrupted experiment resumes with the same command.
+Each plan is trained from scratch without and with distillation, with the same recipe, seed and order of
+images. The accuracy of the last epoch counts. An interrupted experiment resumes with the same command.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ from typing import Any
 
 PLANS: dict[str, dict[str, Any]] = {
     "peel": {},
-    "peel-pull": {"l1_strength": 12.5},
+    "peel-l1": {"l1_strength": 12.5},
     "gradient": {"criterion": "gradient", "reduce": "sum", "backbone_ratio": 0.5},
 }
+
+#: What is stored of a plan.
+PLAN_FIELDS = ("shares", "factors", "distinct", "widths")
 
 #: Quantiles of Student's t for 95 % intervals, by degrees of freedom.
 T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -147,77 +150,63 @@ def train_teacher(options: argparse.Namespace) -> None:
 
 
 def run_cell(options: argparse.Namespace, budget: str, seed: int) -> None:
-    """All plans of one budget and seed."""
-    import torch
-
+    """Train all plans of one budget and seed that are not in the results."""
     import peel
-    from peel import zoo
 
     began = time.time()
     data = load(options)
-    teacher = options.teachers / f"{options.net}-{options.epochs}"
     common = {"budget": budget, **settings(options, seed)}
     lines = read(options.results)
     done = {key_of(line) for line in lines}
-    # A plan that was found before, and trained without a teacher, say, is not searched for again.
-    plans = {
-        (line["budget"], line["seed"], line["plan"]): line
-        for line in lines
-        if "widths" in line and (line["net"], line["epochs"]) == (options.net, options.epochs)
-    }
     for name in options.plans:
-        missing = [
-            kind
-            for kind in options.distill
-            if (options.net, options.epochs, budget, seed, name, kind) not in done
-        ]
+        line = {"net": options.net, "epochs": options.epochs, "budget": budget, "seed": seed, "plan": name}
+        missing = [kind for kind in options.distill if key_of({**line, "distill": kind}) not in done]
         if not missing or time.time() - began > options.deadline:
             continue
-        if name == "uniform":
-            network = zoo.create(options.net, num_classes=len(data.classes))
-            graph = peel.trace(network, torch.zeros(1, *data.shape))
-            widths, plan = (
-                peel.uniform(graph, budget, freeze=zoo.FROZEN.get(network.peel_source["zoo"], ())),
-                {},
-            )
-        elif (budget, seed, name) in plans:
-            plan = plans[budget, seed, name]
-            widths = plan["widths"]
-        else:
-            searched = peel.prune(
-                options.net, data, stages=["backbone", "plan"], distill="none", **common, **PLANS[name]
-            )
-            assert searched.plan is not None
-            widths, plan = searched.plan.widths, asdict(searched.plan.rounds[0])
+        plan = stored_plan(lines, line) or make_plan(options, data, name, common)
         for kind in missing:
             if time.time() - began > options.deadline:
                 break
             result = peel.prune(
                 options.net,
                 data,
-                plan=widths,
+                plan=plan["widths"],
                 stages=["original", "peel"],
-                teacher=teacher,
+                teacher=options.teachers / f"{options.net}-{options.epochs}",
                 distill=kind,
                 **common,
             )
-            row = result.rows[-1]
-            line = {
-                "net": options.net,
-                "epochs": options.epochs,
-                "budget": budget,
-                "seed": seed,
-                "plan": name,
-                "distill": kind,
-            }
-            extra = {key: plan[key] for key in ("shares", "factors", "distinct") if key in plan}
-            write(
-                options, {**line, **asdict(row), "name": name, **extra, "widths": dict(widths), **hardware()}
-            )
-            print(
-                f"{options.net} {budget} seed {seed} {name} {kind}: {row.top1:.2%} in {row.seconds:.0f} s",
-                flush=True,
-            )
+            row = asdict(result.rows[-1])
+            write(options, {**line, "distill": kind, **row, "name": name, **plan, **hardware()})
+            text = f"{options.net} {budget} seed {seed} {name} {kind}"
+            print(f"{text}: {row['top1']:.2%} in {row['seconds']:.0f} s", flush=True)
+
+
+def stored_plan(lines: list[dict[str, Any]], wanted: dict[str, Any]) -> dict[str, Any] | None:
+    """The plan of an earlier training with the other kind of distillation, if there is one."""
+    for line in lines:
+        if "widths" in line and all(line.get(key) == value for key, value in wanted.items()):
+            return {key: line[key] for key in PLAN_FIELDS if key in line}
+    return None
+
+
+def make_plan(options: argparse.Namespace, data: Any, name: str, common: dict[str, Any]) -> dict[str, Any]:
+    """Widths, with the shares and factors that led to them."""
+    import torch
+
+    import peel
+    from peel import zoo
+
+    if name == "uniform":
+        network = zoo.create(options.net, num_classes=len(data.classes))
+        graph = peel.trace(network, torch.zeros(1, *data.shape))
+        freeze = zoo.FROZEN.get(network.peel_source["zoo"], ())
+        return {"widths": dict(peel.uniform(graph, common["budget"], freeze=freeze))}
+    stages = ["backbone", "plan"]
+    plan = peel.prune(options.net, data, stages=stages, distill="none", **common, **PLANS[name]).plan
+    assert plan is not None
+    found = {**asdict(plan.rounds[0]), "widths": dict(plan.widths)}
+    return {key: found[key] for key in PLAN_FIELDS if key in found}
 
 
 def hardware() -> dict[str, str]:
@@ -262,9 +251,8 @@ def render(results: Path, target: Path) -> None:
     cells: dict[tuple[Any, ...], dict[int, float]] = {}
     for line in lines:
         if line["plan"] != "original":
-            cells.setdefault((line["net"], line["budget"], line["distill"], line["plan"]), {})[
-                line["seed"]
-            ] = 100 * line["top1"]
+            cell = line["net"], line["budget"], line["distill"], line["plan"]
+            cells.setdefault(cell, {})[line["seed"]] = 100 * line["top1"]
     for (net, budget, kind, plan), scores in sorted(cells.items(), key=place):
         base = cells.get((net, budget, kind, "uniform"), {})
         pairs = [scores[seed] - base[seed] for seed in scores if seed in base]

@@ -31,7 +31,7 @@ def table(name: str) -> list[str]:
     graph = peel.trace(model, torch.zeros(1, 3, 224, 224))
     lines = [f"## {name}", "", f"{graph.macs():,} MACs, {graph.params():,} parameters at full width.", ""]
     if freeze:
-        lines += [f"Held at its width: `{', '.join(freeze)}`.", ""]
+        lines += [f"Frozen: `{', '.join(freeze)}`.", ""]
     for budget in BUDGETS[name]:
         backbone = peel.backbone(graph, budget, freeze=freeze)
         growth = Growth(graph, backbone, freeze=frozenset(freeze))
@@ -61,7 +61,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--render", type=Path, required=True, help="put the tables between the markers of this file"
+        "--render", type=Path, required=True, help="write the tables into this file, between its markers"
     )
     options = parser.parse_args()
     lines = [line for name in BUDGETS for line in table(name)]

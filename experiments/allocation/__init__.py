@@ -1,0 +1,1 @@
+"""How much there is to win by allocation: many allocations of one budget, each trained from scratch."""

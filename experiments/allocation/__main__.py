@@ -1,0 +1,62 @@
+"""How much there is to win by allocation: many allocations of one budget, each trained from scratch.
+
+    python -m experiments.allocation prepare --archive tiny-imagenet-32.tar.xz --images images.pt
+    python -m experiments.allocation time --images images.pt
+    nvidia-cuda-mps-control -d     # several trainings share the GPU
+    python -m experiments.allocation run --images images.pt --results results.jsonl --lanes 8
+    python -m experiments.allocation analyse --results results.jsonl
+    python -m experiments.allocation plot --results results.jsonl --picture map.png
+
+`prepare` splits the training images into 45,000 to train on and 5,000 held out, 50 of each class. It does not
+read the test images. `run` trains the stages of jobs.py: first every allocation with a short schedule, then
+some with a long one. Each training adds one line to the results. Jobs that are in the results are skipped, so
+the same command resumes an interrupted run. The allocations are described in allocations.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+from .images import prepare
+from .jobs import STAGES
+from .plot import PICTURE, plot
+from .results import RESULTS
+from .tables import analyse
+from .train import measure, run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.allocation",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    images = argparse.ArgumentParser(add_help=False)
+    images.add_argument("--images", type=Path, default=Path("images.pt"), help="the decoded images")
+    small = argparse.ArgumentParser(add_help=False)
+    small.add_argument("--count", type=int, help="use only so many images of each part, for a test")
+    small.add_argument("--batch-size", type=int, help="another batch size, for a test")
+    results = argparse.ArgumentParser(add_help=False)
+    results.add_argument("--results", type=Path, default=RESULTS, help="the file of results")
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("prepare", parents=[images], help="decode the images")
+    command.add_argument("--archive", type=Path, default=Path("tiny-imagenet-32.tar.xz"))
+    commands.add_parser("time", parents=[images, small], help="time an epoch of each uniform network")
+    command = commands.add_parser("run", parents=[images, small, results], help="train what is missing")
+    command.add_argument("--lanes", type=int, default=6, help="trainings at a time")
+    command.add_argument("--stages", nargs="+", default=STAGES, help="what is trained, in this order")
+    command.add_argument(
+        "--deadline", type=float, default=math.inf, help="start nothing that would end after so many seconds"
+    )
+    commands.add_parser("analyse", parents=[results], help="print the tables")
+    command = commands.add_parser("plot", parents=[results], help="draw the picture")
+    command.add_argument("--picture", type=Path, default=PICTURE)
+    options = vars(parser.parse_args())
+    functions = {"prepare": prepare, "time": measure, "run": run, "analyse": analyse, "plot": plot}
+    functions[options.pop("command")](**options)
+
+
+if __name__ == "__main__":
+    main()

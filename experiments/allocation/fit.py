@@ -1,0 +1,221 @@
+"""A smooth fit: the loss is a constant plus, for each group, a term that falls with a power of its width."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import peel
+from peel.graph import ChannelGraph
+
+from .allocations import Candidate, candidate, coarse, groups_by_resolution, network, uniform
+from .results import Line, by_allocation
+
+Array = np.ndarray[Any, Any]
+Groups = Mapping[str, Sequence[str]]
+"""Group -> its ties."""
+
+#: Exponents to choose from.
+POWERS = (0.25, 0.5, 1.0, 2.0)
+
+
+class Fit(NamedTuple):
+    """loss = base + sum of weights[group] * ratio[group] ** -power, with ratio = width / uniform width."""
+
+    power: float
+    base: float
+    weights: tuple[float, ...]
+    """One per group, none negative."""
+    explained: float
+    """Part of the variance over allocations that the fit explains when each is left out once."""
+
+    def predict(self, logs: Array) -> Array:
+        return predict(np.array([self.base, *self.weights]), logs, self.power)
+
+
+def log_ratios(groups: Groups, widths: Mapping[str, int], base: Mapping[str, int]) -> list[float]:
+    """For each group, the mean logarithm of its widths over those of the base."""
+    return [statistics.mean(math.log(widths[tie] / base[tie]) for tie in ties) for ties in groups.values()]
+
+
+def solve(logs: Array, loss: Array, power: float) -> Array:
+    """Least squares; the lowest negative weight is set to zero until none is negative."""
+    columns = np.column_stack([np.ones(len(logs)), np.exp(-power * logs)])
+    active = list(range(columns.shape[1]))
+    solution = np.zeros(columns.shape[1])
+    while True:
+        part = np.linalg.lstsq(columns[:, active], loss, rcond=None)[0]
+        lowest = min(range(1, len(active)), key=lambda i: part[i], default=None)
+        if lowest is None or part[lowest] >= 0:
+            solution[active] = part
+            return solution
+        del active[lowest]
+
+
+def predict(solution: Array, logs: Array, power: float) -> Array:
+    values: Array = solution[0] + np.exp(-power * logs) @ solution[1:]
+    return values
+
+
+class Samples(NamedTuple):
+    """Trainings as arrays: log ratios of the groups, losses, names of allocations."""
+
+    logs: Array
+    loss: Array
+    names: Array
+
+
+def samples_of(groups: Groups, lines: Sequence[Line], base: Mapping[str, int]) -> Samples:
+    logs = [log_ratios(groups, line["widths"], base) for line in lines]
+    losses = [line["loss"] for line in lines]
+    return Samples(np.array(logs), np.array(losses), np.array([line["allocation"] for line in lines]))
+
+
+def fit_loss(groups: Groups, lines: Sequence[Line], base: Mapping[str, int]) -> Fit:
+    """The fit with the power that best predicts allocations that are left out."""
+    logs, loss, names = samples_of(groups, lines, base)
+    errors = {}
+    for power in POWERS:
+        predicted = np.empty(len(loss))
+        for name in dict.fromkeys(names.tolist()):
+            out = names == name
+            predicted[out] = predict(solve(logs[~out], loss[~out], power), logs[out], power)
+        errors[power] = float(((predicted - loss) ** 2).mean())
+    power = min(errors, key=lambda power: errors[power])
+    base_loss, *weights = solve(logs, loss, power).tolist()
+    return Fit(power, base_loss, tuple(weights), 1 - errors[power] / float(loss.var()))
+
+
+def predictions(
+    lines: Sequence[Line], name: str, budget: str, epochs: int, widths: Mapping[str, Mapping[str, int]]
+) -> list[float]:
+    """The loss of each allocation (name -> widths) by the fit of the trainings of all other allocations."""
+    found, base = by_allocation(lines, name, budget, epochs), uniform(name, budget).widths
+    groups = groups_by_resolution(name)
+    predicted = []
+    for allocation, its_widths in widths.items():
+        rest = [line for other, some in found.items() if other != allocation for line in some]
+        logs = np.array([log_ratios(groups, its_widths, base)])
+        predicted.append(float(fit_loss(groups, rest, base).predict(logs)[0]))
+    return predicted
+
+
+# The best allocation by the fit
+
+
+def fitted(lines: Sequence[Line], name: str, budget: str, epochs: int) -> list[Candidate]:
+    """The best point of the fit of the short trainings; empty until all of them are done."""
+    cell = name, budget, "fitted"
+    for line in lines:
+        if (line["network"], line["budget"], line["allocation"]) == cell:
+            return [candidate(*cell, line["widths"])]
+    found = by_allocation(lines, name, budget, epochs)
+    names = [one.allocation for one in coarse(name, budget)]
+    if not found.keys() >= set(names):
+        return []
+    return [_fitted(name, budget, tuple((one, line["loss"]) for one in names for line in found[one]))]
+
+
+@cache
+def _fitted(name: str, budget: str, losses: tuple[tuple[str, float], ...]) -> Candidate:
+    """No group becomes narrower than half of the way, in logarithms, to its narrowest width in a training."""
+    net, groups, base = network(name), groups_by_resolution(name), uniform(name, budget)
+    widths = {one.allocation: one.widths for one in coarse(name, budget)}
+    lines = [{"allocation": one, "widths": widths[one], "loss": loss} for one, loss in losses]
+    logs = samples_of(groups, lines, base.widths).logs
+    limits = np.stack([logs.min(0) / 2, logs.max(0)])
+    place = {tie: i for i, ties in enumerate(groups.values()) for tie in ties}
+    best = best_point(fit_loss(groups, lines, base.widths), _cost(net.graph, base, place), limits)
+    factors = {tie: math.exp(best[place[tie]]) if tie in place else 1.0 for tie in net.graph.widths}
+    ideal = {tie: base.widths[tie] * factor for tie, factor in factors.items()}
+    return candidate(
+        name, budget, "fitted", peel.round_to_budget(net.graph, ideal, budget, freeze=net.freeze)
+    )
+
+
+def _cost(graph: ChannelGraph, base: Candidate, place: Mapping[str, int]) -> Callable[[Array], Array]:
+    """A function from rows of log ratios to costs over the budget. A tie without a place keeps its width."""
+    units = {tie: base.widths[tie] / graph.steps[tie] for tie in graph.widths}
+    target = peel.parse_budget(base.budget, graph.macs())
+
+    def cost(logs: Array) -> Array:
+        columns = []
+        for tie, count in units.items():
+            factor = np.exp(logs[:, place[tie]]) if tie in place else np.ones(len(logs))
+            columns.append(count * factor)
+        spent: Any = graph.mac_cost.total(columns)
+        over: Array = spent / target
+        return over
+
+    return cost
+
+
+def best_point(fit: Fit, cost: Callable[[Array], Array], limits: Array) -> Array:
+    """The log ratios with the lowest fitted loss and a cost of at most 1, by the cross-entropy method."""
+    rng = np.random.default_rng(0)
+    mean, spread = np.zeros(len(fit.weights)), np.full(len(fit.weights), 0.3)
+    low, high = limits
+    for _ in range(60):
+        drawn = mean + spread * rng.standard_normal((400, len(mean)))
+        # Bisection: the shift of all groups that spends the budget.
+        below, above = np.full(len(drawn), -3.0), np.full(len(drawn), 3.0)
+        for _ in range(30):
+            middle = (below + above) / 2
+            fits = cost(np.clip(drawn + middle[:, None], low, high)) <= 1
+            below, above = np.where(fits, middle, below), np.where(fits, above, middle)
+        logs = np.clip(drawn + below[:, None], low, high)
+        loss = np.where(cost(logs) <= 1, fit.predict(logs), np.inf)
+        best = logs[np.argsort(loss)[:40]]
+        mean, spread = best.mean(0), best.std(0) + 1e-3
+    result: Array = best[0]
+    return result
+
+
+# What a group is worth
+
+
+class Worth(NamedTuple):
+    """What a group costs and is worth at the uniform network, each as a part of the sum over all groups."""
+
+    group: str
+    cost: float
+    """Growth of the MACs with the logarithm of its widths."""
+    worth: float
+    """Fall of the fitted loss with the logarithm of its widths. At the best allocation it equals the cost."""
+    low: float
+    high: float
+    """95 % bootstrap interval, over allocations, of worth over cost."""
+
+
+def worths(groups: Groups, lines: Sequence[Line], base: Candidate) -> list[Worth]:
+    graph = network(base.network).graph
+    costs = np.array([cost_slope(graph, base.widths, set(ties)) for ties in groups.values()])
+    costs /= costs.sum()
+    logs, loss, names = samples_of(groups, lines, base.widths)
+    fit = fit_loss(groups, lines, base.widths)
+    worth = np.array(fit.weights) / sum(fit.weights)
+    rng = np.random.default_rng(0)
+    allocations = sorted(set(names.tolist()))
+    ratios = []
+    for _ in range(400):
+        drawn = rng.choice(allocations, len(allocations))
+        rows = np.concatenate([np.flatnonzero(names == name) for name in drawn])
+        weights = solve(logs[rows], loss[rows], fit.power)[1:]
+        ratios.append(weights / weights.sum() / costs)
+    low, high = np.percentile(ratios, [2.5, 97.5], axis=0)
+    return [Worth(*row) for row in zip(groups, costs, worth, low, high, strict=True)]
+
+
+def cost_slope(graph: ChannelGraph, widths: Mapping[str, int], ties: set[str], step: float = 1e-4) -> float:
+    """Growth of the MACs with the logarithm of these widths."""
+
+    def macs(factor: float) -> float:
+        units = {tie: widths[tie] / graph.steps[tie] for tie in graph.widths}
+        return float(graph.mac_cost.total([n * factor if tie in ties else n for tie, n in units.items()]))
+
+    return (macs(1 + step) - macs(1)) / step

@@ -1,0 +1,107 @@
+"""The picture: the map of short trainings, how their fit predicts long ones, and what groups are worth."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .allocations import BUDGETS, NETWORKS, coarse, groups_by_resolution, uniform
+from .fit import predictions, worths
+from .results import Line, by_allocation, mean_scores, read, schedules, seed_noise
+from .tables import OTHER_GROUPS, correlation_text
+
+PICTURE = Path(__file__).parents[2] / "docs" / "images" / "allocation.png"
+
+COLORS = {"uniform": "black", "fitted": "magenta", "0.5": "tab:blue", "0.3": "tab:orange"}
+
+
+def color_of(allocation: str) -> str:
+    """By its lambda, or its own."""
+    return COLORS[allocation if allocation in COLORS else allocation.rpartition("/")[2]]
+
+
+def plot(results: Path, picture: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines = read(results)
+    short, *longer = schedules(lines)
+    figure, axes = plt.subplots(2, 4, figsize=(15, 7.5), constrained_layout=True)
+    for axis, (name, budget) in zip(axes[0], itertools.product(NETWORKS, BUDGETS), strict=True):
+        draw_map(axis, lines, name, budget, short)
+    for name, (left, right) in zip(NETWORKS, (axes[1, :2], axes[1, 2:]), strict=True):
+        draw_prediction(left, lines, name, BUDGETS[0], short, longer[-1])
+        draw_worths(right, lines, name)
+    handles = [
+        plt.Line2D([], [], color=color, marker="o", linestyle="", label=kind)
+        for kind, color in COLORS.items()
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), title="lambda", fontsize=8)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=80)
+
+
+def draw_map(axis: Any, lines: Sequence[Line], name: str, budget: str, epochs: int) -> None:
+    """All allocations, ranked by their loss."""
+    scores = mean_scores(lines, name, budget, epochs)
+    ranked = sorted(scores, key=lambda allocation: scores[allocation].loss)
+    zero, noise = scores["uniform"].loss, seed_noise(lines, name, epochs, "loss")[0]
+    axis.axhspan(-2 * noise, 2 * noise, color="0.9")
+    axis.axhline(0, color="black", linewidth=0.8)
+    values = [scores[allocation].loss - zero for allocation in ranked]
+    axis.scatter(range(len(ranked)), values, c=[color_of(one) for one in ranked], s=18, zorder=3)
+    for place in (0, len(ranked) - 3, len(ranked) - 2, len(ranked) - 1):
+        side, shift = ("left", 6) if place == 0 else ("right", -6)
+        label, point = ranked[place], (place, values[place])
+        axis.annotate(label, point, fontsize=7, ha=side, xytext=(shift, -3), textcoords="offset points")
+    axis.set_title(f"{name}, {budget}, {epochs} epochs", fontsize=9)
+    axis.set_xlabel("rank (grey: two deviations over seeds)", fontsize=8)
+    axis.set_ylabel("held-out loss minus uniform", fontsize=8)
+
+
+def draw_prediction(axis: Any, lines: Sequence[Line], name: str, budget: str, short: int, long: int) -> None:
+    """Accuracies of long trainings over the loss that the fit of the other short trainings predicts."""
+    scores = mean_scores(lines, name, budget, long)
+    found = by_allocation(lines, name, budget, long)
+    widths = {one: some[0]["widths"] for one, some in found.items() if one.split()[0] not in OTHER_GROUPS}
+    predicted = dict(zip(widths, predictions(lines, name, budget, short, widths), strict=True))
+    noise = seed_noise(lines, name, long, "top1")[0]
+    axis.axhline(0, color="black", linewidth=0.8)
+    for one, loss in predicted.items():
+        x, y = loss - predicted["uniform"], 100 * (scores[one].top1 - scores["uniform"].top1)
+        half = 100 * noise / math.sqrt(scores[one].seeds)
+        axis.errorbar(x, y, half, fmt="o", markersize=5, color=color_of(one), elinewidth=0.8)
+        axis.annotate(one, (x, y), fontsize=6, xytext=(5, 2), textcoords="offset points")
+    judged = [one for one in predicted if one != "fitted"]
+    text = correlation_text([predicted[one] for one in judged], [-scores[one].top1 for one in judged])
+    axis.set_title(f"{name.removeprefix('cifar_')}, {budget}: rank correlation {text}", fontsize=8)
+    axis.margins(x=0.15)
+    axis.set_xlabel(f"loss minus uniform, by the fit of {short} epochs", fontsize=8)
+    axis.set_ylabel(f"top-1 minus uniform, points, {long} epochs", fontsize=8)
+
+
+def draw_worths(axis: Any, lines: Sequence[Line], name: str) -> None:
+    """Worth over cost of the groups by resolution, with intervals."""
+    groups = groups_by_resolution(name)
+    axis.axhline(1, color="black", linewidth=0.8)
+    cells = [(budget, epochs) for epochs in schedules(lines) for budget in BUDGETS]
+    names = {one.allocation for one in coarse(name, BUDGETS[0])} | {"fitted"}
+    for shift, (budget, epochs) in enumerate(cells):
+        found = by_allocation(lines, name, budget, epochs)
+        rows = [line for one, some in found.items() if one in names for line in some]
+        if len({line["allocation"] for line in rows}) < 2 * len(groups):
+            continue
+        for place, one in enumerate(worths(groups, rows, uniform(name, budget))):
+            x, ratio = place + 0.2 * shift - 0.3, one.worth / one.cost
+            label = f"{budget}, {epochs} epochs" if place == 0 else None
+            interval = [[max(0.0, ratio - one.low)], [max(0.0, one.high - ratio)]]
+            axis.errorbar(x, ratio, interval, fmt="o", markersize=4, color=f"C{shift}", label=label)
+    axis.set_xticks(range(len(groups)), list(groups), fontsize=8)
+    axis.set_title(f"{name.removeprefix('cifar_')}: above 1, a group deserves more", fontsize=8)
+    axis.set_ylabel("worth over cost", fontsize=8)
+    axis.legend(fontsize=7)

@@ -1,0 +1,73 @@
+"""The results file, one line per training, and statistics over seeds."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .allocations import BUDGETS
+
+Line = Mapping[str, Any]
+"""A line of the results."""
+
+RESULTS = Path(__file__).parents[1] / "results" / "allocation.jsonl"
+
+
+def write(path: Path, line: Line) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def key_of(line: Line) -> tuple[Any, ...]:
+    return tuple(line[name] for name in ("network", "budget", "allocation", "epochs", "seed"))
+
+
+def schedules(lines: Iterable[Line]) -> list[int]:
+    """The numbers of epochs that occur."""
+    return sorted({line["epochs"] for line in lines})
+
+
+def by_allocation(lines: Iterable[Line], name: str, budget: str, epochs: int) -> dict[str, list[Line]]:
+    """Allocation -> its lines without an error, ordered by seed."""
+    found: dict[str, list[Line]] = {}
+    for line in sorted(lines, key=lambda line: line["seed"]):
+        is_wanted = (line["network"], line["budget"], line["epochs"]) == (name, budget, epochs)
+        if is_wanted and "error" not in line:
+            found.setdefault(line["allocation"], []).append(line)
+    return found
+
+
+class Score(NamedTuple):
+    """Means over seeds."""
+
+    loss: float
+    top1: float
+    seeds: int
+
+
+def mean_scores(lines: Iterable[Line], name: str, budget: str, epochs: int) -> dict[str, Score]:
+    scores = {}
+    for allocation, some in by_allocation(lines, name, budget, epochs).items():
+        loss, top1 = (statistics.mean(line[field] for line in some) for field in ("loss", "top1"))
+        scores[allocation] = Score(loss, top1, len(some))
+    return scores
+
+
+def seed_noise(lines: Iterable[Line], name: str, epochs: int, field: str) -> tuple[float, int]:
+    """The standard deviation over seeds, pooled over allocations and budgets, and its degrees of freedom."""
+    squares, freedom = 0.0, 0
+    for budget in BUDGETS:
+        for some in by_allocation(lines, name, budget, epochs).values():
+            if len(some) > 1:
+                squares += (len(some) - 1) * statistics.variance(line[field] for line in some)
+                freedom += len(some) - 1
+    return (math.sqrt(squares / freedom) if freedom else math.nan), freedom

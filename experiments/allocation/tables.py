@@ -1,0 +1,154 @@
+"""The tables of `analyse`: differences to uniform, worths of groups, predictions of long trainings.
+
+All losses and accuracies are those of the held-out images, from which allocations were also chosen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .allocations import BUDGETS, NETWORKS, coarse, fine_groups, groups_by_resolution, uniform
+from .fit import fit_loss, predictions, worths
+from .results import Line, by_allocation, mean_scores, read, schedules, seed_noise
+
+#: Kinds of allocations with other groups than the method's: the first word of their names.
+OTHER_GROUPS = ("fine", "kind", "free")
+
+#: Rows of the best and of the worst allocations in a table.
+ROWS = 6
+
+
+def analyse(results: Path) -> None:
+    lines = read(results)
+    for epochs, name, budget in itertools.product(schedules(lines), NETWORKS, BUDGETS):
+        found = by_allocation(lines, name, budget, epochs)
+        if "uniform" in found and len(found) > 1:
+            print(f"\n## {name}, {budget}, {epochs} epochs: {len(found) - 1} allocations beside uniform\n")
+            print_summary(lines, name, budget, epochs)
+            print_allocations(lines, name, budget, epochs)
+            print_worths(lines, name, budget, epochs)
+    if len(schedules(lines)) > 1:
+        print_prediction(lines)
+
+
+def print_summary(lines: Sequence[Line], name: str, budget: str, epochs: int) -> None:
+    """Uniform, the noise, the spread over allocations, and what the best of them would be by luck alone."""
+    found = by_allocation(lines, name, budget, epochs)
+    for field, unit in (("loss", -1.0), ("top1", 100.0)):
+        deviation, freedom = seed_noise(lines, name, epochs, field)
+        noise = abs(unit) * deviation
+        base = [unit * line[field] for line in found["uniform"]]
+        zero = statistics.mean(base)
+        text = f"uniform {abs(zero):.4f}, deviation {statistics.stdev(base):.4f} over {len(base)} seeds"
+        print(f"- {field}: {text}; {noise:.4f} over all ({freedom} degrees of freedom)")
+        once = [unit * some[0][field] for one, some in found.items() if one != "uniform" and len(some) == 1]
+        if len(once) < 6:
+            continue
+        variance = statistics.variance(once)
+        luck, true = noise * expected_maximum(len(once)), max(0.0, 1 - noise**2 / variance)
+        text = f"deviation {math.sqrt(variance):.4f}, {true:.0%} of the variance is not noise"
+        print(f"  - {len(once)} allocations of one seed: {text};")
+        print(f"    the best is {max(once) - zero:+.4f} from uniform, by luck alone {luck:+.4f}")
+
+
+def expected_maximum(count: int) -> float:
+    """The mean of the largest of so many standard normal numbers."""
+    drawn = np.random.default_rng(0).standard_normal((4000, count))
+    return float(drawn.max(1).mean())
+
+
+def print_allocations(lines: Sequence[Line], name: str, budget: str, epochs: int) -> None:
+    """The best and the worst allocations, with their differences to uniform."""
+    scores = mean_scores(lines, name, budget, epochs)
+    zero = scores["uniform"]
+    noises = {field: seed_noise(lines, name, epochs, field) for field in ("loss", "top1")}
+    ranked = sorted(scores, key=lambda allocation: scores[allocation].loss)
+    hidden = set(ranked[ROWS:-ROWS]) - {"uniform"} if len(ranked) > 2 * ROWS + 2 else set()
+    print(
+        "\n| allocation | seeds | loss - uniform (95 %) | top-1 - uniform, points (95 %) |\n|---|---|---|---|"
+    )
+    for allocation in (one for one in ranked if one not in hidden):
+        score = scores[allocation]
+        texts = []
+        for field, unit, digits in (("loss", 1, 3), ("top1", 100, 2)):
+            noise, freedom = noises[field]
+            gain = unit * (getattr(score, field) - getattr(zero, field))
+            half = unit * t_quantile(freedom) * noise * math.sqrt(1 / score.seeds + 1 / zero.seeds)
+            texts.append(f"{gain:+.{digits}f} ± {half:.{digits}f}" if allocation != "uniform" else "")
+        print(f"| {allocation} | {score.seeds} | {texts[0]} | {texts[1]} |")
+    if hidden:
+        print(f"\n{len(hidden)} others lie between.")
+
+
+def t_quantile(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t, by the first terms of its expansion around the normal one."""
+    z = statistics.NormalDist().inv_cdf(0.975)
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+
+
+def print_worths(lines: Sequence[Line], name: str, budget: str, epochs: int) -> None:
+    """Which groups deserve more: their worth over their cost."""
+    base = uniform(name, budget)
+    every = [line for some in by_allocation(lines, name, budget, epochs).values() for line in some]
+    other = [line for line in every if line["allocation"].split()[0] in OTHER_GROUPS]
+    fits: list[tuple[Any, list[Line]]] = [
+        (groups_by_resolution(name), [line for line in every if line not in other])
+    ]
+    if other:
+        fits.append((fine_groups(name), every))
+    for groups, rows in fits:
+        if len({line["allocation"] for line in rows}) < 2 * len(groups):
+            continue
+        fit = fit_loss(groups, rows, base.widths)
+        part = f"{fit.explained:.0%} of what was left out"
+        print(f"\nFit of {len(rows)} trainings, power {fit.power:g}; explains {part}.\n")
+        print("| group | part of the cost | part of the worth | worth over cost (95 %) |\n|---|---|---|---|")
+        for group, cost, worth, low, high in worths(groups, rows, base):
+            print(f"| {group} | {cost:.2f} | {worth:.2f} | {worth / cost:.2f} ({low:.2f} to {high:.2f}) |")
+
+
+def print_prediction(lines: Sequence[Line]) -> None:
+    """How well short trainings, and their fit, rank allocations as long trainings do."""
+    short, *longer = schedules(lines)
+    print("\n## How well short trainings predict long ones: rank correlations (95 %)\n")
+    print("| network, budget | allocations | epochs | by | of losses | of top-1 |\n|---|---|---|---|---|---|")
+    for epochs, name, budget in itertools.product(longer, NETWORKS, BUDGETS):
+        first, second = (mean_scores(lines, name, budget, count) for count in (short, epochs))
+        common = sorted(first.keys() & second.keys())
+        if len(common) < 5:
+            continue
+        widths = {one.allocation: one.widths for one in coarse(name, budget)}
+        predicted = predictions(lines, name, budget, short, {one: widths[one] for one in common})
+        own, by_fit = [], []
+        for field, sign in (("loss", 1), ("top1", -1)):
+            before, after = ([getattr(scores[one], field) for one in common] for scores in (first, second))
+            own.append(correlation_text(before, after))
+            by_fit.append(correlation_text(predicted, [sign * value for value in after]))
+        start = f"| {name}, {budget} | {len(common)} | {short} and {epochs}"
+        print(f"{start} | one training | {own[0]} | {own[1]} |")
+        print(f"{start} | the fit of losses | {by_fit[0]} | {by_fit[1]} |")
+
+
+def correlation_text(first: Sequence[float], second: Sequence[float]) -> str:
+    """The rank correlation with its 95 % bootstrap interval over allocations."""
+    a, b = np.asarray(first), np.asarray(second)
+    rng = np.random.default_rng(0)
+    drawn = [rank_correlation(a[some], b[some]) for some in rng.integers(0, len(a), (4000, len(a)))]
+    low, high = np.nanpercentile(drawn, [2.5, 97.5])
+    return f"{rank_correlation(a, b):.2f} ({low:.2f} to {high:.2f})"
+
+
+def rank_correlation(first: Any, second: Any) -> float:
+    """Spearman's; NaN where all values are equal."""
+    a, b = (
+        (values[:, None] > values).sum(1) + ((values[:, None] == values).sum(1) - 1) / 2
+        for values in (first, second)
+    )
+    return float(np.corrcoef(a, b)[0, 1]) if a.std() > 0 and b.std() > 0 else math.nan

@@ -1,0 +1,155 @@
+"""Training of one job, and of all missing jobs in several processes that share the GPU."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import multiprocessing
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import peel
+from peel.errors import DivergedError
+from peel.surgery.padding import fast_widths, pad
+from peel.train.engine import Engine, make_engine
+from peel.train.loop import evaluate, fit
+from peel.train.objective import CrossEntropy
+from peel.train.recipe import Recipe, named_recipe
+from peel.utils.rng import derive_seed, seed_everything
+
+from .allocations import BUDGETS, NETWORKS, network, uniform
+from .images import Images, load
+from .jobs import Job, jobs_of, parse_stage
+from .results import Line, key_of, read, write
+
+
+class Lane(NamedTuple):
+    """What a process trains with."""
+
+    images: Images
+    engine: Engine
+    batch_size: int | None
+
+    @classmethod
+    def open(cls, path: Path, count: int | None, batch_size: int | None) -> Lane:
+        torch.set_num_threads(1)
+        engine = make_engine(compile="off", workers=0)
+        return cls(load(path, engine.device, count), engine, batch_size)
+
+    def recipe(self, epochs: int) -> Recipe:
+        recipe = named_recipe("cifar-fast").changed(
+            epochs=epochs, warmup_epochs=epochs / 10, augment="crop-flip"
+        )
+        return recipe if self.batch_size is None else recipe.changed(batch_size=self.batch_size)
+
+    def train(self, job: Job) -> dict[str, Any]:
+        """Train one allocation from scratch and return its line. Odd widths are padded, as in `peel run`."""
+        began = time.perf_counter()
+        net, one, engine = network(job.candidate.network), job.candidate, self.engine
+        seed_everything(derive_seed("init", one.allocation, job.seed))
+        model = peel.slim(net.model, one.widths, graph=net.graph).requires_grad_(True)
+        graph = net.graph.at(one.widths)
+        padded = pad(model, graph, fast_widths(model, graph)) if engine.pad_channels else None
+        model = model if padded is None else padded.model
+        recipe, seed = self.recipe(job.epochs), derive_seed("order", job.seed)
+        line: dict[str, Any] = {**asdict(one), "epochs": job.epochs, "seed": job.seed}
+        try:
+            objective = CrossEntropy(recipe.label_smoothing)
+            last = fit(model, objective, self.images.train, recipe, engine=engine, seed=seed)[-1]
+            line |= asdict(evaluate(model, self.images.held_out, engine))
+            line |= {"train_loss": last.train["loss"], "epoch_seconds": last.seconds}
+        except DivergedError as error:
+            line |= {"error": str(error)}
+        line |= {"seconds": round(time.perf_counter() - began, 2), "padded": padded is not None}
+        return line | {"torch": torch.__version__, "device": engine.description}
+
+
+_lane: Lane
+"""The lane of this process, set by `start_lane`."""
+
+
+def start_lane(path: Path, count: int | None, batch_size: int | None) -> None:
+    global _lane
+    _lane = Lane.open(path, count, batch_size)
+    for name in NETWORKS:
+        network(name)
+
+
+def train_in_lane(job: Job) -> dict[str, Any]:
+    line = _lane.train(job)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return line
+
+
+def run(
+    stages: Sequence[str],
+    results: Path,
+    images: Path,
+    lanes: int,
+    deadline: float = math.inf,
+    count: int | None = None,
+    batch_size: int | None = None,
+) -> None:
+    """Train what is missing in the results. No training starts that would end after the deadline."""
+    began = time.monotonic()
+    lines = read(results)
+    running: dict[Future[dict[str, Any]], Job] = {}
+    with ProcessPoolExecutor(
+        lanes, multiprocessing.get_context("spawn"), start_lane, (images, count, batch_size)
+    ) as pool:
+        while True:
+            left = deadline - (time.monotonic() - began)
+            known = {key_of(line) for line in lines} | {job.key for job in running.values()}
+            while len(running) < lanes and (job := next_job(stages, lines, known, left)) is not None:
+                running[pool.submit(train_in_lane, job)] = job
+                known.add(job.key)
+            if not running:
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                del running[future]
+                line = future.result()
+                write(results, line)
+                lines.append(line)
+                report(line, time.monotonic() - began)
+    print(f"{time.monotonic() - began:.0f} s, {len(lines)} lines", flush=True)
+
+
+def next_job(
+    stages: Sequence[str], lines: Sequence[Line], known: set[tuple[Any, ...]], left: float
+) -> Job | None:
+    """The first job of the stages that is not known and ends in time. Later stages depend on the results."""
+    jobs = (job for text in stages for job in jobs_of(parse_stage(text), lines))
+    return next((job for job in jobs if job.key not in known and expected_seconds(job, lines) < left), None)
+
+
+def expected_seconds(job: Job, lines: Sequence[Line]) -> float:
+    """From the last trainings of the same network and budget, if there are any, with a reserve of 15 %."""
+    cell = job.candidate.network, job.candidate.budget
+    alike = [line for line in lines if (line["network"], line["budget"]) == cell] or lines
+    per_epoch = [line["seconds"] / line["epochs"] for line in alike[-20:]]
+    return 1.15 * job.epochs * statistics.median(per_epoch) if per_epoch else 0.0
+
+
+def report(line: Line, elapsed: float) -> None:
+    score = line["error"] if "error" in line else f"loss {line['loss']:.4f}, top-1 {line['top1']:.2%}"
+    key = " ".join(map(str, key_of(line)))
+    print(f"{elapsed:6.0f} s {key}: {score}, {line['seconds']:.1f} s", flush=True)
+
+
+def measure(images: Path, count: int | None = None, batch_size: int | None = None) -> None:
+    """Print the time of an epoch of each uniform network, alone on the device."""
+    lane = Lane.open(images, count, batch_size)
+    for name, budget in itertools.product(NETWORKS, BUDGETS):
+        line = lane.train(Job(uniform(name, budget), 3, 0))
+        seconds = line["epoch_seconds"]
+        rate, rest = lane.images.train.size / seconds, line["seconds"] - 3 * seconds
+        print(f"{name} {budget}: {seconds:.3f} s per epoch, {rate:,.0f} images/s, {rest:.1f} s besides")
