@@ -30,7 +30,7 @@ from peel.steps.importance import (
 )
 from peel.train.loop import fit
 from peel.train.objective import CrossEntropy
-from peel.train.recipe import Recipe
+from peel.train.recipe import Recipe, backbone_recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

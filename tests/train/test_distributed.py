@@ -261,7 +261,7 @@ def _interrupted_evaluation(world: World) -> int | None:
         if world.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         try:
-            evaluate(fresh(), few_digits().test, engine_of(world), batch_size=7, stop_early=True)
+            evaluate(fresh(), few_digits().test, engine_of(world), batch_size=7)
         except Interrupted as stop:
             return stop.signal_number
     return None

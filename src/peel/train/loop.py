@@ -118,7 +118,7 @@ def _end_epoch(
     losses, seconds = state.mean_losses(), state.seconds
     engine.world.average_buffers(model)
     try:
-        metrics = evaluate(model, test, engine, stop_early=True) if test is not None else None
+        metrics = evaluate(model, test, engine) if test is not None else None
     except Interrupted:
         state.save()  # all steps are done: a resume repeats the evaluation only
         raise
@@ -145,19 +145,17 @@ def _end_epoch(
         raise Interrupted(stop)
 
 
-def evaluate(
-    model: nn.Module, split: Split, engine: Engine, batch_size: int | None = None, *, stop_early: bool = False
-) -> Metrics:
+def evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int | None = None) -> Metrics:
     """Cross entropy, top-1 and top-5 over every image of the split, divided among the processes.
 
-    With `stop_early`, a signal raises `Interrupted` after the current batch, in all processes. Out of memory,
-    the evaluation is repeated with half the batch size.
+    A signal raises `Interrupted` after the current batch, in all processes. Out of memory, the evaluation is
+    repeated with half the batch size.
     """
     was_training = model.training
     model.eval()
     try:
         return retry_on_oom(
-            lambda size: _evaluate(model, split, engine, size, stop_early),
+            lambda size: _evaluate(model, split, engine, size),
             batch_size or eval_batch_size(split.shape),
             engine.device,
         )
@@ -166,7 +164,7 @@ def evaluate(
 
 
 @torch.inference_mode()
-def _evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int, stop_early: bool) -> Metrics:
+def _evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int) -> Metrics:
     sums = torch.zeros(3, dtype=torch.float64, device=engine.device)
     # Empty where there are more processes than images.
     indices = torch.arange(min(engine.world.rank, split.size), split.size, engine.world.size)
@@ -178,9 +176,9 @@ def _evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int, s
         loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
         is_hit = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
         sums += torch.stack([loss.double(), is_hit[:, 0].sum().double(), is_hit.sum().double()])
-        if stop_early and (stop := interrupt_requested()) is not None:
+        if (stop := interrupt_requested()) is not None:
             break
-    if stop_early and (stop := engine.world.first_not_none(stop)) is not None:
+    if (stop := engine.world.first_not_none(stop)) is not None:
         raise Interrupted(stop)
     loss_mean, top1, top5 = (engine.world.all_reduce(sums) / split.size).tolist()
     return Metrics(loss_mean, top1, top5)
