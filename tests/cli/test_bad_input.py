@@ -91,7 +91,7 @@ def write_plans(place: Path) -> None:
 FILES: list[tuple[list[str], list[str]]] = [
     (["--data", "nowhere"], ["'nowhere'", "digits, cifar10"]),
     (["--data", "digit"], ["Did you mean digits"]),
-    (["--data", "file"], ["file is a file", "train/ and val/"]),
+    (["--data", "file"], ["neither a dataset nor a folder", "train/ and val/"]),
     (["--data", "empty"], ["empty needs", "it holds nothing"]),
     (["--data", "halves"], ["halves needs", "it holds train"]),
     (["--data", "bare"], ["bare/train has no folders", "one folder of images per class"]),
@@ -126,7 +126,7 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
         ["l1_coefficient and l1_strength", "give one of them"],
     ),
     (["--temperature", "0"], ["temperature: expected float > 0.0, not 0"]),
-    (["--max-width", "1.0", "--solver", "triangular"], ["triangular"]),
+    (["--max-width", "1.0", "--solver", "triangular"], ["max_width needs solver"]),
     (["--freeze", "conv9"], ["conv9"]),
     (["--ignore", "*"], ["matches every layer"]),
     (["--stages", "original,pel"], ["'pel'", "Did you mean peel"]),
@@ -142,7 +142,7 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--train.epochs", "0"], ["epochs", "0"]),
     (["--train.lr", "-1"], ["lr", "-1"]),
     (["--backbone.schedule", "cosin"], ["'cosin'", "Did you mean cosine"]),
-    (["--train.augment", "flip"], ["augment is one of", "'flip'"]),
+    (["--train.augment", "flip"], ["augment must be one of", "'flip'"]),
     (["--train.epochs", "many"], ["many"]),
     # Files
     (["--plan", "missing.json"], ["plan: cannot read missing.json", "No such file"]),

@@ -1,4 +1,4 @@
-"""`peel run` in several processes that are killed or stopped: they save their state, and none is left behind."""
+"""`peel run` in several processes: torchrun and `--gpus`, signals, killed processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Networks and data so small that a whole run takes less than a second, and a network with faults on demand."""
+"""Networks and data so small that a whole run takes less than a second, and a network with faults."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peel.data.view import EVAL
+from peel.data.augmentation import EVAL
 from torch import Tensor, nn
 
 import peel
