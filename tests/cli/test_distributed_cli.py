@@ -1,4 +1,4 @@
-"""`peel run` in several processes that are killed or stopped: they save their state, and none is left behind."""
+"""`peel run` in several processes that are killed or stopped: state is saved, no process is left behind."""
 
 from __future__ import annotations
 
