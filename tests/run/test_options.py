@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from peel.data.augmentation import EVAL
 from torch import nn
 
 import peel
 from helpers.small import CPU, Counting, Small, few_digits, same_weights, small_run
+from peel.data.augmentation import EVAL
 from peel.errors import ConfigError
 from peel.methods.plan import Architecture, Plan
 from peel.run.prune import prune
@@ -217,7 +217,7 @@ def test_the_l1_coefficient_is_that_of_the_paper_for_bn_and_zero_for_others() ->
 def test_the_l1_strength_becomes_the_coefficient_that_has_it_over_the_schedule() -> None:
     plan = planned(l1_strength=0.5)
     recipe = Recipe(epochs=1, batch_size=64, lr=0.1, weight_decay=5e-4)
-    assert plan.l1_coefficient == pytest.approx(0.5 * 0.1 / sum(recipe.rate(step, 3) for step in range(3)))
+    assert plan.l1_coefficient == pytest.approx(0.5 * 0.1 / sum(recipe.lr_at(step, 3) for step in range(3)))
 
 
 def test_a_larger_l1_coefficient_leaves_smaller_scales() -> None:
@@ -263,7 +263,7 @@ def test_the_budget_may_count_another_resource(resource: str) -> None:
     graph = peel.trace(Small(), torch.zeros(1, 3, 8, 8))
 
     def cost(widths: peel.Widths) -> int:
-        return graph.params(widths) if resource == "params" else int(graph.peak_bytes(graph.units(widths)))
+        return graph.params(widths) if resource == "params" else graph.activation_bytes(widths)
 
     assert plan.budget == int(0.6 * cost(graph.widths))
     assert 0.9 * plan.budget < cost(plan.widths) == plan.slim.cost <= plan.budget

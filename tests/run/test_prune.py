@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from peel.data.augmentation import EVAL
 from torch import Tensor, nn
 
 import peel
 from helpers.folders import content, read
 from helpers.small import CPU, WIDTHS, Counting, Small, few_digits, same_weights, small_run
 from peel.cost.count import count_macs
+from peel.data.augmentation import EVAL
 from peel.errors import ConfigError
 from peel.methods.plan import Plan
 from peel.run.result import Result

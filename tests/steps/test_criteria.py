@@ -104,7 +104,7 @@ def test_a_criterion_comes_from_a_file_or_a_module(own_file: Path, place: str, n
         ("own_criteria.py:NoMeasure", "no method `measure"),
         ("own_criteria.py:NeedsArgument", "cannot be created: TypeError: .*'value'"),
         ("nothing.py:Constant", "there is no file nothing.py"),
-        ("no_module.inside:Constant", "there is no module 'no_module.inside'"),
+        ("no_module.inside:Constant", "there is no module 'no_module'"),
         ("broken.py:Constant", "broken.py cannot be imported: ZeroDivisionError: division by zero"),
         (":Constant", "is not a reference"),
         (3, "no method `measure"),

@@ -192,8 +192,8 @@ def test_a_padded_run_gives_the_result_of_an_unpadded_one(monkeypatch: pytest.Mo
     assert [result is not None for result in padded] == [False, True, True, True]
     assert found.plan is not None
     assert plain.plan is not None
-    assert found.plan["widths"] == plain.plan["widths"]
-    assert [row["top1"] for row in found.rows] == [row["top1"] for row in plain.rows]
+    assert found.plan.widths == plain.plan.widths
+    assert [row.top1 for row in found.rows] == [row.top1 for row in plain.rows]
     assert found.model is not None
     assert plain.model is not None
     weights = found.model.state_dict()
