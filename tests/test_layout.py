@@ -149,13 +149,11 @@ def nesting(node: ast.AST) -> int:
     return deepest
 
 
-@pytest.mark.xfail(reason="until all rooms are merged", strict=False)
 def test_no_function_is_too_long() -> None:
     lengths = {name: (node.end_lineno or 0) - node.lineno + 1 for name, node, _ in functions()}
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
 
 
-@pytest.mark.xfail(reason="until all rooms are merged", strict=False)
 def test_no_function_is_nested_too_deeply() -> None:
     depths = {name: nesting(node) for name, node, _ in functions()}
     assert {name: depth for name, depth in depths.items() if depth > MAX_NESTING} == {}
@@ -170,7 +168,6 @@ def test_no_public_function_has_too_many_parameters() -> None:
     assert {name: count for name, count in counts.items() if count > MAX_PARAMETERS} == {}
 
 
-@pytest.mark.xfail(reason="until all rooms are merged", strict=False)
 def test_no_line_is_too_long() -> None:
     for path, text in sources().items():
         for number, line in enumerate(text.splitlines(), 1):

@@ -13,7 +13,7 @@
     ├── DivergedError the loss or the weights are not finite
     └── OutOfMemoryError  the smallest micro-batch does not fit into memory
 
-A message names the thing, the value and the way out.
+A message names the thing, the value and how to fix it.
 """
 
 from collections.abc import Iterable

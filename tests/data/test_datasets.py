@@ -211,7 +211,7 @@ def test_held_out_images_are_not_trained_on() -> None:
     labels = {
         image.numpy().tobytes(): int(label) for image, label in zip(data.train.pixels, data.train.labels)
     }  # type: ignore[attr-defined]
-    assert [labels[image.numpy().tobytes()] for image in held.pixels] == held.labels.tolist()  # type: ignore[attr-defined]
+    assert [labels[image.numpy().tobytes()] for image in held.pixels] == held.labels.tolist()
 
 
 def test_holding_everything_out_is_refused() -> None:

@@ -207,7 +207,7 @@ def test_a_signal_outside_training_stops_at_once(tmp_path: Path) -> None:
     assert b"Resume with the same command" in error
 
 
-def test_l1_strength_is_that_of_all_rounds_together(tmp_path: Path) -> None:
+def test_l1_strength_covers_all_rounds(tmp_path: Path) -> None:
     small_run(
         l1_strength=2.0,
         rounds=2,

@@ -74,7 +74,7 @@ def test_frozen_ties_keep_their_width_and_the_others_become_narrower(init: str) 
 @pytest.mark.parametrize("init", ["uniform", "equal"])
 def test_widths_are_multiples_of_the_divisor_and_of_the_steps(init: str) -> None:
     _, graph = traced_zoo("resnet18")
-    assert all(width % 8 == 0 for width in backbone(graph, "50%", init=init, divisor=8).values())  # type: ignore[arg-type]
+    assert all(width % 8 == 0 for width in backbone(graph, "50%", init=init, divisor=8).values())
     _, graph = traced_net(Grouped)
     widths = backbone(graph, "80%", init=init)  # type: ignore[arg-type]
     assert all(width % 4 == 0 for width in widths.values())
@@ -142,6 +142,6 @@ def test_wrong_options_are_refused(options: dict[str, object], message: str) -> 
 def test_an_unreachable_budget_names_the_smallest_network(init: str) -> None:
     _, graph = traced_zoo("resnet18")
     smallest = graph.macs(graph.steps)
-    assert backbone(graph, smallest, 1.0, init=init) == dict.fromkeys(graph.widths, 1)  # type: ignore[arg-type]
+    assert backbone(graph, smallest, 1.0, init=init) == dict.fromkeys(graph.widths, 1)
     with pytest.raises(peel.BudgetError, match=f"{smallest:,}"):
         backbone(graph, smallest, 0.8, init=init)  # type: ignore[arg-type]

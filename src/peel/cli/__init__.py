@@ -1,4 +1,4 @@
-"""The command line. The only room that prints."""
+"""The command line. Only this package prints."""
 
 from .main import main
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..graph import ChannelGraph
-    from ..surgery import Verification
 
 
 def inspect(
@@ -74,9 +73,7 @@ def inspect(
         print_json(data)
     else:
         draw(data, console)
-        if verification is not None:
-            draw_verification(verification, console)
-    return 1 if verification is not None and not verification.passed else 0
+    return 0 if verification is None or verification.passed else 1
 
 
 def _parse_shape(text: str | None) -> tuple[int, ...] | None:
@@ -137,7 +134,7 @@ def inspection(name: str, graph: ChannelGraph) -> dict[str, Any]:
 
 
 def draw(data: dict[str, Any], console: Console) -> None:
-    """The inspection as tables."""
+    """The inspection as tables, with the verification where there is one."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -177,6 +174,8 @@ def draw(data: dict[str, Any], console: Console) -> None:
             f"[yellow]no channel rule for {escape(operator)}[/] (in {escape(place)}): "
             "channels that reach it are fixed"
         )
+    if "verification" in data:
+        _draw_verification(data["verification"], console)
 
 
 def _ties_table(ties: list[dict[str, Any]]) -> Any:
@@ -192,7 +191,7 @@ def _ties_table(ties: list[dict[str, Any]]) -> Any:
     table.add_column("layers", overflow="fold")
     table.add_column("tied by, remarks", overflow="fold")
     for tie in ties:
-        remarks = [_shorten(cause) for cause in tie["tied_by"] if _is_news(cause)]
+        remarks = [_shorten(cause) for cause in tie["tied_by"] if _is_worth_showing(cause)]
         if tie["step"] > 1:
             remarks.insert(0, f"multiple of {tie['step']}")
         if tie["inexact"]:
@@ -218,8 +217,8 @@ def _fixed_table(ties: list[dict[str, Any]]) -> Any:
     return table
 
 
-def _is_news(cause: str) -> bool:
-    """That norms and convolutions tie their channels is no news."""
+def _is_worth_showing(cause: str) -> bool:
+    """Hide obvious causes: norm layers and convolutions tie their channels."""
     return not cause.startswith(("batch_norm", "conv", "linear", "layer_norm"))
 
 
@@ -227,10 +226,10 @@ def _shorten(cause: str) -> str:
     return cause.replace("depthwise conv2d in", "depthwise").replace("grouped conv2d in", "grouped conv")
 
 
-def draw_verification(verification: Verification, console: Console) -> None:
+def _draw_verification(verification: dict[str, Any], console: Console) -> None:
     from rich.markup import escape
 
     words = {True: "[green]passed[/]", False: "[bold red]FAILED[/]", None: "[yellow]skipped[/]"}
     console.print("\n[bold]Verification[/]")
-    for check in verification.checks:
-        console.print(f"{words[check.passed]}  {check.name}: {escape(check.detail)}")
+    for check in verification["checks"]:
+        console.print(f"{words[check['passed']]}  {check['name']}: {escape(check['detail'])}")

@@ -33,7 +33,7 @@ class RunProgress(Callback):
         self.name = ""
         self.fraction = self.first_fraction = 0.0
         self.rate: float | None = None
-        self.began = self.last_line = time.perf_counter()
+        self.began = time.perf_counter()
         self.live: Progress | None = None
         self.task: Any = None
 
@@ -63,14 +63,14 @@ class RunProgress(Callback):
         self.name = name
         self.fraction = self.first_fraction = 0.0
         self.began = time.perf_counter()
-        text = f"{self._place()}{description}"
+        text = f"{self._stage_prefix()}{description}"
         self.console.print(text, markup=False)
         if self.live is not None:
             if self.task is not None:
                 self.live.remove_task(self.task)
             self.task = self.live.add_task(name, total=1.0, detail="")
 
-    def _place(self) -> str:
+    def _stage_prefix(self) -> str:
         if self.name not in self.work:
             return ""
         return f"stage {list(self.work).index(self.name) + 1} of {len(self.work)}: "

@@ -13,6 +13,7 @@ from cyclopts import Parameter
 
 from ..run.config import Config, make_config
 from ..run.prune import prune
+from ..run.result import Result
 from ..train.callbacks import Callback
 from ..train.distributed import shutdown_distributed
 from ..train.signals import handle_signals
@@ -65,13 +66,12 @@ def run(
     chosen = settings or Config()
     chosen = make_config(vars(replace(chosen, model=model) if model is not None else chosen))
     folder = None if dry_run else output or default_folder(chosen)
-    console, notes = make_console(), make_console(stderr=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(handle_signals())
         stack.callback(shutdown_distributed)
         callbacks: list[Callback] = []
         if not quiet and is_main_process():
-            callbacks.append(stack.enter_context(RunProgress(notes)))
+            callbacks.append(stack.enter_context(RunProgress(make_console(stderr=True))))
         result = prune(
             **_as_keywords(chosen),
             output=folder,
@@ -80,22 +80,25 @@ def run(
             force=force,
             command=command_line(),
         )
-    if not is_main_process():
-        return 0
+    if is_main_process():
+        _show(result, dry_run=dry_run, json=json, with_notes=quiet)
+    return 0
+
+
+def _show(result: Result, *, dry_run: bool, json: bool, with_notes: bool) -> None:
     if json:
         print_json(_as_json(result))
     elif dry_run:
-        draw_estimate(result, console)
+        draw_estimate(result, make_console())
     else:
-        draw_result(result, console, with_notes=quiet)
-    return 0
+        draw_result(result, make_console(), with_notes=with_notes)
 
 
 def _as_keywords(config: Config) -> dict[str, Any]:
     return {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
 
 
-def _as_json(result: Any) -> dict[str, Any]:
+def _as_json(result: Result) -> dict[str, Any]:
     return {
         "plan": json_library.loads(result.plan.to_json()) if result.plan is not None else None,
         "rows": [dataclasses.asdict(row) for row in result.rows],

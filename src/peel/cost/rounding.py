@@ -15,10 +15,10 @@ from ..errors import BudgetError, did_you_mean
 from .budget import RESOURCES, Budget, format_count, parse_budget
 from .widths import Widths
 
-#: The part of the budget that may stay unused where smaller steps could use it.
+#: The fraction of the budget that may stay unused where smaller steps could use it.
 _GAP = 1e-3
 
-#: At most this many combinations are tried by `_nearest_rounding`.
+#: At most this many combinations are tried by `_nearest`.
 _MAX_COMBINATIONS = 3**12
 
 Cost = Callable[[Sequence[float]], float]

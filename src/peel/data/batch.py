@@ -21,7 +21,8 @@ class Batch(NamedTuple):
         return [Batch(*part) for part in zip(images, labels, logits, strict=True)]
 
     def clone(self) -> Batch:
-        return Batch(*(None if tensor is None else tensor.clone() for tensor in self))  # type: ignore[arg-type]
+        logits = self.teacher_logits
+        return Batch(self.images.clone(), self.labels.clone(), None if logits is None else logits.clone())
 
     def fill(self, other: Batch) -> None:
         """Copy another batch of the same shapes into the memory of this one."""

@@ -145,7 +145,8 @@ def _decode_jpeg(path: Path, channels: int) -> Tensor | None:
     data = torch.frombuffer(bytearray(path.read_bytes()) or bytearray(1), dtype=torch.uint8)
     with contextlib.suppress(RuntimeError, AttributeError):
         # Not torchvision.io.decode_jpeg, which warns at every call that it will be removed.
-        return torch.ops.image.decode_jpeg(data, 3 if channels == 3 else 1, False)  # type: ignore[no-any-return]
+        image: Tensor = torch.ops.image.decode_jpeg(data, 3 if channels == 3 else 1, False)
+        return image
     return None
 
 

@@ -1,8 +1,8 @@
 """Step 3 of the paper: layers whose feature maps have the same spatial size form a group.
 
-Taken literally, "the same spatial size" would tear blocks apart: a block with stride works at two sizes, and
-its inner channels are tied to neither. So a block counts as a whole, with the size of its output. A block is
-a module whose own forward adds (or else multiplies or concatenates) what its parts computed.
+Taken literally, "the same spatial size" would split a block between groups: a block with stride works at two
+sizes, and its inner channels are tied to neither. So a block counts as a whole, with the size of its output.
+A block is a module whose own forward adds (or else multiplies or concatenates) what its parts computed.
 """
 
 from collections.abc import Mapping, Sequence

@@ -19,16 +19,16 @@ NotNegative = Annotated[float, Meta(ge=0)]
 
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig:
-    """PEEL as published, unless changed. docs/paper.md says where each setting stands in the paper."""
+    """PEEL as published, unless changed. docs/paper.md names the section of the paper for each setting."""
 
     budget: str | int | float = "50%"
     """What the slim network may cost: 1.1G, 87M, 50%, 0.5 or a whole number."""
     resource: str = "macs"
     """What the budget counts: macs, params or memory."""
     backbone_ratio: Annotated[float, Meta(gt=0, le=1)] = 0.8
-    """Step 1: the part of the budget that the backbone costs (lambda)."""
+    """Step 1: the fraction of the budget that the backbone costs (lambda)."""
     backbone_init: str | dict[str, int] = "uniform"
-    """Step 1: the backbone's widths: uniform, equal (as many channels in every tie), or a JSON file."""
+    """Step 1: the backbone's widths: uniform, equal (the same number of channels), or a JSON file."""
     criterion: str = "bn"
     """Step 2: bn, weight, legr, reconstruction, gradient, or your own as path/file.py:Name."""
     reduce: str = "mean"
@@ -36,7 +36,7 @@ class MethodConfig:
     l1_coefficient: NotNegative | None = None
     """Step 2: the coefficient of the L1 term (alpha_s). Default: 1e-4 for the criterion bn, 0 for others."""
     l1_strength: NotNegative | None = None
-    """Step 2: instead of l1_coefficient, how far the L1 term moves a scale in all: 12.5 in the paper."""
+    """Step 2: instead of l1_coefficient, the total shrinkage of a scale by the L1 term: 12.5 in the paper."""
     gamma_init: Positive = 1.0
     """Step 2: the initial scale of the backbone's norm layers."""
     ignore: tuple[str, ...] = ()
@@ -81,11 +81,16 @@ class MethodConfig:
         """The settings of the method alone, without those of a run."""
         return MethodConfig(**{item.name: getattr(self, item.name) for item in fields(MethodConfig)})
 
+    @property
+    def uses_importance(self) -> bool:
+        """Whether a backbone is trained and measured; the policies uniform and random need none."""
+        return self.policy in ("importance", "winner-take-all")
+
     def _check_combinations(self) -> None:
         """Refuse settings that would have no effect."""
         if self.l1_coefficient is not None and self.l1_strength is not None:
             raise ConfigError("l1_coefficient and l1_strength set the same thing: give one of them.")
-        if self.policy in ("uniform", "random"):
+        if not self.uses_importance:
             for name in ("max_width", "l1_strength", "l1_coefficient"):
                 if getattr(self, name) is not None:
                     raise ConfigError(f"policy={self.policy!r} does not use {name}: leave it out.")

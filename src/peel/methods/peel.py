@@ -43,7 +43,7 @@ from .config import MethodConfig
 from .plan import Plan, Round, assemble_plan
 from .problem import Problem
 
-#: The part of the training images that criteria which select (legr) see, and nothing else does.
+#: Fraction of the training images held out for criteria with `needs_held_out`.
 HELD_OUT = 0.1
 
 #: The paper's coefficient of the L1 term.
@@ -58,7 +58,7 @@ def make_plan(
     problem: Problem, config: MethodConfig, train_backbone: TrainBackbone, criterion: Criterion | None = None
 ) -> Plan:
     """Steps 1 to 4: backbone, importance, groups, reallocation; in one round or several."""
-    return _all_rounds(_Planner(problem, config, train_backbone, criterion))
+    return _run_rounds(_Planner(problem, config, train_backbone, criterion))
 
 
 def equal_share_plan(problem: Problem, config: MethodConfig) -> Plan:
@@ -66,7 +66,7 @@ def equal_share_plan(problem: Problem, config: MethodConfig) -> Plan:
     planner = _Planner(problem, config, _untrained)
     equal = dict.fromkeys(problem.graph.groups, 1.0)
     importance = None
-    if config.policy not in ("uniform", "random"):
+    if config.uses_importance:
         importance = Importance(equal, {}, False, "Nothing was trained: every group counts the same.")
     return planner.finish([planner.reallocate(planner.backbone, importance, problem.budget)])
 
@@ -75,7 +75,7 @@ def check_feasible(problem: Problem, config: MethodConfig, criterion: Criterion 
     """Run steps 1 to 4 on an untrained backbone and 8 images, to find errors before training."""
     few = problem.data.train.subset(torch.arange(min(8, problem.data.train.size)))
     small = replace(problem, data=replace(problem.data, train=few), engine=replace(problem.engine, workers=0))
-    _all_rounds(_Planner(small, replace(config, evaluations=1), _untrained, criterion, is_dry=True))
+    _run_rounds(_Planner(small, replace(config, evaluations=1), _untrained, criterion, is_dry=True))
 
 
 def stage_of_round(number: int) -> str:
@@ -88,10 +88,9 @@ def recipe_of_round(problem: Problem, config: MethodConfig, number: int) -> Reci
     return recipe if number == 0 else recipe.changed(epochs=max(1, round(recipe.epochs / config.rounds)))
 
 
-def _all_rounds(planner: _Planner) -> Plan:
+def _run_rounds(planner: _Planner) -> Plan:
     problem, config = planner.problem, planner.config
-    if config.policy in ("uniform", "random"):
-        # These policies ignore importance, so no backbone is trained.
+    if not config.uses_importance:
         return planner.finish([planner.reallocate(planner.backbone, None, problem.budget)])
     pool = problem.budget - problem.cost(planner.backbone)
     before = widths = planner.backbone
@@ -99,7 +98,7 @@ def _all_rounds(planner: _Planner) -> Plan:
     rounds: list[Round] = []
     for number in range(config.rounds):
         network = planner.widen(network, before, widths)
-        network, importance = planner.measure(number, network, problem.graph.at(widths))
+        network, importance = planner.train_and_measure(number, network, problem.graph.at(widths))
         spent = pool * (number + 1) // config.rounds
         rounds.append(planner.reallocate(widths, importance, problem.budget - pool + spent))
         before, widths = widths, Widths(rounds[-1].widths)
@@ -158,7 +157,9 @@ class _Planner:
                 scale.fill_(self.config.gamma_init)
         return fresh
 
-    def measure(self, number: int, network: nn.Module, graph: ChannelGraph) -> tuple[nn.Module, Importance]:
+    def train_and_measure(
+        self, number: int, network: nn.Module, graph: ChannelGraph
+    ) -> tuple[nn.Module, Importance]:
         """Step 2: train the backbone, then measure its importance."""
         problem, config = self.problem, self.config
         recipe = recipe_of_round(problem, config, number)
@@ -171,7 +172,7 @@ class _Planner:
         def importance_of(model: nn.Module) -> Importance:
             inputs = CriterionInput(model, graph, train, held_out, objective, problem.engine, problem.seed)
             scores = measure_layers(self.criterion, inputs, is_trained=not self.is_dry)
-            return summarise(self._counted(scores), graph, config.reduce)
+            return summarise(self._without_ignored(scores), graph, config.reduce)
 
         callbacks = [_ImportanceLog(importance_of)] if getattr(self.criterion, "each_epoch", True) else []
         with_l1 = WithL1(objective, list(norm_scales(network, graph)), self.l1_coefficient)
@@ -190,7 +191,7 @@ class _Planner:
             return config.l1_coefficient
         return L1_COEFFICIENT if config.criterion == "bn" else 0.0
 
-    def _counted(self, scores: list[LayerScores]) -> list[LayerScores]:
+    def _without_ignored(self, scores: list[LayerScores]) -> list[LayerScores]:
         """Without the layers that `ignore` names. In a dry run, all values are one."""
         layers = [item.layer for item in scores]
         for pattern in self.config.ignore:

@@ -24,7 +24,7 @@ class Problem:
     freeze: tuple[str, ...]
     data: Data
     backbone_recipe: Recipe
-    """How a method may train while it searches."""
+    """The recipe for training the backbone."""
     engine: Engine
     seed: int
 

@@ -1,4 +1,4 @@
-"""The page of a run: one HTML file that needs no other."""
+"""The page of a run: one self-contained HTML file."""
 
 from .page import render
 from .record import RunRecord

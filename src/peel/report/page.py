@@ -1,4 +1,4 @@
-"""The page of a run: what its record says, put into words and tables, around the charts."""
+"""`render`: the page of a run from its `RunRecord`."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from ..methods.plan import Plan, Round
 from .charts import curves_chart, groups_chart, importance_chart, label, widths_chart
 from .record import RunRecord
 
-RESOURCES = {"macs": "MACs", "params": "parameters"}
+RESOURCES = {"macs": "MACs", "params": "parameters", "memory": "bytes of activations"}
 NONE = "–"
 
 

@@ -54,7 +54,7 @@ class Config(MethodConfig):
     backbone: RecipeOverrides = field(default_factory=RecipeOverrides)
     """Changes to the recipe of the backbone."""
     teacher: str = "train"
-    """train (the original, first), pretrained, or a path: loaded from there, or trained there first."""
+    """train, pretrained, or a path: loaded if it exists, otherwise trained and saved there."""
     stages: tuple[str, ...] = tuple(STAGES)
     """Which of original, backbone, plan, uniform, peel to run."""
     plan: str | dict[str, int] | None = None
@@ -129,7 +129,7 @@ def make_config(given: Mapping[str, Any]) -> Config:
     try:
         return msgspec.convert(values, Config)
     except (msgspec.ValidationError, TypeError) as error:
-        raise ConfigError(_in_words(str(error), values)) from error
+        raise ConfigError(_explain(str(error), values)) from error
 
 
 def _check_names(prefix: str, given: Mapping[str, Any], kind: type) -> None:
@@ -139,7 +139,7 @@ def _check_names(prefix: str, given: Mapping[str, Any], kind: type) -> None:
             raise ConfigError(f"there is no setting {prefix}{name}.{did_you_mean(name, known)}")
 
 
-def _in_words(message: str, values: Mapping[str, Any]) -> str:
+def _explain(message: str, values: Mapping[str, Any]) -> str:
     """msgspec's "Expected `int` >= 1 - at `$.rounds`" -> "rounds: expected int >= 1, not 0."."""
     found = re.fullmatch(r"(.*?) - at `\$\.([\w.]+).*`", message)
     if found is None:

@@ -54,7 +54,7 @@ def seconds_per_mac(problem: Problem, recipe: Recipe) -> float:
 
 
 def _images_per_second(problem: Problem, recipe: Recipe, images: int) -> float:
-    """Over about so many images, in batches of the recipe or smaller ones."""
+    """Measured on about `images` images."""
     processes, available = problem.engine.world.size, problem.data.train.size
     batch = max(processes, min(recipe.batch_size, images, available) // processes * processes)
     some = problem.data.train.subset(torch.arange(min(images, available) // batch * batch))

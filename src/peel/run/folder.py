@@ -29,7 +29,7 @@ from ..errors import CorruptFileError, RunError, StoreError
 from ..surgery.serialization import load, save
 from ..train.checkpoint import Checkpoints
 from ..train.history import EpochRecord
-from ..utils.files import name_missing_space, parse_object, write_bytes, write_json
+from ..utils.files import explain_full_disk, parse_object, write_bytes, write_json
 from .result import StageRecord
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def checked(self, name: str) -> Iterator[None]:
-        """Turns any error about the content of a file into one that names the file and the way out."""
+        """Turns any error about the content of a file into one that names the file and how to fix it."""
         try:
             yield
         except (CorruptFileError, msgspec.MsgspecError, ValueError, KeyError) as error:
@@ -139,12 +139,12 @@ class RunFolder:
     def checkpoints(self, stage: str) -> Checkpoints:
         return Checkpoints(self.folder / "checkpoints", stage, run=self.run_id)
 
-    def finished(self, stage: str) -> StageRecord | None:
+    def stage_record(self, stage: str) -> StageRecord | None:
         """The record of a stage, if it has finished."""
         name = f"stages/{stage}.record.json"
         return read_json(self.path(name), StageRecord, self.option) if self.has(name) else None
 
-    def finish(self, stage: str, record: StageRecord, model: nn.Module) -> None:
+    def save_stage(self, stage: str, record: StageRecord, model: nn.Module) -> None:
         """Store the model, then the record: where the record exists, the stage is complete."""
         self.save_model(f"stages/{stage}", model)
         self.write_json(f"stages/{stage}.record.json", asdict(record))
@@ -166,7 +166,7 @@ class RunFolder:
 
     def log_epoch(self, stage: str, epoch: EpochRecord) -> None:
         path, line = self.path("metrics.jsonl"), _metrics_line(stage, epoch)
-        with self._explained(path.name), name_missing_space(path, len(line)), path.open("a") as file:
+        with self._explained(path.name), explain_full_disk(path, len(line)), path.open("a") as file:
             file.write(line)
 
     def restart_metrics(self, stage: str, history: Sequence[EpochRecord]) -> None:

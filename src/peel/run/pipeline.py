@@ -13,6 +13,7 @@ from ..errors import BudgetError, ConfigError, DataError, PeelError, RunError
 from ..methods.peel import HELD_OUT, check_feasible, equal_share_plan, make_plan, stage_of_round
 from ..methods.plan import Plan, assemble_plan
 from ..methods.problem import Problem
+from ..steps.criteria import find_criterion
 from ..steps.distillation import Distillation, InPlace, in_place_pair
 from ..steps.importance import Criterion
 from ..surgery import slim
@@ -29,7 +30,7 @@ from .config import Config
 from .estimate import estimate_work, seconds_per_mac
 from .folder import RunFolder
 from .result import Result, Row, StageRecord
-from .resume import RunState, open_or_resume, refuse_or_note, teacher_identity
+from .resume import RunState, check_changes, open_or_resume, teacher_identity
 from .teacher import Teacher, find_teacher, weights_hash
 from .trainer import Trainer
 
@@ -45,8 +46,8 @@ class Pipeline:
     identity: dict[str, Any]
     environment: dict[str, Any]
     teacher: nn.Module | str = "train"
-    plan: Widths | None = None
-    """Widths given by the user."""
+    given_widths: Widths | None = None
+    """A plan of the user's own."""
     criterion: Criterion | None = None
     """The user's own, where it is not a name."""
     force: bool = False
@@ -65,14 +66,18 @@ class Pipeline:
 
     @property
     def trains_backbone(self) -> bool:
-        is_searched = self.plan is None and "backbone" in self.config.stages
-        return is_searched and self.config.policy in ("importance", "winner-take-all")
+        is_searched = self.given_widths is None and "backbone" in self.config.stages
+        return is_searched and self.config.uses_importance
 
     def check(self) -> None:
         """Refuse what cannot work, before anything is written or trained."""
         problem, config, stages = self.problem, self.config, self.config.stages
         final = [name for name in ("uniform", "peel") if name in stages]
-        if self.plan is None and not {"backbone", "plan"} <= set(stages) and (final or "plan" in stages):
+        if (
+            self.given_widths is None
+            and not {"backbone", "plan"} <= set(stages)
+            and (final or "plan" in stages)
+        ):
             raise ConfigError(
                 f"the stages {', '.join(stages)} need a plan: add backbone and plan, or set plan=widths."
             )
@@ -86,19 +91,21 @@ class Pipeline:
                 'distillation needs a teacher: add "original" to the stages, name a trained teacher, or set '
                 'distill="none".'
             )
-        if self.plan is not None and problem.cost(self.plan) > problem.budget:
+        if self.given_widths is not None and problem.cost(self.given_widths) > problem.budget:
             raise BudgetError(
-                f"the given plan costs {problem.cost(self.plan):,} {problem.resource}, more than the budget "
-                f"of {problem.budget:,}. Set budget={problem.cost(self.plan)}."
+                f"the given plan costs {problem.cost(self.given_widths):,} {problem.resource}, more than the "
+                f"budget of {problem.budget:,}. Set budget={problem.cost(self.given_widths)}."
             )
         self._check_batch_sizes(bool(final) or ("original" in stages and self.loaded_teacher is None))
         problem.uniform()
-        if self.plan is None and "backbone" in stages:
+        if self.given_widths is None and "backbone" in stages:
             check_feasible(problem, config, self.criterion)
 
     def _check_batch_sizes(self, trains: bool) -> None:
         problem, size = self.problem, self.problem.data.train.size
-        left = size - held_out_size(size, HELD_OUT) if self.config.criterion == "legr" else size
+        criterion = find_criterion(self.config.criterion if self.criterion is None else self.criterion)
+        needs_held_out = getattr(criterion, "needs_held_out", False)
+        left = size - held_out_size(size, HELD_OUT) if needs_held_out else size
         checks = ((trains, self.recipe, size), (self.trains_backbone, problem.backbone_recipe, left))
         for is_used, recipe, images in checks:
             if is_used:
@@ -119,15 +126,15 @@ class Pipeline:
             self.notes += dict.fromkeys(item.note for item in plan.rounds if item.note and not item.distinct)
             self._compare_with_uniform(plan.widths)
             if "uniform" in self.config.stages:
-                self._final("uniform", self.problem.uniform(), original)
+                self._train_final("uniform", self.problem.uniform(), original)
             if "peel" in self.config.stages:
-                slimmed = self._final("peel", plan.widths, original)
+                slimmed = self._train_final("peel", plan.widths, original)
         return self._finish(plan, slimmed)
 
     def estimate(self) -> Result:
         """The plan with equal shares, and how long the run would take."""
-        if self.plan is not None:
-            plan = assemble_plan(self.problem, self.plan)
+        if self.given_widths is not None:
+            plan = assemble_plan(self.problem, self.given_widths)
         else:
             plan = equal_share_plan(self.problem, self.config)
         pace = seconds_per_mac(self.problem, self.recipe)
@@ -184,13 +191,13 @@ class Pipeline:
                 self.trainer.folder, self.trainer.notes = self.folder, []
 
     def _check_teacher(self, teacher: nn.Module) -> None:
-        """A run keeps its teacher: it is known by the hash of its weights."""
+        """Refuse a teacher whose weights changed since the last start."""
         if self.folder is None or self.state is None:
             return
         now = weights_hash(teacher)
         before = self.state.teacher_hash or now
         changed = {"teacher_hash": (before, now)} if before != now else {}
-        refuse_or_note(self.folder, self.state, changed, force=self.force)
+        check_changes(self.folder, self.state, changed, force=self.force)
         self.state.teacher_hash = now
         self.folder.write_json("state.json", asdict(self.state))
 
@@ -204,8 +211,8 @@ class Pipeline:
         return shared
 
     def _make_plan(self) -> Plan | None:
-        if self.plan is not None:
-            plan = assemble_plan(self.problem, self.plan)
+        if self.given_widths is not None:
+            plan = assemble_plan(self.problem, self.given_widths)
         elif self.world.broadcast(self.folder is not None and self.folder.has("plan.json")):
             stored: Plan = self.world.broadcast(self._stored_plan())
             return stored
@@ -229,7 +236,7 @@ class Pipeline:
             except PeelError as error:
                 raise ValueError(str(error)) from error
         for stage in self._backbone_stages():
-            self.trainer.recall(stage)
+            self.trainer.load_record(stage)
         return plan
 
     def _backbone_stages(self) -> list[str]:
@@ -242,7 +249,7 @@ class Pipeline:
             self.notes.append(
                 f"The plan is nearly the uniform network: widths differ by at most {difference:.1%}."
             )
-        elif self.plan is not None and cost(widths) < 0.97 * cost(uniform):
+        elif self.given_widths is not None and cost(widths) < 0.97 * cost(uniform):
             self.notes.append(
                 f"The given plan costs {cost(widths):,} {resource}, the uniform network {cost(uniform):,}: "
                 f"their budgets differ. Set budget={cost(widths)} to compare them."
@@ -250,7 +257,7 @@ class Pipeline:
 
     # Final trainings
 
-    def _final(self, name: str, widths: Widths, teacher: nn.Module | None) -> nn.Module:
+    def _train_final(self, name: str, widths: Widths, teacher: nn.Module | None) -> nn.Module:
         """Step 5: a network of these widths, trained from scratch with the recipe that all share."""
         problem, config = self.problem, self.config
         seed_everything(derive_seed("init", name, problem.seed))
@@ -306,9 +313,13 @@ class Pipeline:
     def _finish(self, plan: Plan | None, slimmed: nn.Module | None) -> Result:
         networks = {"original": self.problem.graph.widths, "uniform": self.problem.uniform()}
         for name, widths in {**networks, **({"peel": plan.widths} if plan is not None else {})}.items():
-            if name not in self.rows and self.folder is not None and self.folder.finished(name) is not None:
+            if (
+                name not in self.rows
+                and self.folder is not None
+                and self.folder.stage_record(name) is not None
+            ):
                 # A stage that an earlier start finished, and that this one leaves out.
-                self.trainer.recall(name)
+                self.trainer.load_record(name)
                 self._add_row(name, widths)
         rows = [self.rows[name] for name in ("original", "uniform", "peel") if name in self.rows]
         told = [note for record in self.trainer.records.values() for note in record.notes]

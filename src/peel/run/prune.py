@@ -32,7 +32,7 @@ from .loading import (
 )
 from .pipeline import Pipeline
 from .result import Result
-from .resume import environment_of, identify, open_or_resume
+from .resume import environment_of, open_or_resume, run_identity
 from .trainer import Trainer
 
 log = logging.getLogger("peel")
@@ -139,9 +139,9 @@ def _prepare(
         resolved,
         recipes[0],
         Trainer(problem, callbacks if engine.world.is_main_process else (), config.checkpoint_seconds),
-        identify(resolved, graph, network, loaded, engine, recipes, plan),
+        run_identity(resolved, graph, network, loaded, engine, recipes, plan),
         environment_of(engine),
-        plan=plan,
+        given_widths=plan,
         notes=model_notes(model, network, config),
     )
 

@@ -49,7 +49,7 @@ class RunState:
     command: str
     identity: dict[str, Any]
     run_id: str
-    """What tells the checkpoints of this run from those of others."""
+    """Stored in checkpoints to identify their run."""
     teacher_hash: str | None = None
     forced: list[str] = field(default_factory=list)
     """Changes that `--force` allowed, one sentence per start."""
@@ -57,7 +57,7 @@ class RunState:
     version: int = 2
 
 
-def identify(
+def run_identity(
     config: Config,
     graph: ChannelGraph,
     network: nn.Module,
@@ -144,13 +144,18 @@ def open_or_resume(
         folder.write_json("environment.json", environment)
     else:
         state = read_json(folder.path("state.json"), RunState, folder.option)
+        if (state.format, state.version) != (RunState.format, RunState.version):
+            raise RunError(
+                f"{folder.folder} was written by another version of peel (format version {state.version}). "
+                f"Resume it with that version, or start a new run with another {folder.option}."
+            )
         before = (
             read_json(folder.path("environment.json"), dict, folder.option)
             if folder.has("environment.json")
             else {}
         )
         changed = _changes(folder, state.identity, identity, before, environment)
-        refuse_or_note(folder, state, changed, force=force)
+        check_changes(folder, state, changed, force=force)
         state.command, state.identity = command, identity
     if config is not None:
         # TOML is UTF-8; a path need not be.
@@ -178,12 +183,15 @@ def _changes(
     for name in WARNED & changed.keys():
         values = changed.pop(name)
         log.warning(
-            "%s resumes with %s %s instead of %s: the bits will differ.", folder.folder, name, *values[::-1]
+            "%s resumes with %s %s instead of %s: the result will not be bit-identical.",
+            folder.folder,
+            name,
+            *values[::-1],
         )
     for name in ("peel", "torch", *(["threads"] if "CPU" in str(new.get("device")) else [])):
         if name in old and old[name] != new.get(name):
             log.warning(
-                "%s was started with %s %s and resumes with %s: the bits may differ.",
+                "%s was started with %s %s and resumes with %s: the result may not be bit-identical.",
                 folder.folder,
                 name,
                 old[name],
@@ -205,7 +213,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def refuse_or_note(
+def check_changes(
     folder: RunFolder, state: RunState, changed: Mapping[str, tuple[Any, Any]], *, force: bool
 ) -> None:
     """An error where settings changed; with `force`, where possible, a note in the state instead."""
@@ -222,12 +230,12 @@ def refuse_or_note(
     shown = "\n  ".join([*lines[:12], *([f"and {len(lines) - 12} more"] if len(lines) > 12 else [])])
     fixed = [name for name in changed if not FORCEABLE.match(name)]
     if may_force:
-        way_out = "With --force it resumes anyway, and its result says so."
+        hint = "With --force it resumes anyway, and its result says so."
     elif force:
-        way_out = f"--force cannot change {', '.join(fixed[:5])}: finished stages would not fit the rest."
+        hint = f"--force cannot change {', '.join(fixed[:5])}: finished stages would not fit the rest."
     else:
-        way_out = ""
+        hint = ""
     raise RunError(
         f"{folder.folder} was started with other settings:\n  {shown}\nUse the same settings to resume it, "
-        f"or another {folder.option} to start a new run. {way_out}".rstrip()
+        f"or another {folder.option} to start a new run. {hint}".rstrip()
     )

@@ -72,12 +72,12 @@ class Trainer:
         """The trained network; of a pair (in-place distillation), the student."""
         engine, folder = self.problem.engine, self.folder
         done: StageRecord | None = engine.world.broadcast(
-            folder.finished(stage) if folder is not None else None
+            folder.stage_record(stage) if folder is not None else None
         )
         if done is not None:
             self.begin_stage(stage, suffix=": already finished")
             if folder is not None:
-                folder.checkpoints(stage).clear()  # a kill may have come before this
+                folder.checkpoints(stage).clear()  # the run was killed before it cleared them
             self.records[stage] = done
             return engine.prepare(self._load(stage, _widths_of(network))).eval()
         self.begin_stage(stage, prefix="training ")
@@ -107,12 +107,12 @@ class Trainer:
         engine.prepare(network).eval()
         self.records[stage] = self._record(history, notes)
         if folder is not None:
-            folder.finish(stage, self.records[stage], network)
+            folder.save_stage(stage, self.records[stage], network)
         return network
 
-    def recall(self, stage: str) -> None:
+    def load_record(self, stage: str) -> None:
         """Take over the record of a stage that an earlier start finished, without its network."""
-        done = self.folder.finished(stage) if self.folder is not None else None
+        done = self.folder.stage_record(stage) if self.folder is not None else None
         if done is not None:
             self.begin_stage(stage, suffix=": already finished")
             self.records[stage] = done

@@ -14,7 +14,7 @@ from typing import Any
 def write_bytes(path: Path, data: bytes) -> None:
     """Write atomically and durably: after a crash, `path` holds the old content or the new, never a part."""
     temporary = path.with_name(f".writing-{secrets.token_hex(8)}")
-    with name_missing_space(path, len(data)):
+    with explain_full_disk(path, len(data)):
         try:
             with temporary.open("xb") as file:
                 file.write(data)
@@ -28,7 +28,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def name_missing_space(path: Path, needed: int) -> Iterator[None]:
+def explain_full_disk(path: Path, needed: int) -> Iterator[None]:
     """Add to an error about a full disk how many bytes are needed, and how many are free."""
     try:
         yield

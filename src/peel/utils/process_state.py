@@ -11,7 +11,7 @@ import torch
 
 @contextlib.contextmanager
 def preserve_process_state() -> Iterator[None]:
-    """Restores random states, deterministic and precision flags, dtype, threads and the current GPU."""
+    """Restores random states, deterministic and precision flags, dtype, threads, variables, current GPU."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     gpus = torch.cuda.get_rng_state_all() if has_cuda else []
@@ -21,7 +21,7 @@ def preserve_process_state() -> Iterator[None]:
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     precision, dtype = torch.get_float32_matmul_precision(), torch.get_default_dtype()
     threads = torch.get_num_threads()
-    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    environment = dict(os.environ)
     try:
         yield
     finally:
@@ -36,7 +36,6 @@ def preserve_process_state() -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
-        if workspace is None:
-            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-        else:
-            os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
