@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ..errors import BudgetError, did_you_mean
+from ..utils.bisection import solve_increasing
 from .budget import RESOURCES, Budget, format_count, parse_budget
 from .widths import Widths
 
@@ -78,13 +79,8 @@ def uniform(
     def ideal(factor: float) -> list[float]:
         return rounding.clamp([units * factor for units in original])
 
-    low, high = 0.0, 1.0
-    while high < 2**40 and rounding.cost(ideal(high)) < rounding.target:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if rounding.cost(ideal(middle)) <= rounding.target else (low, middle)
-    return rounding.widths(ideal(low))
+    factor, _ = solve_increasing(lambda factor: rounding.cost(ideal(factor)), rounding.target, 0.0)
+    return rounding.widths(ideal(factor))
 
 
 def round_to_budget(

@@ -1,0 +1,76 @@
+"""The examples of docs/extending.md run as they are printed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import peel
+from helpers.small import SHORT, Small, few_digits, small_run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
+
+
+def block(text: str) -> str:
+    """The code block of the page that contains a text."""
+    (found,) = [code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if text in code]
+    return str(found)
+
+
+def test_the_criterion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_criterion.py").write_text(block("# my_criterion.py"))
+    monkeypatch.chdir(tmp_path)
+    plan = small_run(criterion="my_criterion.py:SquaredScale", stages=["backbone", "plan"]).plan
+    assert plan is not None
+    assert plan.rounds[0].importance is not None
+    assert plan.method is not None
+    assert plan.method.criterion == "my_criterion.py:SquaredScale"
+    names: dict[str, Any] = {}
+    exec(block("# my_criterion.py"), names)
+    again = small_run(criterion=names["SquaredScale"](), stages=["backbone", "plan"]).plan
+    assert again is not None
+    assert again.rounds == plan.rounds
+
+
+def test_the_operator_rule() -> None:
+    class Cumulative(Small):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(torch.cumsum(x, 1))
+
+    before = dict(peel.graph.trace(Small(), torch.zeros(1, 3, 8, 8)).widths)
+    code = block("register_rule").replace('@peel.graph.register_rule("aten::cumsum")\n', "")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    graph = peel.trace(Cumulative(), torch.zeros(1, 3, 8, 8), rules={"aten::cumsum": names["cumsum"]})
+    assert dict(graph.widths) == before
+    assert "aten::cumsum" not in graph.unknown_operators
+
+
+def test_data_and_callback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    train, test = few_digits().train, few_digits().test
+    names = {
+        "images": train.pixels,  # type: ignore[attr-defined]
+        "labels": train.labels % 2,
+        "test_images": test.pixels,  # type: ignore[attr-defined]
+        "test_labels": test.labels % 2,
+    }
+    prune = peel.prune
+
+    def short(model: object, data: Any, **settings: Any) -> Any:
+        data = few_digits() if data == "digits" else data
+        return prune(Small(len(data.classes)), data, **{**SHORT, "stages": ["original"], **settings})
+
+    monkeypatch.setattr(peel, "prune", short)
+    exec(block("from_tensors"), names)
+    result: Any = names["result"]
+    assert result.rows[0].top1 > 0.5
+    exec(block("class PrintAccuracy"), {})
+    shown = capsys.readouterr().out
+    assert "original - training the original" in shown
+    assert "epoch 2 of 2: top-1" in shown
