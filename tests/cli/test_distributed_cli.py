@@ -106,6 +106,7 @@ def test_all_kinds_of_random_numbers_and_buffers_are_resumed_in_every_process(
 def test_sync_bn_trains_with_one_image_per_process(tmp_path: Path) -> None:
     options = ["--train.batch-size", "2", "--train.epochs", "1"]
     finish(start("gpus with sync-bn", tmp_path / "run", *options, model="helpers.small:Pooled"))
+    assert (tmp_path / "run" / "stages" / "original.record.json").exists()
 
 
 def test_torchrun_and_gpus_are_not_combined(tmp_path: Path) -> None:

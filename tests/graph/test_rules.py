@@ -164,8 +164,18 @@ class EllipsisEinsum(nn.Module):
         return self.fc(x.mean((2, 3)))
 
 
-def test_failed_built_in_rule_fixes_the_channels_and_says_so() -> None:
+def test_a_call_that_a_rule_does_not_cover_fixes_the_channels_and_says_so() -> None:
     graph = peel.trace(EllipsisEinsum(), X)
     assert not graph.widths
-    assert "the channel rule of einsum failed (NotImplementedError: n...->n...)" in graph.fixed["conv"]
+    assert "einsum: the rule does not cover the equation n...->n..." in graph.fixed["conv"]
+
+
+def test_failed_built_in_rule_fixes_the_channels_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(call: Call, *arguments: Any, **options: Any) -> Any:
+        raise IndexError("a mistake in the rule")
+
+    monkeypatch.setitem(rules.RULES, "aten::einsum", fails)
+    graph = peel.trace(EllipsisEinsum(), X)
+    assert not graph.widths
+    assert "the channel rule of einsum failed (IndexError: a mistake in the rule)" in graph.fixed["conv"]
     assert "aten::einsum" in graph.unknown_operators

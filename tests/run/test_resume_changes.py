@@ -198,10 +198,10 @@ def test_a_run_does_not_resume_with_a_model_that_computes_something_else(source:
 def test_a_model_file_may_be_moved(tmp_path: Path) -> None:
     path, moved = tmp_path / "net.py", tmp_path / "moved" / "net.py"
     path.write_text(FORWARD)
-    original(path, tmp_path / "run")
+    first = original(path, tmp_path / "run")
     moved.parent.mkdir()
     path.rename(moved)
-    original(moved, tmp_path / "run")
+    assert original(moved, tmp_path / "run").rows == first.rows
 
 
 # Images

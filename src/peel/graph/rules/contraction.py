@@ -3,7 +3,7 @@
 They are also where the cost is: one multiply-add for each element of a product of axes (`Call.costs`).
 """
 
-from typing import Any
+from typing import Any, cast
 
 from ..axes import Axis, Value, axis_size, constant, expand, is_free, repeat_each
 from ..call import Call, rule
@@ -123,13 +123,14 @@ def _einsum(call: Call, equation: str, values: list[Value], **options: Any) -> V
     """Axes with the same letter are one axis. A letter that is summed over is fixed."""
     left, right = equation.replace(" ", "").split("->")
     terms = left.split(",")
+    not_covered = f"{call}: the rule does not cover the equation {equation}"
     if "." in equation or len(terms) > 2:
-        raise NotImplementedError(equation)
+        return cast(Value, call.refuse(not_covered))
     axis_of: dict[str, Axis] = {}
     for term, value in zip(terms, values, strict=True):
         for letter, axis in zip(term, value, strict=True):
             if axis_size(axis_of.setdefault(letter, axis)) != axis_size(axis):
-                raise NotImplementedError(equation)
+                return cast(Value, call.refuse(not_covered))
             call.unify(axis_of[letter], axis)
     for letter, axis in axis_of.items():
         if letter not in right:

@@ -108,7 +108,8 @@ def _repeat(call: Call, value: Value, times: list[int]) -> Value:
 @rule("repeat_interleave")
 def _repeat_interleave(call: Call, value: Value, times: Any, dim: Any = None, **options: Any) -> Value:
     if not isinstance(times, int) or dim is None:
-        raise NotImplementedError("repeats that are not one number")
+        refused: Value = call.refuse(f"{call}: the rule covers one number of repeats along one axis")
+        return refused
     return replace_axis(value, dim, repeat_each(value[dim], times))
 
 
