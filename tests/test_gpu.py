@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +61,14 @@ def as_before() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.deterministic = False
-    torch.cuda.set_sync_debug_mode("default")
+    if torch.cuda.get_sync_debug_mode():
+        set_sync_debug_mode("default")
+
+
+def set_sync_debug_mode(mode: str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def pictures(count: int = 3000, size: int = 32, seed: int = 0) -> InMemoryImages:
@@ -112,9 +120,9 @@ class ForbidSync(Callback):
 
     def on_step_end(self, step: int, total_steps: int, batch_size: int) -> None:
         if step == self.first:
-            torch.cuda.set_sync_debug_mode("error")
+            set_sync_debug_mode("error")
         elif step == self.last:
-            torch.cuda.set_sync_debug_mode("default")
+            set_sync_debug_mode("default")
         self.seen += self.first < step <= self.last
 
 

@@ -102,8 +102,9 @@ class ImageFolder:
         results = pool.run(requests)
         for index in indices:
             batch = torch.empty(len(index), *size, channels, dtype=torch.uint8, pin_memory=pin)
-            for part in torch.split(batch, PIECE):
-                part.copy_(next(results))
+            # Copied by numpy: torch would use as many threads as there are busy workers, and wait for them.
+            for start in range(0, len(index), PIECE):
+                batch.numpy()[start : start + PIECE] = next(results).numpy()
             yield batch
         self._pools[workers] = pool
 
