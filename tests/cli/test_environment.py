@@ -188,14 +188,26 @@ def test_a_terminal_gets_progress_bars_and_colors_unless_they_are_unwanted(tmp_p
         assert_no_escapes(tmp_path / name)
 
 
-def test_a_run_continues_when_its_output_pipe_is_closed(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
+def test_a_run_whose_output_pipe_is_closed_stops_and_resumes(tmp_path: Path) -> None:
+    pipe, arguments = tmp_path / "pipe", line(tmp_path / "run", model="helpers.small:Slow")
     os.mkfifo(pipe)
-    process = command(line(tmp_path / "run", model="helpers.small:Slow"), pipe, PAUSE="0.05")
+    process = command(arguments, pipe, PAUSE="0.05")
     with pipe.open("rb", buffering=0) as reader:
         assert reader.read(1)
-    assert exit_code(process) == 0
-    assert (tmp_path / "run" / "result.json").exists()
+    assert exit_code(process) == 1
+    assert exit_code(command(arguments, tmp_path / "log", PAUSE="0")) == 0
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_a_closed_pipe_ends_a_command_without_a_traceback() -> None:
+    for options in ([], ["--json"]):
+        peel = [sys.executable, "-m", "peel", "inspect", "cifar_resnet20", *options]
+        with subprocess.Popen(peel, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.close()
+            assert "Traceback" not in process.stderr.read()
+        assert process.returncode == 1
 
 
 # Clocks

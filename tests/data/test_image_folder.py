@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -212,33 +211,13 @@ def test_augmentation_depends_only_on_seed_epoch_and_index(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_file_that_disappears_is_named(
-    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(folder_module, "RETRY_AFTER", (0.01,))
+def test_a_file_that_disappears_is_named(workers: int, tmp_path: Path) -> None:
     split = load_data(str(write_folder(tmp_path, size=(130, 150))), image_size=100).train
     (tmp_path / "train" / "cat" / "2.png").unlink()
     with pytest.raises(
         DataError, match=r"cat/2\.png was readable before training, but is not any more: FileNotFoundError"
     ):
         images_of(split, torch.arange(8), 8, EVAL, workers)
-
-
-@pytest.fixture
-def away(tmp_path: Path) -> Iterator[ImageFolder]:
-    """A folder that disappears for a moment, as when a network disk is disconnected."""
-    split = load_data(str(write_folder(tmp_path / "here", size=(130, 150))), image_size=100).train
-    assert isinstance(split, ImageFolder)
-    (tmp_path / "here").rename(tmp_path / "away")
-    timer = threading.Timer(0.3, lambda: (tmp_path / "away").rename(tmp_path / "here"))
-    timer.start()
-    yield split
-    timer.join()
-    shutil.rmtree(tmp_path / "here", ignore_errors=True)
-
-
-def test_files_that_come_back_after_a_moment_are_read(away: ImageFolder) -> None:
-    assert len(images_of(away, torch.arange(8), 8, EVAL)) == 8
 
 
 def test_unusual_file_names_are_read(tmp_path: Path) -> None:

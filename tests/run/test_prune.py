@@ -45,7 +45,7 @@ def test_settings_are_stored_as_given_and_as_resolved(finished: tuple[Path, Resu
     assert (config["seed"], config["budget"], config["recipe"]) == (3, "50%", "auto")
     assert config["train"] == {"epochs": 2, "batch_size": 64}
     state = read(finished[0] / "state.json")
-    assert (state["format"], state["version"], state["forced"]) == ("peel-run", 2, [])
+    assert (state["format"], state["version"]) == ("peel-run", 2)
     identity = state["identity"]
     assert identity["seed"] == 3
     assert (identity["train"]["epochs"], identity["train"]["lr"]) == (2, 0.1)

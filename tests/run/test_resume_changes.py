@@ -86,14 +86,12 @@ def test_a_command_does_not_resume_with_another_batch_size_or_learning_rate(
     assert weights(killed) == whole
 
 
-@pytest.mark.parametrize("options", [["--accumulate", "2"], ["--train.retries", "1"]])
-def test_a_run_resumes_with_the_settings_that_its_errors_suggest(options: list[str], killed: Path) -> None:
-    """More micro-batches after an out-of-memory error, retries after a divergence."""
+def test_a_run_resumes_with_more_micro_batches_after_an_out_of_memory_error(killed: Path) -> None:
     assert kept(killed)
-    code, output = run(killed, *options)
+    code, output = run(killed, "--accumulate", "2")
     assert code == 0
     assert "resuming after epoch 1 of 2" in output, "from its own checkpoints"
-    assert ("resumes with accumulate 2 instead of 1" in output) == (options[0] == "--accumulate")
+    assert "resumes with accumulate 2 instead of 1" in output
 
 
 # The model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import peel
 from helpers.folders import content, read
+from helpers.killing import KILLED, exit_code, run_until, start
 from helpers.small import CPU, WIDTHS, Counting, Small, few_digits, same_weights, small_run
 from peel.errors import ConfigError, CorruptFileError, DataError, RunError, StoreError
 from peel.run.folder import RunFolder
@@ -20,6 +22,13 @@ from peel.run.result import Result
 from peel.train.loop import evaluate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+#: Two epochs of three steps in every stage, with a checkpoint after each step.
+SHORT: dict[str, Any] = {
+    "train": {"epochs": 2, "batch_size": 64},
+    "backbone": {"epochs": 2},
+    "checkpoint_seconds": 0.0,
+}
 
 
 # Plans
@@ -211,16 +220,32 @@ def test_a_run_does_not_resume_with_another_teacher(tmp_path: Path) -> None:
     moved = weights.rename(tmp_path / "moved.pt")
     torch.save({name: tensor + 1 for name, tensor in Small().state_dict().items()}, weights)
     before = content(run / "stages")
-    with pytest.raises(RunError, match=r"teacher_hash: '\w+' -> '\w+'(.|\n)*With --force"):
+    with pytest.raises(RunError, match=r"teacher_hash: '\w+' -> '\w+'"):
         small_run(teacher=weights, output=run)
     with pytest.raises(RunError, match=r"there is no teacher at .*nothing, but this run had one"):
         small_run(teacher=tmp_path / "nothing", output=run)
     assert not (tmp_path / "nothing").exists()
     assert content(run / "stages") == before
-    notes = small_run(teacher=moved, output=run).notes
-    assert not [note for note in notes if "--force" in note], "the same teacher at another place"
-    (note,) = [note for note in small_run(teacher=weights, output=run, force=True).notes if "--force" in note]
-    assert "teacher_hash: " in note
+    assert small_run(teacher=moved, output=run).model is not None, "the same teacher at another place"
+
+
+def test_a_teacher_in_training_is_not_shared_by_runs_with_other_classes(tmp_path: Path) -> None:
+    settings = {**SHORT, "teacher": tmp_path / "teacher"}
+    assert exit_code(start(run_until, tmp_path / "first", settings, ("original", 4))) == KILLED
+    other = replace(few_digits(), classes=tuple(reversed(few_digits().classes)))
+    with pytest.raises(RunError, match=r"data\.classes"):
+        small_run(data=other, output=tmp_path / "second", **settings)
+
+
+def test_another_run_can_use_the_teacher_and_the_plan_of_a_killed_one(tmp_path: Path) -> None:
+    killed, counting = tmp_path / "killed", Counting()
+    assert exit_code(start(run_until, killed, SHORT, ("uniform", 4))) == KILLED
+    plan = killed / "plan.json"
+    other = {**SHORT, "backbone_ratio": 0.5, "teacher": killed, "plan": plan}
+    result = small_run(output=tmp_path / "other", callbacks=[counting], **other)
+    assert counting.steps == {"uniform": 6, "peel": 6}
+    assert result.plan is not None
+    assert result.plan.widths == read(plan)["slim"]["widths"]
 
 
 def test_the_folder_of_a_run_without_an_original_is_refused_as_teacher(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
-"""Divergence: a loss that is not finite stops training, or returns it to the last checkpoint."""
+"""Divergence: a loss that is not finite stops training."""
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -108,53 +107,6 @@ def test_an_infinite_loss_is_noticed_although_the_weights_are_finite() -> None:
 def test_a_learning_rate_far_too_high_is_an_error() -> None:
     with pytest.raises(DivergedError):
         trained(replace(PLAIN, lr=1e18, warmup_epochs=0))
-
-
-def test_a_diverged_training_returns_to_its_checkpoint_with_half_the_learning_rate(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    recipe = replace(PLAIN, epochs=4, retries=1)
-    split: Any = Poisoned(few_digits().train, 2, 2)
-    model = fresh()
-    with caplog.at_level(logging.WARNING, "peel"):
-        history = fit(
-            model, CrossEntropy(), split, recipe, engine=CPU, seed=0, checkpoints=Checkpoints(tmp_path, "a")
-        )
-    assert "with the learning rate times 0.5" in caplog.text
-    assert [record.extra.get("lr_scale") for record in history] == [None, None, 0.5, 0.5]
-    assert history[2].lr == pytest.approx(0.5 * recipe.lr_at(11, 4))
-    assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
-
-
-def test_a_training_that_diverges_in_its_first_epoch_returns_to_its_beginning(tmp_path: Path) -> None:
-    split: Any = Poisoned(few_digits().train, 1, 0)
-    fit(
-        fresh(),
-        CrossEntropy(),
-        split,
-        replace(PLAIN, epochs=1, retries=1),
-        engine=CPU,
-        seed=0,
-        checkpoints=Checkpoints(tmp_path, "a"),
-    )
-
-
-def test_training_returns_to_its_checkpoint_at_most_retries_times(tmp_path: Path) -> None:
-    class Never(CrossEntropy):
-        def __call__(self, model: nn.Module, batch: Batch) -> Losses:
-            return super().__call__(model, batch._replace(images=batch.images * math.nan))
-
-    checkpoints = Checkpoints(tmp_path, "a")
-    with pytest.raises(DivergedError):
-        fit(
-            fresh(),
-            Never(),
-            few_digits().train,
-            replace(PLAIN, retries=2),
-            engine=CPU,
-            seed=0,
-            checkpoints=checkpoints,
-        )
 
 
 def test_a_loss_that_is_not_finite_is_noticed_within_a_hundred_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -300,33 +299,6 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
     checkpoints.save(state, 99, 0)
     with pytest.raises(CorruptFileError, match=r"written by other code.*optimizer"):
         trained(checkpoints=checkpoints)
-
-
-def test_with_another_number_of_steps_per_epoch_the_epoch_restarts(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Stopping(Callback):
-        def on_step_end(self, step: int, total_steps: int, batch_size: int) -> None:
-            if step == 7:
-                raise KeyboardInterrupt
-
-    checkpoints = Checkpoints(tmp_path, "peel")
-    with pytest.raises(KeyboardInterrupt):
-        trained(checkpoints=checkpoints, checkpoint_seconds=0.0, callbacks=[Stopping()])
-    listening = Listening()
-    with caplog.at_level(logging.WARNING, "peel"):
-        _, history = trained(
-            replace(PLAIN, batch_size=40),
-            checkpoints=checkpoints,
-            checkpoint_seconds=0.0,
-            callbacks=[listening],
-        )
-    assert "epoch 2 restarts" in caplog.text
-    assert listening.heard[:2] == [("begin", 1), ("step", 6, 15, 40)]
-    assert [record.epoch for record in history] == [1, 2, 3]
-    state = checkpoints.newest()
-    assert state is not None
-    assert state["epoch"] == 3
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,6 @@ def test_the_backbone_of_the_paper_trains_for_50_epochs(name: str) -> None:
         ("momentum", 1.0, "train.momentum: expected float < 1.0"),
         ("label_smoothing", 1.0, "train.label_smoothing: expected float < 1.0"),
         ("milestones", (0.5, 1.5), r"train.milestones: expected float < 1.0, not \(0.5, 1.5\)"),
-        ("retries", -1, "train.retries: expected int >= 0"),
     ],
 )
 def test_the_config_of_a_run_checks_types_and_ranges(field: str, value: Any, message: str) -> None:

@@ -17,7 +17,6 @@ from ..errors import CorruptFileError, DataError, DivergedError, OutOfMemoryErro
 from ..utils.environment import PEER_LOST, is_main_process, is_peer_lost
 from ..version import __version__
 from .launch import command_line, set_arguments
-from .terminal import silence
 
 #: Exit codes, documented in docs/faults.md.
 OK, WRONG_INPUT, BAD_FILES, DIVERGED, OUT_OF_MEMORY, INTERRUPTED = 0, 2, 3, 4, 5, 130
@@ -60,9 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_main_process():
             print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        silence(sys.stdout)
-        return OK
     except BaseException as error:
         return _report_other(error, arguments)
     return code if isinstance(code, int) else OK

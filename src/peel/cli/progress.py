@@ -11,16 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from ..train.callbacks import Callback
 from ..train.history import EpochRecord
-
-
-def clock(seconds: float) -> str:
-    """8 s, 3 min 20 s, 2 h 05 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+from ..utils.text import format_duration
 
 
 class RunProgress(Callback):
@@ -100,7 +91,7 @@ class RunProgress(Callback):
         if self.rate is None:
             return ""
         left = sum(self.work.values()) - self.done_work - self.work.get(self.name, 0.0) * self.fraction
-        return f", about {clock(max(0.0, left / self.rate))} left in all"
+        return f", about {format_duration(max(0.0, left / self.rate))} left in all"
 
     def on_epoch_end(self, record: EpochRecord) -> None:
         if self.live is not None and record.epoch < record.epochs:

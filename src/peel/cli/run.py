@@ -36,7 +36,6 @@ def run(
     output: Path | None = None,
     gpus: int | None = None,
     dry_run: bool = False,
-    force: bool = False,
     json: bool = False,
     quiet: bool = False,
 ) -> int:
@@ -54,8 +53,6 @@ def run(
         Train with this many processes on this machine, one per GPU, started by torchrun's launcher.
     dry_run
         Show the plan with equal shares and the estimated time; train nothing.
-    force
-        Resume although learning rates, images or the code of the model changed; the result says so.
     json
         Print the result as JSON.
     quiet
@@ -77,7 +74,6 @@ def run(
             output=folder,
             callbacks=callbacks,
             dry_run=dry_run,
-            force=force,
             command=command_line(),
         )
     if is_main_process():
@@ -112,7 +108,5 @@ def default_folder(config: Config) -> Path:
     """A folder named after the settings: the same command finds it again."""
     names = f"{Path(config.model).name}-{Path(config.data).name}-{config.budget}-seed{config.seed}"
     values = {name: value for name, value in config.to_dict().items() if name not in FREE}
-    for recipe in ("train", "backbone"):
-        values[recipe].pop("retries", None)
     digest = hashlib.sha256(json_library.dumps(values, sort_keys=True).encode()).hexdigest()
     return Path("runs") / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', names).strip('-')}-{digest[:6]}"

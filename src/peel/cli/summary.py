@@ -8,7 +8,7 @@ from rich.table import Table
 
 from ..cost.budget import format_count
 from ..run.result import Result
-from .progress import clock
+from ..utils.text import format_duration
 
 _TITLES = {"original": "original", "uniform": "uniform, same budget", "peel": "PEEL"}
 _FILES = ("report.html", "slim.json", "plan.json", "metrics.jsonl", "result.json")
@@ -28,7 +28,7 @@ def draw_result(result: Result, console: Console, *, with_notes: bool = False) -
                 f"{row.top5:.2%}",
                 format_count(row.macs) + (f" ({row.macs / full.macs:.0%})" if is_compared else ""),
                 format_count(row.params),
-                clock(row.seconds),
+                format_duration(row.seconds),
             )
         console.print(table)
     folder = result.folder
@@ -55,8 +55,8 @@ def draw_estimate(result: Result, console: Console) -> None:
     console.print(table)
     console.print(f"\nbudget: {format_count(plan.budget)} {plan.resource} ({plan.budget:,})")
     for name, seconds in estimate.items():
-        console.print(f"about {clock(seconds)} for {name}")
-    console.print(f"about {clock(sum(estimate.values()))} in all; nothing was trained")
+        console.print(f"about {format_duration(seconds)} for {name}")
+    console.print(f"about {format_duration(sum(estimate.values()))} in all; nothing was trained")
 
 
 def _table(first: str, *others: str) -> Table:

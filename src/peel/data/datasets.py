@@ -22,12 +22,8 @@ from .batch import Batch
 from .image_folder import ImageFolder, check_image, find_images, load_image, read_all
 from .in_memory import InMemoryImages
 
-DATA: dict[str, str] = {
-    "digits": "1,797 handwritten digits of 8x8 pixels, embedded (UCI, by way of scikit-learn)",
-    "cifar10": "50,000 and 10,000 images of 32x32 pixels, 10 classes (torchvision downloads it)",
-    "cifar100": "the same with 100 classes",
-    "fashion-mnist": "60,000 and 10,000 gray images of 28x28 pixels, 10 classes (torchvision downloads it)",
-}
+#: `digits` is embedded: 1,797 images of 8x8 pixels (UCI). torchvision downloads the others.
+DATA = ("digits", "cifar10", "cifar100", "fashion-mnist")
 
 #: The images of a folder are kept in memory up to this height and width, and this many bytes in total.
 IN_MEMORY_SIDE, IN_MEMORY_BYTES = 96, 4 * 2**30

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -35,8 +34,6 @@ PIECE = 16
 FINGERPRINTED = 1_000
 #: Threads decode files below this size three times more slowly: decoding them rarely releases the GIL.
 TINY_FILE = 16_384
-#: Seconds before a file is read again: a network disk may be away for a moment.
-RETRY_AFTER = (0.5, 1.0)
 
 T = TypeVar("T")
 
@@ -114,21 +111,15 @@ def _load(
 ) -> list[Tensor]:
     """Some images of a batch, decoded and augmented by a worker."""
     channels, *size = shape
-    images = (_decode_or_retry(path, channels, RETRY_AFTER) for path in paths)
-    return [
-        augment_image(image, i, view, size, jitter=jitter) for image, i in zip(images, index, strict=True)
-    ]
-
-
-def _decode_or_retry(path: str, channels: int, pauses: Sequence[float]) -> Tensor:
-    try:
-        return decode(Path(path), channels)
-    except Exception as error:
-        if not pauses:
+    augmented = []
+    for path, place in zip(paths, index, strict=True):
+        try:
+            image = decode(Path(path), channels)
+        except Exception as error:
             text = f"{path} was readable before training, but is not any more"
             raise DataError(f"{text}: {type(error).__name__}: {error}") from error
-        time.sleep(pauses[0])
-        return _decode_or_retry(path, channels, pauses[1:])
+        augmented.append(augment_image(image, place, view, size, jitter=jitter))
+    return augmented
 
 
 def decode(path: Path, channels: int) -> Tensor:

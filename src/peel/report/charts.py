@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Curve = Sequence[tuple[int, float]]
 
 # The palette of Okabe and Ito, for every kind of color vision; line styles serve black-and-white print.
-_COLOURS = {"original": "#8c8c8c", "backbone": "#009e73", "uniform": "#e69f00", "peel": "#0072b2"}
+_COLORS = {"original": "#8c8c8c", "backbone": "#009e73", "uniform": "#e69f00", "peel": "#0072b2"}
 _DASHES = {"original": "-", "backbone": ":", "uniform": "--", "peel": "-"}
 _SEQUENCE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#000000")
 _MARKERS = "os^DvPX"
@@ -43,10 +43,9 @@ def widths_chart(widths: Mapping[str, Mapping[str, int]], groups: Mapping[str, S
     ties = [(group, tie) for group, members in groups.items() for tie in members]
     rows = math.ceil(len(ties) / _TIES_PER_ROW)
     size = math.ceil(len(ties) / rows)
-    tips: list[str] = []
     with _figure((3.6 if size > _LEVEL_NAMES else 2.9) * rows) as figure:
         for row, axes in enumerate(figure.subplots(rows, 1, squeeze=False)[:, 0]):
-            _widths_row(axes, widths, ties[row * size : (row + 1) * size], size, tips)
+            _widths_row(axes, widths, ties[row * size : (row + 1) * size], size)
         by_name = dict(zip(*reversed(figure.axes[0].get_legend_handles_labels()), strict=True))
         figure.legend(
             [by_name[label(network)] for network in widths],
@@ -54,7 +53,7 @@ def widths_chart(widths: Mapping[str, Mapping[str, int]], groups: Mapping[str, S
             loc="outside upper right",
             ncols=len(widths),
         )
-        return _svg(figure, "widths", "Channels of each tie in each network", tips)
+        return _svg(figure, "widths", "Channels of each tie in each network")
 
 
 def _widths_row(
@@ -62,7 +61,6 @@ def _widths_row(
     widths: Mapping[str, Mapping[str, int]],
     ties: Sequence[tuple[str, str]],
     size: int,
-    tips: list[str],
 ) -> None:
     before, after = widths["original"], widths["peel"]
     shares = {
@@ -70,17 +68,17 @@ def _widths_row(
     }
     places = range(len(ties))
     axes.bar(places, shares["original"], width=0.84, color="#d9d9d9", label="original")
-    axes.bar(places, shares["peel"], width=0.6, color=_COLOURS["peel"], label="PEEL")
+    axes.bar(places, shares["peel"], width=0.6, color=_COLORS["peel"], label="PEEL")
     for network in (name for name in widths if name not in ("original", "peel")):
         half = 0.42 if network == "uniform" else 0.3
         ends = [place - half for place in places], [place + half for place in places]
-        # Over bars of any colour: a line in the colour of the network with a white edge.
+        # Over bars of any color: a line in the color of the network with a white edge.
         axes.hlines(shares[network], *ends, color="white", linewidth=3.4, zorder=3)
-        axes.hlines(shares[network], *ends, color=_COLOURS[network], linewidth=1.8, zorder=4, label=network)
+        axes.hlines(shares[network], *ends, color=_COLORS[network], linewidth=1.8, zorder=4, label=network)
     _mark_groups(axes, [group for group, _ in ties], size)
     steep = size > _LEVEL_NAMES
     small: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 7.5, "rotation": 90 if steep else 0}
-    for place, (group, tie) in enumerate(ties):
+    for place, (_, tie) in enumerate(ties):
         share = shares["peel"][place]
         axes.text(place, max(100, share) + 3, str(before[tie]), color="#555555", **small)
         inside = share > 30
@@ -92,11 +90,6 @@ def _widths_row(
             zorder=5,
             **small,
         )
-        tips.append(
-            f"{tie} ({group}): "
-            + ", ".join(f"{label(network)} {of_tie[tie]}" for network, of_tie in widths.items())
-        )
-        axes.axvspan(place - 0.5, place + 0.5, alpha=0, zorder=9, gid=f"tip-{len(tips) - 1}")
     names = [tie if len(tie) <= _NAME_LENGTH else f"…{tie[1 - _NAME_LENGTH :]}" for _, tie in ties]
     axes.set_xticks(
         places,
@@ -146,22 +139,21 @@ def groups_chart(
     ]
     groups = list(dict.fromkeys(group for values in [importance, shares, *macs.values()] for group in values))
     panels = len(single) + bool(macs)
-    tips: list[str] = []
     with _figure(0.9 + 0.62 * len(groups)) as figure:
         ratios = [1.0] * len(single) + [1.6] * bool(macs)
         row = figure.subplots(1, panels, sharey=True, squeeze=False, width_ratios=ratios)[0]
         for axes, (title, values) in zip(row, single, strict=False):
             text = "{:.1%}" if values is shares else "{:.3g}"
-            _group_bars(axes, groups, {"peel": values}, text, title, tips)
+            _group_bars(axes, groups, {"peel": values}, text, title)
         if macs:
-            _group_bars(row[-1], groups, macs, "", "MACs", tips)
+            _group_bars(row[-1], groups, macs, "", "MACs")
             row[-1].locator_params(axis="x", nbins=6)
             row[-1].xaxis.set_major_formatter(lambda value, _: format_count(value))
             handles, names = row[-1].get_legend_handles_labels()
             figure.legend(handles, names, loc="outside upper right", ncols=len(names))
         row[0].set_yticks(range(len(groups)), groups)
         row[0].invert_yaxis()
-        return _svg(figure, "groups", "Importance, share of the pool and MACs of each group", tips)
+        return _svg(figure, "groups", "Importance, share of the pool and MACs of each group")
 
 
 def _group_bars(
@@ -170,7 +162,6 @@ def _group_bars(
     series: Mapping[str, Mapping[str, float]],
     text: str,
     title: str,
-    tips: list[str],
 ) -> None:
     thickness = 0.8 / max(2, len(series))
     for number, (network, values) in enumerate(series.items()):
@@ -178,13 +169,8 @@ def _group_bars(
         places = [place + offset for place in range(len(groups))]
         lengths = [values.get(group, 0) for group in groups]
         bars = axes.barh(
-            places, lengths, height=0.92 * thickness, color=_COLOURS[network], label=label(network)
+            places, lengths, height=0.92 * thickness, color=_COLORS[network], label=label(network)
         )
-        for bar, group, length in zip(bars, groups, lengths, strict=True):
-            tips.append(
-                f"{group}, {title}: " + (text.format(length) if text else f"{label(network)} {length:,}")
-            )
-            bar.set_gid(f"tip-{len(tips) - 1}")
         if text:
             axes.bar_label(
                 bars,
@@ -201,7 +187,6 @@ def _group_bars(
 def importance_chart(stages: Mapping[str, Mapping[str, Curve]]) -> str:
     """Importance of each group over the epochs, a panel for each round of the backbone."""
     groups = list(dict.fromkeys(group for curves in stages.values() for group in curves))
-    tips: list[str] = []
     with _figure(2.9) as figure:
         row = figure.subplots(1, len(stages), sharey=True, squeeze=False)[0]
         for axes, (stage, curves) in zip(row, stages.items(), strict=True):
@@ -211,50 +196,44 @@ def importance_chart(stages: Mapping[str, Mapping[str, Curve]]) -> str:
                     "color": _SEQUENCE[number % len(_SEQUENCE)],
                     "marker": _MARKERS[number % len(_MARKERS)],
                 }
-                _line(axes, curve, f"{group}, {stage}", group, style, tips)
+                _line(axes, curve, group, style)
             axes.set_title(stage)
             axes.set_xlabel("epoch")
         row[0].set_ylabel("importance")
         handles, names = row[0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside right upper")
-        return _svg(figure, "importance", "Importance of each group over the epochs", tips)
+        return _svg(figure, "importance", "Importance of each group over the epochs")
 
 
 def curves_chart(panels: Mapping[str, Mapping[str, Curve]]) -> str:
     """Curves over the epochs, a panel for each measured quantity and a line in it for each stage."""
-    tips: list[str] = []
     with _figure(2.9) as figure:
         row = figure.subplots(1, len(panels), squeeze=False)[0]
         for axes, (title, stages) in zip(row, panels.items(), strict=True):
             for stage, curve in stages.items():
                 kind, _, number = stage.partition("-")
                 style = {
-                    "color": _COLOURS.get(kind, "#000000"),
+                    "color": _COLORS.get(kind, "#000000"),
                     "linestyle": "-." if number else _DASHES.get(kind, "-"),
                     "linewidth": 2 if stage == "peel" else 1.5,
                     "marker": "o" if len(curve) == 1 else "",
                 }
-                _line(axes, curve, f"{label(stage)}, {title}", label(stage), style, tips)
+                _line(axes, curve, label(stage), style)
             axes.set_title(title)
             axes.set_xlabel("epoch")
         handles, names = row[0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside upper right", ncols=len(names))
-        return _svg(figure, "curves", "Loss and accuracy of each stage over the epochs", tips)
+        return _svg(figure, "curves", "Loss and accuracy of each stage over the epochs")
 
 
-def _line(axes: Axes, curve: Curve, what: str, name: str, style: Mapping[str, Any], tips: list[str]) -> None:
+def _line(axes: Axes, curve: Curve, name: str, style: Mapping[str, Any]) -> None:
     """One curve; numbers that are not finite leave a gap."""
     from matplotlib.ticker import MaxNLocator
 
-    epochs, values = (
-        [epoch for epoch, _ in curve],
-        [value if math.isfinite(value) else math.nan for _, value in curve],
-    )
-    tips.append(f"{what}: {values[-1]:.4g} after epoch {epochs[-1]}")
+    epochs = [epoch for epoch, _ in curve]
+    values = [value if math.isfinite(value) else math.nan for _, value in curve]
     spacing = max(1, len(curve) // 12)
-    axes.plot(
-        epochs, values, label=name, gid=f"tip-{len(tips) - 1}", markersize=4, markevery=spacing, **style
-    )
+    axes.plot(epochs, values, label=name, markersize=4, markevery=spacing, **style)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     # A single epoch has no width of its own.
     axes.set_xlim(min(axes.get_xlim()[0], epochs[0] - 0.5), max(axes.get_xlim()[1], epochs[-1] + 0.5))
@@ -283,8 +262,8 @@ def _figure(height: float) -> Iterator[Figure]:
         yield Figure(figsize=(_WIDTH, height), layout="constrained")
 
 
-def _svg(figure: Figure, name: str, title: str, tips: Sequence[str]) -> str:
-    """The figure as an SVG element. Ids begin with its name; marked shapes get a tooltip."""
+def _svg(figure: Figure, name: str, title: str) -> str:
+    """The figure as an SVG element. Its ids begin with its name, so that several fit on one page."""
     import matplotlib
 
     buffer = io.StringIO()
@@ -302,9 +281,6 @@ def _svg(figure: Figure, name: str, title: str, tips: Sequence[str]) -> str:
         r"<[^>]+>",
         lambda tag: re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", tag[0]),
         text[text.index("<svg") :],
-    )
-    text = re.sub(
-        rf'<g id="{name}-tip-(\d+)">', lambda tag: f"<g><title>{escape(tips[int(tag[1])])}</title>", text
     )
     # Inside HTML the namespaces are known, and an address in the page would look like something to fetch.
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text, count=2)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from ..cost.budget import format_count
 from ..errors import PeelError
 from ..methods.plan import Plan, Round
+from ..utils.text import flatten, format_duration
 from .charts import curves_chart, groups_chart, importance_chart, label, widths_chart
 from .record import RunRecord
 
@@ -47,14 +48,13 @@ def render(record: RunRecord) -> str:
         title=_title(record),
         facts=_facts(record),
         missing=_missing(record, stages),
-        notes=list(dict.fromkeys([*(record.result or {}).get("notes", []), *record.state.get("forced", [])])),
+        notes=(record.result or {}).get("notes", []),
         tiles=_tiles(rows),
         outcome=_outcome_table(rows),
         comparison=_comparison(record, rows),
-        **_widths(record.plan),
-        **_groups(record.plan),
-        **_importance(stages),
-        **_training(stages),
+        plan=_plan(record.plan) if record.plan is not None else None,
+        importance=_importance(stages),
+        training=_training(stages) if stages else None,
         command=record.state.get("command", ""),
         given=_settings_table(record.config),
         resolved=_settings_table(record.state.get("identity", {})),
@@ -105,7 +105,7 @@ def _facts(record: RunRecord) -> list[str]:
     if shape:
         facts.append(f"images of {' x '.join(map(str, shape))}")
     if record.result and "wall_seconds" in record.result:
-        facts.append(f"finished in {_duration(record.result['wall_seconds'])}")
+        facts.append(f"finished in {format_duration(record.result['wall_seconds'])}")
     if "peel" in record.environment:
         facts.append(f"peel {record.environment['peel']}")
     return facts
@@ -154,7 +154,7 @@ def _outcome_table(rows: Mapping[str, Mapping[str, Any]]) -> Table | None:
             "uniform, same budget" if name == "uniform" else label(name),
             *(_cell(row, key, _percent) for key in ("top1", "top5")),
             *(cost(row, key) for key in ("macs", "params")),
-            _cell(row, "seconds", _duration),
+            _cell(row, "seconds", format_duration),
             _cell(row, "image_passes", format_count),
             row.get("file") or NONE,
         ]
@@ -170,18 +170,29 @@ def _comparison(record: RunRecord, rows: Mapping[str, Mapping[str, Any]]) -> str
     gains = [f"{gain} points {name}" for key, name in names.items() if (gain := _points(peel, uniform, key))]
     if not gains:
         return "PEEL and the uniform network can be compared once both are trained."
-    forced = ""
-    if record.state.get("forced"):
-        forced = " Settings were changed with --force (see the notes): they may not have been trained alike."
     return (
         f"PEEL minus uniform: {', '.join(gains)}, from one training each (seed {record.config.get('seed')}). "
-        f"The difference of one seed is no evidence in either direction: repeat it with other seeds.{forced}"
+        f"The difference of one seed is no evidence in either direction: repeat it with other seeds."
     )
 
 
-def _widths(plan: Plan | None) -> dict[str, Any]:
-    if plan is None:
-        return {"widths_svg": None, "widths_table": None}
+def _plan(plan: Plan) -> dict[str, Any]:
+    macs = {name: network.macs_by_group for name, network in plan.networks.items()}
+    last = plan.rounds[-1] if plan.rounds else None
+    importance, shares = (last.importance or {}, last.shares or {}) if last is not None else ({}, {})
+    return {
+        "widths_svg": widths_chart(
+            {name: network.widths for name, network in plan.networks.items()}, plan.groups
+        ),
+        "widths_table": _widths_table(plan),
+        "budget": _budget_sentences(plan),
+        "groups_svg": groups_chart(importance, shares, macs),
+        "rounds": [_round(number, item, plan) for number, item in enumerate(plan.rounds, start=1)],
+        "macs_table": _macs_table(macs),
+    }
+
+
+def _widths_table(plan: Plan) -> Table:
     widths = {name: network.widths for name, network in plan.networks.items()}
     before, after = plan.original.widths, plan.slim.widths
     importance = plan.rounds[-1].tie_importance if plan.rounds else {}
@@ -196,38 +207,20 @@ def _widths(plan: Plan | None) -> dict[str, Any]:
         for group, ties in plan.groups.items()
         for tie in ties
     ]
-    table = Table(["tie", "group", *map(label, widths), "PEEL of original", "importance"], rows, words=2)
-    return {"widths_svg": widths_chart(widths, plan.groups), "widths_table": table}
+    return Table(["tie", "group", *map(label, widths), "PEEL of original", "importance"], rows, words=2)
 
 
-def _groups(plan: Plan | None) -> dict[str, Any]:
-    if plan is None:
-        empty = {"has_plan": False, "budget_words": "", "rounds": [], "groups_svg": None, "macs_table": None}
-        return dict(empty)
-    macs = {name: network.macs_by_group for name, network in plan.networks.items()}
-    last = plan.rounds[-1] if plan.rounds else None
-    importance, shares = (last.importance or {}, last.shares or {}) if last is not None else ({}, {})
-    totals = {name: max(1, sum(of_group.values())) for name, of_group in macs.items()}
-    cells = [
-        [
-            group,
-            *(
-                f"{of_group.get(group, 0):,} ({_percent(of_group.get(group, 0) / totals[name], 1)})"
-                for name, of_group in macs.items()
-            ),
-        ]
-        for group in dict.fromkeys(group for of_group in macs.values() for group in of_group)
-    ]
-    return {
-        "has_plan": True,
-        "budget_words": _budget_words(plan),
-        "rounds": [_round(number, item, plan) for number, item in enumerate(plan.rounds, start=1)],
-        "groups_svg": groups_chart(importance, shares, macs),
-        "macs_table": Table(["group", *map(label, macs)], cells),
-    }
+def _macs_table(macs: Mapping[str, Mapping[str, int]]) -> Table:
+    def cell(of_group: Mapping[str, int], group: str) -> str:
+        count = of_group.get(group, 0)
+        return f"{count:,} ({_share(count, sum(of_group.values()))})"
+
+    groups = dict.fromkeys(group for of_group in macs.values() for group in of_group)
+    rows = [[group, *(cell(of_group, group) for of_group in macs.values())] for group in groups]
+    return Table(["group", *map(label, macs)], rows)
 
 
-def _budget_words(plan: Plan) -> str:
+def _budget_sentences(plan: Plan) -> str:
     unit = RESOURCES.get(plan.resource, plan.resource)
     used = (
         f"The budget is {plan.budget:,} {unit}; PEEL uses {_percent(plan.slim.cost / plan.budget, 2)} of it."
@@ -260,26 +253,24 @@ def _round(number: int, item: Round, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _importance(stages: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def _importance(stages: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any] | None:
     curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for stage, epochs in stages.items():
         for line in epochs:
             for group, value in line.get("importance", {}).items():
                 curves.setdefault(stage, {}).setdefault(group, []).append((line["epoch"], _number(value)))
     if not curves:
-        return {"importance_svg": None, "importance_table": None}
+        return None
     rows = [
         [group, stage, _short(curve[0][1]), _short(curve[-1][1]), _share(curve[-1][1], curve[0][1])]
         for stage, of_group in curves.items()
         for group, curve in of_group.items()
     ]
     table = Table(["group", "stage", "first epoch", "last epoch", "last of first"], rows, words=2)
-    return {"importance_svg": importance_chart(curves), "importance_table": table}
+    return {"svg": importance_chart(curves), "table": table}
 
 
 def _training(stages: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    if not stages:
-        return {"curves_svg": None, "training_table": None}
     quantities = {
         "training loss": ("train", "loss", 1),
         "test loss": ("test", "loss", 1),
@@ -294,7 +285,7 @@ def _training(stages: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
     }
     rows = [_training_row(stage, epochs) for stage, epochs in stages.items()]
     columns = "stage,loss terms,epochs,training loss,training top-1,test loss,test top-1,images/s,time"
-    return {"curves_svg": curves_chart(panels), "training_table": Table(columns.split(","), rows, words=2)}
+    return {"svg": curves_chart(panels), "table": Table(columns.split(","), rows, words=2)}
 
 
 def _training_row(stage: str, epochs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -313,20 +304,16 @@ def _training_row(stage: str, epochs: Sequence[Mapping[str, Any]]) -> list[str]:
         f"{last['epoch']} of {last['epochs']}",
         *(_cell(row, key, words) for row, key, words in metrics),
         _cell(last, "images_per_second", "{:,.0f}".format),
-        _duration(sum(line.get("seconds", 0) for line in epochs)),
+        format_duration(sum(line.get("seconds", 0) for line in epochs)),
     ]
 
 
 def _settings_table(settings: Mapping[str, Any]) -> Table:
-    return Table(("setting", "value"), [[key, value] for key, value in _flat(settings)], words=2)
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in settings.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    rows = [
+        [name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)]
+        for name, value in flatten(settings).items()
+    ]
+    return Table(("setting", "value"), rows, words=2)
 
 
 def _cell(row: Mapping[str, Any], key: str, words: Callable[[Any], str]) -> str:
@@ -354,12 +341,3 @@ def _short(value: float) -> str:
 
 def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    if seconds < 3600:
-        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60} min"

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ..errors import CorruptFileError, RunError
 from ..methods.plan import Plan
-from ..utils.files import parse_object
+from ..utils.files import parse_object, read_file
 
 T = TypeVar("T")
 
@@ -39,31 +39,23 @@ class RunRecord:
             )
         error = _json(folder / "error.json", "peel-error")
         return cls(
-            config=_parse(folder / "config.toml", lambda data: tomllib.loads(data.decode())) or {},
+            config=_read(folder / "config.toml", lambda data: tomllib.loads(data.decode())) or {},
             state=state,
             environment=_json(folder / "environment.json") or {},
-            plan=_parse(folder / "plan.json", Plan.from_json),
+            plan=_read(folder / "plan.json", Plan.from_json),
             metrics=_metrics(folder / "metrics.jsonl"),
             result=_json(folder / "result.json", "peel-result"),
             error=error["error"] if error is not None else None,
         )
 
 
-def _parse(path: Path, parse: Callable[[bytes], T]) -> T | None:
+def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:
     """The content of a file; None where it is missing."""
-    try:
-        return parse(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror}.") from error
-    except (CorruptFileError, ValueError) as error:
-        reason = str(error).rstrip(".")
-        raise CorruptFileError(f"{path} is damaged: {reason}. Restore it from a copy.") from error
+    return read_file(path, parse) if path.exists() else None
 
 
 def _json(path: Path, form: str | None = None) -> dict[str, Any] | None:
-    document = _parse(path, parse_object)
+    document = _read(path, parse_object)
     if document is None or form is None:
         return document
     if (document.get("format"), document.get("version")) != (form, 2):
@@ -74,7 +66,7 @@ def _json(path: Path, form: str | None = None) -> dict[str, Any] | None:
 
 def _metrics(path: Path) -> list[dict[str, Any]]:
     """One object per line. A last line that a killed process left incomplete is ignored."""
-    data = _parse(path, bytes) or b""
+    data = _read(path, bytes) or b""
     lines = [(number, line) for number, line in enumerate(data.split(b"\n"), 1) if line.strip()]
     objects = []
     for number, line in lines:

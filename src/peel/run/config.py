@@ -16,13 +16,8 @@ from ..methods.config import MethodConfig, check_choice
 from ..train.engine import COMPILE
 from ..train.recipe import FIELDS, Recipe
 
-STAGES: dict[str, str] = {
-    "original": "train the original, or load the trained one that was named: the teacher",
-    "backbone": "train the over-pruned backbone (steps 1 and 2)",
-    "plan": "group and reallocate (steps 3 and 4)",
-    "uniform": "train the uniform network of the same budget, for comparison",
-    "peel": "train the slim network (step 5)",
-}
+#: The original is the teacher; backbone is steps 1 and 2, plan steps 3 and 4, peel step 5.
+STAGES = ("original", "backbone", "plan", "uniform", "peel")
 
 #: The fields of `Recipe`, each of which may be left out.
 RecipeOverrides: Any = dataclasses.make_dataclass(

@@ -60,7 +60,7 @@ def _images_per_second(problem: Problem, recipe: Recipe, images: int) -> float:
     some = problem.data.train.subset(torch.arange(min(images, available) // batch * batch))
     network = slim(problem.model, problem.graph.widths, graph=problem.graph)
     # The first epoch warms up: memory, kernels, workers.
-    short = replace(recipe, epochs=2, batch_size=batch, warmup_epochs=0.0, retries=0)
+    short = replace(recipe, epochs=2, batch_size=batch, warmup_epochs=0.0)
     accumulate = min(problem.engine.accumulation_steps, batch // processes)
     engine = replace(problem.engine, accumulation_steps=accumulate, compile="off")
     return fit(network, CrossEntropy(), some, short, engine=engine, seed=0)[-1].images_per_second

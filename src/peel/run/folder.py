@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,11 +25,11 @@ import msgspec
 from filelock import FileLock, Timeout
 from torch import nn
 
-from ..errors import CorruptFileError, RunError, StoreError
+from ..errors import RunError, StoreError
 from ..surgery.serialization import load, save
 from ..train.checkpoint import Checkpoints
 from ..train.history import EpochRecord
-from ..utils.files import explain_full_disk, parse_object, write_bytes, write_json
+from ..utils.files import explain_full_disk, parse_object, read_file, write_bytes, write_json
 from .result import StageRecord
 
 T = TypeVar("T")
@@ -99,11 +99,8 @@ class RunFolder:
     def remove(self, name: str) -> None:
         self.path(name).unlink(missing_ok=True)
 
-    def read_bytes(self, name: str) -> bytes:
-        try:
-            return self.path(name).read_bytes()
-        except OSError as error:
-            raise RunError(f"cannot read {self.path(name)}: {error.strerror}.") from error
+    def read(self, name: str, parse: Callable[[bytes], T]) -> T:
+        return read_file(self.path(name), parse, _way_out(self.option))
 
     def write_bytes(self, name: str, data: bytes) -> None:
         with self._explained(name):
@@ -121,17 +118,6 @@ class RunFolder:
             raise RunError(
                 f"cannot write {self.path(name)}: {error.strerror}. Files written before are complete; "
                 "the same command resumes from them."
-            ) from error
-
-    @contextlib.contextmanager
-    def checked(self, name: str) -> Iterator[None]:
-        """Turns any error about the content of a file into one that names the file and how to fix it."""
-        try:
-            yield
-        except (CorruptFileError, msgspec.MsgspecError, ValueError, KeyError) as error:
-            raise CorruptFileError(
-                f"{self.path(name)} is damaged: {error} Restore it from a copy, or start a new run with "
-                f"another {self.option}."
             ) from error
 
     # Stages
@@ -172,7 +158,7 @@ class RunFolder:
     def restart_metrics(self, stage: str, history: Sequence[EpochRecord]) -> None:
         """Set the lines of a stage to those of its checkpoint: a killed run may have written more."""
         kept = []
-        for line in self.read_bytes("metrics.jsonl").split(b"\n") if self.has("metrics.jsonl") else []:
+        for line in self.read("metrics.jsonl", bytes).split(b"\n") if self.has("metrics.jsonl") else []:
             with contextlib.suppress(ValueError):
                 if parse_object(line).get("stage", stage) != stage:
                     kept.append(line.decode() + "\n")
@@ -182,14 +168,11 @@ class RunFolder:
 
 def read_json(path: Path, kind: type[T], option: str = "--output") -> T:
     """A file that a run wrote, as an object of its type; `option` names the folder in messages."""
-    try:
-        return msgspec.convert(parse_object(path.read_bytes()), kind)
-    except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror}.") from error
-    except (msgspec.ValidationError, ValueError) as error:
-        raise CorruptFileError(
-            f"{path} is damaged: {error}. Restore it from a copy, or start a new run with another {option}."
-        ) from error
+    return read_file(path, lambda data: msgspec.convert(parse_object(data), kind), _way_out(option))
+
+
+def _way_out(option: str) -> str:
+    return f"Restore it from a copy, or start a new run with another {option}."
 
 
 def _metrics_line(stage: str, epoch: EpochRecord) -> str:

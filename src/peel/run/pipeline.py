@@ -9,7 +9,7 @@ from torch import nn
 
 from ..cost.widths import Widths
 from ..data.datasets import Split, held_out_size
-from ..errors import BudgetError, ConfigError, DataError, PeelError, RunError
+from ..errors import BudgetError, ConfigError, DataError, RunError
 from ..methods.peel import HELD_OUT, check_feasible, equal_share_plan, make_plan, stage_of_round
 from ..methods.plan import Plan, assemble_plan
 from ..methods.problem import Problem
@@ -30,7 +30,7 @@ from .config import Config
 from .estimate import estimate_work, seconds_per_mac
 from .folder import RunFolder
 from .result import Result, Row, StageRecord
-from .resume import RunState, check_changes, open_or_resume, teacher_identity
+from .resume import RunState, open_or_resume, refuse_changes, teacher_identity
 from .teacher import Teacher, find_teacher, weights_hash
 from .trainer import Trainer
 
@@ -50,7 +50,6 @@ class Pipeline:
     """A plan of the user's own."""
     criterion: Criterion | None = None
     """The user's own, where it is not a name."""
-    force: bool = False
 
     folder: RunFolder | None = None
     state: RunState | None = None
@@ -181,14 +180,13 @@ class Pipeline:
             )
         with RunFolder(self.config.teacher, "--teacher") as shared:
             own = teacher_identity(self.identity)
-            state = open_or_resume(shared, "a shared teacher", own, self.environment, force=self.force)
-            self.trainer.notes = [f"The teacher: {note}" for note in state.forced]
+            open_or_resume(shared, "a shared teacher", own, self.environment)
             self.teacher_file = str(Path(self.config.teacher) / "stages" / "original.json")
             self.trainer.folder = shared
             try:
                 return self._train("original", network, objective, graph.widths)
             finally:
-                self.trainer.folder, self.trainer.notes = self.folder, []
+                self.trainer.folder = self.folder
 
     def _check_teacher(self, teacher: nn.Module) -> None:
         """Refuse a teacher whose weights changed since the last start."""
@@ -196,8 +194,8 @@ class Pipeline:
             return
         now = weights_hash(teacher)
         before = self.state.teacher_hash or now
-        changed = {"teacher_hash": (before, now)} if before != now else {}
-        check_changes(self.folder, self.state, changed, force=self.force)
+        if before != now:
+            refuse_changes(self.folder, {"teacher_hash": (before, now)})
         self.state.teacher_hash = now
         self.folder.write_json("state.json", asdict(self.state))
 
@@ -229,12 +227,13 @@ class Pipeline:
     def _stored_plan(self) -> Plan | None:
         if self.folder is None:
             return None
-        with self.folder.checked("plan.json"):
-            plan = Plan.from_json(self.folder.read_bytes("plan.json"))
-            try:
-                self.problem.graph.check(plan.widths)
-            except PeelError as error:
-                raise ValueError(str(error)) from error
+
+        def parse(data: bytes) -> Plan:
+            plan = Plan.from_json(data)
+            self.problem.graph.check(plan.widths)
+            return plan
+
+        plan = self.folder.read("plan.json", parse)
         for stage in self._backbone_stages():
             self.trainer.load_record(stage)
         return plan
@@ -323,8 +322,7 @@ class Pipeline:
                 self._add_row(name, widths)
         rows = [self.rows[name] for name in ("original", "uniform", "peel") if name in self.rows]
         told = [note for record in self.trainer.records.values() for note in record.notes]
-        forced = self.state.forced if self.state is not None else []
-        self.notes = list(dict.fromkeys([*self.notes, *told, *forced]))
+        self.notes = list(dict.fromkeys([*self.notes, *told]))
         for callback in self.trainer.callbacks:
             for note in self.notes:
                 callback.on_note(note)
@@ -335,8 +333,7 @@ class Pipeline:
 
     def _write_result(self, folder: RunFolder, rows: list[Row], slimmed: nn.Module | None) -> None:
         if slimmed is not None:
-            spec = self.trainer.records["peel"].input_spec or self.problem.data.input_spec()
-            attach_record(slimmed, replace(record_of(slimmed), input=spec))
+            attach_record(slimmed, replace(record_of(slimmed), input=self.problem.data.input_spec()))
             folder.save_model("slim", slimmed)
         records = [
             self.trainer.records[name] for name in self._backbone_stages() if name in self.trainer.records

@@ -45,7 +45,6 @@ def prune(
     output: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
     dry_run: bool = False,
-    force: bool = False,
     command: str = "peel.prune(...)",
     **settings: Any,
 ) -> Result:
@@ -54,8 +53,7 @@ def prune(
     `model` is a name of `peel.zoo` or a module; `data` a name, a folder or a `peel.Data`. All other settings
     are fields of `peel.Config`: `budget`, `seed`, `criterion`, `train={"epochs": 20}`, ... `teacher` may be a
     trained module, `criterion` an object with a `measure` method, `plan` and `backbone_init` mappings from
-    tie names to channels. `force` resumes although the recipe, the images or the code of the model changed;
-    the result says so. `dry_run` returns the plan with equal shares and the estimated time.
+    tie names to channels. `dry_run` returns the plan with equal shares and the estimated time.
 
     The process is left as it was: random states, deterministic and precision flags, threads.
 
@@ -83,7 +81,7 @@ def prune(
     with preserve_process_state():
         pipeline = _prepare(model, data if isinstance(data, Data) else str(data), config, callbacks)
         pipeline.teacher = teacher if isinstance(teacher, nn.Module) else config.teacher
-        pipeline.criterion, pipeline.force = criterion, force
+        pipeline.criterion = criterion
         pipeline.check()
         agreed = {**pipeline.identity, "teacher found": pipeline.loaded_teacher is not None}
         pipeline.world.check_equal("a setting", json.dumps(agreed, sort_keys=True))
@@ -148,9 +146,7 @@ def _prepare(
 
 def _run_in_folder(output: str | Path, pipeline: Pipeline, config: Config, command: str) -> Result:
     with RunFolder(output) as folder:
-        pipeline.state = open_or_resume(
-            folder, command, pipeline.identity, pipeline.environment, config=config, force=pipeline.force
-        )
+        pipeline.state = open_or_resume(folder, command, pipeline.identity, pipeline.environment, config)
         pipeline.folder = pipeline.trainer.folder = folder
         folder.remove("error.json")
         try:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -47,8 +46,6 @@ class StageRecord:
 
     history: list[EpochRecord]
     image_passes: int
-    input_spec: dict[str, Any] | None = None
-    """How to feed the network; None where it is unknown."""
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -7,7 +7,7 @@ import platform
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -23,23 +23,15 @@ from ..graph import ChannelGraph
 from ..train.engine import Engine
 from ..train.recipe import Recipe
 from ..utils.fingerprint import fingerprint
+from ..utils.text import flatten
 from ..version import __version__
 from .config import Config
 from .folder import EARLY_FILES, RunFolder, read_json
 
 log = logging.getLogger("peel")
 
-#: May change between two starts: they do not change what is computed.
-FREE = {"train.retries", "backbone.retries"}
-
-#: May change, with a warning: batch norm sees other micro-batches.
+#: May change between two starts, with a warning: batch norm sees other micro-batches.
 WARNED = {"accumulate"}
-
-#: `--force` resumes although these changed. After any other change finished stages would not fit the rest.
-FORCEABLE = re.compile(
-    r"(train|backbone)\.(?!epochs|batch_size)|data\.(?!classes|shape)|model\.(layers|operators|constants)"
-    r"|sync_bn|deterministic|teacher_hash"
-)
 
 
 @dataclass
@@ -51,8 +43,6 @@ class RunState:
     run_id: str
     """Stored in checkpoints to identify their run."""
     teacher_hash: str | None = None
-    forced: list[str] = field(default_factory=list)
-    """Changes that `--force` allowed, one sentence per start."""
     format: str = "peel-run"
     version: int = 2
 
@@ -133,9 +123,7 @@ def open_or_resume(
     command: str,
     identity: dict[str, Any],
     environment: dict[str, Any],
-    *,
     config: Config | None = None,
-    force: bool = False,
 ) -> RunState:
     """Start a run in the folder, or check that the one in it can be resumed with these settings."""
     if not folder.has("state.json"):
@@ -155,7 +143,8 @@ def open_or_resume(
             else {}
         )
         changed = _changes(folder, state.identity, identity, before, environment)
-        check_changes(folder, state, changed, force=force)
+        if changed:
+            refuse_changes(folder, changed)
         state.command, state.identity = command, identity
     if config is not None:
         # TOML is UTF-8; a path need not be.
@@ -177,8 +166,8 @@ def _changes(
     new: Mapping[str, Any],
 ) -> dict[str, tuple[Any, Any]]:
     """Setting -> (before, after), for changes that matter. Others are logged."""
-    first, second = _flat(before), _flat(after)
-    names = [name for name in {**first, **second} if first.get(name) != second.get(name) and name not in FREE]
+    first, second = flatten(before), flatten(after)
+    names = [name for name in {**first, **second} if first.get(name) != second.get(name)]
     changed = {name: (first.get(name), second.get(name)) for name in names}
     for name in WARNED & changed.keys():
         values = changed.pop(name)
@@ -204,38 +193,10 @@ def _changes(
     return changed
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        found.update(
-            _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-        )
-    return found
-
-
-def check_changes(
-    folder: RunFolder, state: RunState, changed: Mapping[str, tuple[Any, Any]], *, force: bool
-) -> None:
-    """An error where settings changed; with `force`, where possible, a note in the state instead."""
-    if not changed:
-        return
+def refuse_changes(folder: RunFolder, changed: Mapping[str, tuple[Any, Any]]) -> None:
     lines = [f"{name}: {old!r} -> {new!r}" for name, (old, new) in changed.items()]
-    may_force = all(FORCEABLE.match(name) for name in changed)
-    if force and may_force:
-        log.warning(
-            "%s resumes with other settings; its result will say so:\n  %s", folder.folder, "\n  ".join(lines)
-        )
-        state.forced.append(f"The run was resumed with other settings (--force): {'; '.join(lines)}.")
-        return
     shown = "\n  ".join([*lines[:12], *([f"and {len(lines) - 12} more"] if len(lines) > 12 else [])])
-    fixed = [name for name in changed if not FORCEABLE.match(name)]
-    if may_force:
-        hint = "With --force it resumes anyway, and its result says so."
-    elif force:
-        hint = f"--force cannot change {', '.join(fixed[:5])}: finished stages would not fit the rest."
-    else:
-        hint = ""
     raise RunError(
         f"{folder.folder} was started with other settings:\n  {shown}\nUse the same settings to resume it, "
-        f"or another {folder.option} to start a new run. {hint}".rstrip()
+        f"or another {folder.option} to start a new run."
     )

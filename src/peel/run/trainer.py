@@ -53,8 +53,6 @@ class Trainer:
     folder: RunFolder | None = None
     records: dict[str, StageRecord] = field(default_factory=dict)
     """Of the finished stages."""
-    notes: list[str] = field(default_factory=list)
-    """Added to the records of the stages that are trained now."""
 
     def begin_stage(self, stage: str, prefix: str = "", suffix: str = "") -> None:
         for callback in self.callbacks:
@@ -120,7 +118,7 @@ class Trainer:
     def _record(self, history: list[EpochRecord], notes: list[str]) -> StageRecord:
         passes = sum(round(epoch.images_per_second * epoch.seconds) for epoch in history)
         varies = [] if self.problem.engine.deterministic else [NOT_DETERMINISTIC]
-        return StageRecord(history, passes, self.problem.data.input_spec(), [*varies, *notes, *self.notes])
+        return StageRecord(history, passes, [*varies, *notes])
 
     def _load(self, stage: str, widths: Widths) -> nn.Module:
         """The network of a finished stage. The main process reads it and sends the weights to the others."""

@@ -1,6 +1,5 @@
 """The training loop, the same for every stage."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -10,7 +9,7 @@ from torch import nn
 
 from ..data.augmentation import EVAL, View
 from ..data.datasets import Split
-from ..errors import DataError, DivergedError
+from ..errors import DataError
 from ..utils.rng import derive_seed, seed_everything
 from .callbacks import Callback
 from .checkpoint import Checkpoints
@@ -20,8 +19,6 @@ from .objective import Objective, get_logits
 from .recipe import Recipe
 from .signals import Interrupted, defer_signals, interrupt_requested
 from .state import TrainingState
-
-log = logging.getLogger("peel")
 
 #: Steps between two checks that the loss is finite; each check waits for the device.
 CHECK_EVERY = 100
@@ -56,28 +53,20 @@ def fit(
             f"a batch of {recipe.batch_size} images exceeds the training set: choose at most {train.size}."
         )
     engine.prepare(model)
-    lr_scale = 1.0
+    seed_everything(derive_seed("model", seed, engine.world.rank))
+    state = TrainingState(model, objective, recipe, engine, checkpoints, steps_per_epoch)
     with defer_signals():
-        while True:
-            seed_everything(derive_seed("model", seed, engine.world.rank))
-            state = TrainingState(model, objective, recipe, engine, checkpoints, steps_per_epoch)
-            state.resume(lr_scale)
+        try:
+            state.resume()
             for callback in callbacks:
                 callback.on_train_begin(state.history)
-            try:
-                while state.epoch < recipe.epochs:
-                    _train_epoch(state, train, seed, checkpoint_seconds, callbacks)
-                    _end_epoch(state, test, epoch_seconds, callbacks)
-                model.eval()
-                return state.history
-            except DivergedError as error:
-                lr_scale = state.lr_scale / 2
-                if lr_scale < 0.5**recipe.retries or checkpoints is None:
-                    raise
-                level = logging.WARNING if engine.world.is_main_process else logging.DEBUG
-                log.log(level, "%s Training resumes with the learning rate times %g.", error, lr_scale)
-            finally:
-                state.train_step.release()
+            while state.epoch < recipe.epochs:
+                _train_epoch(state, train, seed, checkpoint_seconds, callbacks)
+                _end_epoch(state, test, epoch_seconds, callbacks)
+        finally:
+            state.train_step.release()
+    model.eval()
+    return state.history
 
 
 def _train_epoch(
@@ -122,13 +111,13 @@ def _end_epoch(
     except Interrupted:
         state.save()  # all steps are done: a resume repeats the evaluation only
         raise
-    extra: dict[str, Any] = {"lr_scale": state.lr_scale} if state.lr_scale < 1 else {}
+    extra: dict[str, Any] = {}
     for callback in callbacks:
         extra.update(callback.extra_metrics(model))
     record = EpochRecord(
         epoch=state.epoch + 1,
         epochs=recipe.epochs,
-        lr=recipe.lr_at(state.global_step - 1, state.steps_per_epoch) * state.lr_scale,
+        lr=recipe.lr_at(state.global_step - 1, state.steps_per_epoch),
         train=losses,
         test=asdict(metrics) if metrics is not None else None,
         seconds=seconds,

@@ -38,10 +38,6 @@ class Recipe:
     gamma: Annotated[float, Meta(ge=0, description="With steps: the factor of each drop.")] = 0.2
     label_smoothing: Annotated[float, Meta(ge=0, lt=1, description="Smoothing of the labels.")] = 0.1
     augment: Annotated[str, Meta(description="auto, none, crop, crop-flip or imagenet.")] = "auto"
-    retries: Annotated[
-        int,
-        Meta(ge=0, description="How often a diverged training restarts from a checkpoint at half the lr."),
-    ] = 0
 
     def __post_init__(self) -> None:
         if self.nesterov and self.momentum == 0:

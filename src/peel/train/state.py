@@ -1,6 +1,5 @@
 """The state of a training: progress, and what a checkpoint holds."""
 
-import logging
 import math
 import time
 from dataclasses import asdict
@@ -19,8 +18,6 @@ from .objective import Objective
 from .recipe import Recipe
 from .signals import interrupt_requested
 from .step import TrainStep
-
-log = logging.getLogger("peel")
 
 #: Several processes poll each other after every step if it takes longer than this, else after every tenth.
 SLOW_STEP_SECONDS, POLL_STEPS = 0.1, 10
@@ -62,8 +59,6 @@ class TrainingState:
         #: Steps done in this epoch.
         self.step = 0
         self.epoch_began = self.last_save = time.perf_counter()
-        #: Factor of the learning rate, halved when training returns to a checkpoint after diverging.
-        self.lr_scale = 1.0
         self.next_poll = 0
 
     @property
@@ -85,7 +80,7 @@ class TrainingState:
         return batches[self.step :, self.world.rank].flatten()
 
     def run_step(self, batch: Batch) -> None:
-        self.train_step(batch, self.recipe.lr_at(self.global_step, self.steps_per_epoch) * self.lr_scale)
+        self.train_step(batch, self.recipe.lr_at(self.global_step, self.steps_per_epoch))
         self.step += 1
 
     def end_epoch(self, record: EpochRecord) -> None:
@@ -143,9 +138,7 @@ class TrainingState:
             state = {
                 "epoch": self.epoch,
                 "step": self.step,
-                "steps_per_epoch": self.steps_per_epoch,
                 "seconds": self.seconds,
-                "lr_scale": self.lr_scale,
                 "history": [asdict(record) for record in self.history],
                 "model": self.model.state_dict(),
                 "optimizer": self.train_step.optimizer.state_dict()["state"],
@@ -156,21 +149,17 @@ class TrainingState:
         self.world.barrier()
         self.last_save = time.perf_counter()
 
-    def resume(self, lr_scale: float) -> None:
-        """Load the newest checkpoint, if there is one. `lr_scale` limits the factor of the learning rate."""
-        state = None
+    def resume(self) -> None:
+        """Load the newest checkpoint, if there is one."""
         if self.checkpoints is not None:
             state = self.world.broadcast(self.checkpoints.newest() if self.world.is_main_process else None)
             if state is not None:
                 self._load(state, self.checkpoints)
-        self.lr_scale = min(lr_scale, self.lr_scale)
-        if state is None and self.recipe.retries:
-            self.save()
 
     def _load(self, state: dict[str, Any], checkpoints: Checkpoints) -> None:
         try:
             self.model.load_state_dict(state["model"])
-            # Hyperparameters stay those of the recipe, which may have changed.
+            # Without hyperparameters: a CUDA graph reads the learning rate from a tensor of its own.
             optimizer = self.train_step.optimizer
             optimizer.load_state_dict({**optimizer.state_dict(), "state": state["optimizer"]})
             process = state["processes"][self.world.rank]
@@ -184,11 +173,7 @@ class TrainingState:
         for name, value in self.model.named_buffers():
             if name in process["buffers"]:
                 value.copy_(process["buffers"][name])
-        self.epoch, self.lr_scale = state["epoch"], state["lr_scale"]
-        if state["step"] and state["steps_per_epoch"] != self.steps_per_epoch:
-            log.warning("the number of steps per epoch has changed: epoch %d restarts.", self.epoch + 1)
-            return
-        self.step = state["step"]
+        self.epoch, self.step = state["epoch"], state["step"]
         self.epoch_began -= state["seconds"]
         for name, value in state["sums"].items():
             # The saved sums are over all processes.

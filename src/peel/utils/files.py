@@ -1,4 +1,4 @@
-"""Atomic writes, and JSON."""
+"""Atomic writes, reads with clear errors, and JSON."""
 
 import contextlib
 import errno
@@ -6,9 +6,15 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
+
+from ..errors import CorruptFileError, PeelError, RunError
+
+T = TypeVar("T")
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -52,6 +58,17 @@ def _sync_folder(folder: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_bytes(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def read_file(path: Path, parse: Callable[[bytes], T], way_out: str = "Restore it from a copy.") -> T:
+    """The parsed content of a file. Errors name the file; `way_out` ends that about damaged content."""
+    try:
+        return parse(path.read_bytes())
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror}.") from error
+    except (PeelError, msgspec.MsgspecError, ValueError, KeyError) as error:
+        reason = str(error).rstrip(".")
+        raise CorruptFileError(f"{path} is damaged: {reason}. {way_out}") from error
 
 
 def parse_object(data: bytes) -> dict[str, Any]:

@@ -1,0 +1,22 @@
+"""Values as text."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def format_duration(seconds: float) -> str:
+    """0.4 s, 18 s, 3 min 20 s, 2 h 05 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s" if whole >= 10 else f"{seconds:.1f} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested names joined by dots: {"train": {"lr": 0.1}} becomes {"train.lr": 0.1}."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
