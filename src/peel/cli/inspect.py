@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +99,7 @@ def inspection(name: str, graph: ChannelGraph) -> dict[str, Any]:
         "macs": graph.macs(),
         "params": graph.params(),
         "activation_bytes_estimate": graph.activation_bytes(),
-        "free_channel_share": graph.free_share,
+        "free_channel_fraction": graph.free_share,
         "smallest_macs": graph.macs(graph.steps),
         "groups": [
             {
@@ -136,7 +137,6 @@ def inspection(name: str, graph: ChannelGraph) -> dict[str, Any]:
 def draw(data: dict[str, Any], console: Console) -> None:
     """The inspection as tables, with the verification where there is one."""
     from rich.markup import escape
-    from rich.table import Table
 
     size = ", ".join("x".join(map(str, shape[1:])) for shape in data["input_shapes"])
     console.print(
@@ -145,30 +145,20 @@ def draw(data: dict[str, Any], console: Console) -> None:
         f"{data['activation_bytes_estimate'] / 2**20:.1f} MiB of activations (estimate)"
     )
     free = [tie for tie in data["ties"] if tie["fixed"] is None]
+    fixed = [tie for tie in data["ties"] if tie["fixed"] is not None]
     console.print(
-        f"{len(free)} free ties, {data['free_channel_share']:.0%} of all channels; the smallest network has "
-        f"{format_count(data['smallest_macs'])} MACs ({data['smallest_macs'] / max(1, data['macs']):.1%})\n"
+        f"{len(free)} free ties, {data['free_channel_fraction']:.0%} of all channels; the smallest network "
+        f"has {format_count(data['smallest_macs'])} MACs "
+        f"({data['smallest_macs'] / max(1, data['macs']):.1%})\n"
     )
-    groups = Table(title="Groups (by spatial size)", title_justify="left", title_style="bold")
-    for column in ("group", "ties", "layers", "channels", "MACs", "share", "params", "share"):
-        groups.add_column(column, justify="left" if column == "group" else "right")
-    rows = [*data["groups"]]
-    if any(data["outside_groups"].values()):
-        rows.append({"name": "(fixed)", "ties": [], "layers": "", "channels": "", **data["outside_groups"]})
-    for group in rows:
-        groups.add_row(
-            escape(group["name"]),
-            str(len(group["ties"]) or ""),
-            str(group["layers"]),
-            str(group["channels"]),
-            format_count(group["macs"]),
-            f"{group['macs'] / max(1, data['macs']):.1%}",
-            format_count(group["params"]),
-            f"{group['params'] / max(1, data['params']):.1%}",
-        )
-    console.print(groups)
-    console.print(_ties_table(free))
-    console.print(_fixed_table([tie for tie in data["ties"] if tie["fixed"] is not None]))
+    columns = ["group", "ties", "layers", "channels", "MACs", "fraction", "params", "fraction"]
+    console.print(_table("Groups (by spatial size)", columns, _group_rows(data), numbers=columns[1:]))
+    columns = ["tie", "group", "width", "layers", "tied by, remarks"]
+    console.print(
+        _table("\nTies (channels that keep the same number)", columns, map(_tie_row, free), numbers=["width"])
+    )
+    rows = ([tie["name"], str(tie["width"]), tie["fixed"]] for tie in fixed)
+    console.print(_table("\nFixed", ["tie", "width", "why"], rows, numbers=["width"]))
     for operator, place in data["unknown_operators"].items():
         console.print(
             f"[yellow]no channel rule for {escape(operator)}[/] (in {escape(place)}): "
@@ -178,43 +168,40 @@ def draw(data: dict[str, Any], console: Console) -> None:
         _draw_verification(data["verification"], console)
 
 
-def _ties_table(ties: list[dict[str, Any]]) -> Any:
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str]) -> Any:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(
-        title="\nTies (channels that keep the same number)", title_justify="left", title_style="bold"
-    )
-    table.add_column("tie", overflow="fold")
-    table.add_column("group")
-    table.add_column("width", justify="right")
-    table.add_column("layers", overflow="fold")
-    table.add_column("tied by, remarks", overflow="fold")
-    for tie in ties:
-        remarks = [_shorten(cause) for cause in tie["tied_by"] if _is_worth_showing(cause)]
-        if tie["step"] > 1:
-            remarks.insert(0, f"multiple of {tie['step']}")
-        if tie["inexact"]:
-            remarks.insert(0, f"cutting is not exactly zeroing: {tie['inexact']}")
-        others = [layer for layer in tie["layers"] if layer != tie["name"]]
-        layers = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-        remark = "; ".join(list(dict.fromkeys(remarks))[:4])
-        cells = (tie["name"], tie["group"], str(tie["width"]), layers and f"+ {layers}", remark)
-        table.add_row(*map(escape, cells))
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold", justify="right" if column in numbers else "left")
+    for row in rows:
+        table.add_row(*map(escape, row))
     return table
 
 
-def _fixed_table(ties: list[dict[str, Any]]) -> Any:
-    from rich.markup import escape
-    from rich.table import Table
+def _group_rows(data: dict[str, Any]) -> Iterator[list[str]]:
+    outside = {"name": "(fixed)", "ties": [], "layers": "", "channels": "", **data["outside_groups"]}
+    for group in [*data["groups"], *([outside] if any(data["outside_groups"].values()) else [])]:
+        costs = [
+            text
+            for key in ("macs", "params")
+            for text in (format_count(group[key]), f"{group[key] / max(1, data[key]):.1%}")
+        ]
+        ties = str(len(group["ties"]) or "")
+        yield [group["name"], ties, str(group["layers"]), str(group["channels"]), *costs]
 
-    table = Table(title="\nFixed", title_justify="left", title_style="bold")
-    table.add_column("tie", overflow="fold")
-    table.add_column("width", justify="right")
-    table.add_column("why", overflow="fold")
-    for tie in ties:
-        table.add_row(escape(tie["name"]), str(tie["width"]), escape(tie["fixed"]))
-    return table
+
+def _tie_row(tie: dict[str, Any]) -> list[str]:
+    remarks = [_shorten(cause) for cause in tie["tied_by"] if _is_worth_showing(cause)]
+    if tie["step"] > 1:
+        remarks.insert(0, f"multiple of {tie['step']}")
+    if tie["inexact"]:
+        remarks.insert(0, f"cutting is not exactly zeroing: {tie['inexact']}")
+    others = [layer for layer in tie["layers"] if layer != tie["name"]]
+    layers = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+    remark = "; ".join(list(dict.fromkeys(remarks))[:4])
+    return [tie["name"], tie["group"], str(tie["width"]), layers and f"+ {layers}", remark]
 
 
 def _is_worth_showing(cause: str) -> bool:

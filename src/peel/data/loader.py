@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..utils.environment import env_number
+from ..utils.environment import timeout_seconds
 
-#: Seconds after which a worker that does not answer counts as hanging; PEEL_TIMEOUT changes it.
-TIMEOUT = 300.0
 #: Requests per worker that are under way.
 PREFETCH = 8
 #: How many steps the GPU may be behind: more would fill its memory with batches.
@@ -55,7 +53,7 @@ class WorkerPool:
             return
         if not self._workers:
             self._start()
-        timeout = env_number("PEEL_TIMEOUT", TIMEOUT)
+        timeout = timeout_seconds()
         requests, slots = iter(requests), cycle(product(range(PREFETCH), self._workers))
         pending: deque[tuple[Request, int, _Worker]] = deque()
         try:

@@ -59,7 +59,7 @@ class Checkpoints:
                 return state
             except Exception as error:  # torch.load raises many kinds
                 reason = str(error).partition("\n")[0] or type(error).__name__
-                log.warning("%s is not used: %s. An older checkpoint is used.", path, reason)
+                log.warning("%s is not used: %s.", path, reason)
         if found:
             raise CorruptFileError(
                 f"every checkpoint of stage {self.name} in {self.folder} is corrupt or of another run: "

@@ -11,12 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
 from ..errors import ConfigError, RunError
-from ..utils.environment import env_number
+from ..utils.environment import env_number, timeout_seconds
 
 T = TypeVar("T")
-
-#: Seconds after which a process stops waiting for the others; the variable PEEL_TIMEOUT overrides it.
-TIMEOUT = 300.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ def init_distributed(device: torch.device) -> World:
                 f"WORLD_SIZE is set, but {name} is not: start processes with torchrun or --gpus."
             )
     if not dist.is_initialized():
-        timeout = timedelta(seconds=env_number("PEEL_TIMEOUT", TIMEOUT))
+        timeout = timedelta(seconds=timeout_seconds())
         # Objects travel over gloo: over NCCL each message would wait for the queued GPU work.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         store, rank, size = next(rendezvous("env://", timeout=timeout))

@@ -30,6 +30,11 @@ def env_number(variable: str, default: float) -> float:
     return value
 
 
+def timeout_seconds() -> float:
+    """After this time without an answer, another process counts as hanging; PEEL_TIMEOUT changes it."""
+    return env_number("PEEL_TIMEOUT", 300.0)
+
+
 def is_peer_lost(error: BaseException) -> bool:
     """Whether another process of a distributed run is lost. Errors of gloo have no type of their own."""
     if os.environ.get("WORLD_SIZE", "1") == "1" or not isinstance(error, RuntimeError):
