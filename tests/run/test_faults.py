@@ -44,8 +44,8 @@ def write_some_bytes_and_die(folder: Path, count: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 1000, 20_000])
 def test_after_a_kill_within_a_checkpoint_the_one_before_is_used(count: int, tmp_path: Path) -> None:
-    with RunFolder(tmp_path / "run"):
-        pass
+    with RunFolder(tmp_path / "run") as folder:
+        folder.write_json("state.json", {})
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", "peel")
     first = checkpoints.save({"number": 1}, 1, 0)
     assert exit_code(start(write_some_bytes_and_die, checkpoints.folder, count)) == -signal.SIGXFSZ

@@ -34,9 +34,6 @@ from .result import StageRecord
 
 T = TypeVar("T")
 
-#: Files that a run may have written before its state.json.
-EARLY_FILES = (".lock", ".probe", "environment.json", "config.toml")
-
 
 class RunFolder:
     """A run folder, locked while it is open. `option` is the flag that named it, for messages."""
@@ -55,13 +52,17 @@ class RunFolder:
             raise RunError(
                 f"cannot create the folder {self.folder}: {error.strerror}. Name another with {self.option}."
             ) from error
-        self.refuse_foreign_files((*EARLY_FILES, "stages", "checkpoints", "metrics.jsonl"))
         try:
+            names = sorted({entry.name for entry in self.folder.iterdir()} - {".lock"})
+            foreign = [name for name in names if not name.startswith(".writing-")]
+            if foreign and "state.json" not in names:
+                raise RunError(
+                    f"{self.folder} holds files that are not of a run ({', '.join(foreign[:3])}). "
+                    f"Name another folder with {self.option}."
+                )
             self._lock.acquire()
             for leftover in self.folder.rglob(".writing-*"):
                 leftover.unlink(missing_ok=True)
-            write_bytes(self.folder / ".probe", b"")
-            (self.folder / ".probe").unlink()
         except Timeout:
             raise RunError(
                 f"{self.folder} is in use by another process. Wait for it to end, or name another folder "
@@ -69,24 +70,11 @@ class RunFolder:
             ) from None
         except OSError as error:
             self._lock.release()
-            raise RunError(f"cannot write to the folder {self.folder}: {error.strerror}.") from error
+            raise RunError(f"cannot use the folder {self.folder}: {error.strerror}.") from error
         return self
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
-
-    def refuse_foreign_files(self, own: Sequence[str]) -> None:
-        """A folder without state.json may hold only files that an interrupted run leaves."""
-        try:
-            names = sorted(entry.name for entry in self.folder.iterdir())
-        except OSError as error:
-            raise RunError(f"cannot read the folder {self.folder}: {error.strerror}.") from error
-        foreign = [name for name in names if name not in own and not name.startswith(".writing-")]
-        if foreign and "state.json" not in names:
-            raise RunError(
-                f"{self.folder} holds files that are not of a run ({', '.join(foreign[:3])}). "
-                f"Name another folder with {self.option}."
-            )
 
     # Files
 

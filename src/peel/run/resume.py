@@ -22,11 +22,12 @@ from ..errors import RunError
 from ..graph import ChannelGraph
 from ..train.engine import Engine
 from ..train.recipe import Recipe
+from ..utils.files import parse_object
 from ..utils.fingerprint import fingerprint
 from ..utils.text import flatten
 from ..version import __version__
 from .config import Config
-from .folder import EARLY_FILES, RunFolder, read_json
+from .folder import RunFolder, read_json
 
 log = logging.getLogger("peel")
 
@@ -127,9 +128,8 @@ def open_or_resume(
 ) -> RunState:
     """Start a run in the folder, or check that the one in it can be resumed with these settings."""
     if not folder.has("state.json"):
-        folder.refuse_foreign_files(EARLY_FILES)
-        state = RunState(command, identity, _run_id(identity))
-        folder.write_json("environment.json", environment)
+        run_id = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        state = RunState(command, identity, run_id)
     else:
         state = read_json(folder.path("state.json"), RunState, folder.option)
         if (state.format, state.version) != (RunState.format, RunState.version):
@@ -137,25 +137,20 @@ def open_or_resume(
                 f"{folder.folder} was written by another version of peel (format version {state.version}). "
                 f"Resume it with that version, or start a new run with another {folder.option}."
             )
-        before = (
-            read_json(folder.path("environment.json"), dict, folder.option)
-            if folder.has("environment.json")
-            else {}
-        )
+        before = folder.read("environment.json", parse_object) if folder.has("environment.json") else {}
         changed = _changes(folder, state.identity, identity, before, environment)
         if changed:
             refuse_changes(folder, changed)
         state.command, state.identity = command, identity
+    # First: a folder without it is not that of a run.
+    folder.write_json("state.json", asdict(state))
+    if not folder.has("environment.json"):
+        folder.write_json("environment.json", environment)
     if config is not None:
         # TOML is UTF-8; a path need not be.
         folder.write_bytes("config.toml", config.to_toml().encode(errors="replace"))
-    folder.write_json("state.json", asdict(state))
     folder.run_id = state.run_id
     return state
-
-
-def _run_id(identity: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 def _changes(
