@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from ..cost.activations import Activation, ActivationCost
 from ..cost.polynomial import CostModel, Form, Term, product
-from .axes import Atom, Axis, Unit, Value, axis_size, expand, leaves, root, units_of
+from .axes import Atom, Axis, Unit, Value, axis_size, expand, units_of
 from .call import Producer, results_of, values_in
 from .capture import Capture
 from .channel_graph import ChannelGraph, Layout, Member, Run, Tie, stretches
@@ -59,7 +59,7 @@ class GraphBuilder:
                 if not any(unit in names for unit in units) and producer.layer not in names.values():
                     names[units[0]], widths[units[0]] = producer.layer, axis_size(segments)
                 continue
-            parts = stretches((root(segment.atom.unit), axis_size((segment,))) for segment in segments)
+            parts = stretches((segment.atom.unit, axis_size((segment,))) for segment in segments)
             for unit, (offset, size) in parts.items():
                 if unit not in names:
                     part = f"[{offset}:{offset + size}]" if len(units) > 1 else ""
@@ -74,11 +74,11 @@ class GraphBuilder:
             constant = 0
             times: dict[int, int] = {}
             for atom, inner in expand(axis):
-                for unit, multiple in leaves(atom.unit):
-                    if unit in self.index:
-                        times[self.index[unit]] = times.get(self.index[unit], 0) + multiple * inner
-                    else:
-                        constant += unit.size * multiple * inner
+                tie = self.index.get(atom.unit)
+                if tie is None:
+                    constant += atom.unit.size * inner
+                else:
+                    times[tie] = times.get(tie, 0) + inner
             self._forms[axis] = Form(constant, tuple(sorted(times.items())))
         return self._forms[axis]
 
@@ -87,7 +87,7 @@ class GraphBuilder:
         for axis in axes:
             runs: list[Run] = []
             for atom, inner in expand(axis):
-                unit = root(atom.unit)
+                unit = atom.unit
                 if unit in self.index:
                     number = self.atoms.setdefault(atom, len(self.atoms))
                     runs.append(Run(self.index[unit], number, inner, unit.size))
@@ -169,7 +169,7 @@ class GraphBuilder:
         for axes in self.interpreter.tensors.values():
             for atom, _ in (segment for axis in axes for segment in expand(axis)):
                 if atom.inexact is not None:
-                    inexact.setdefault(root(atom.unit), atom.inexact)
+                    inexact.setdefault(atom.unit, atom.inexact)
         return inexact
 
     def _mac_cost(self) -> CostModel:
