@@ -7,6 +7,7 @@ running. If none helps, the ties at that place are fixed, with the line of code 
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.fx import Node
 
-from ..cost.polynomial import Form
 from ..errors import TraceError
-from .attributes import Lengths, guessed_attributes
+from .attributes import Guesses, guessed_attributes
 from .axes import Axis, Unit, axis_size, fix, is_free, units_of
 from .call import module_of, results_of, values_in
 from .capture import TORCH, Capture, capture, with_batch
@@ -78,7 +78,7 @@ class AttributeSearch:
     def _attributes(self) -> dict[str, dict[str, Any]]:
         """Module -> attribute -> what it holds in terms of widths, by the guesses in use."""
         self.guesses: dict[tuple[str, str], list[Any]] = {}
-        lengths = self._lengths()
+        called, seen = self._called_lengths(), self._seen_lengths()
         found: dict[str, dict[str, Any]] = {}
         for name, module in self.model.named_modules():
             attributes: dict[str, Any] = {
@@ -86,7 +86,7 @@ class AttributeSearch:
                 for attribute, axis in self.findings.attributes.get(name, {}).items()
                 if is_free(axis) and getattr(module, attribute, None) == axis_size(axis)
             }
-            for attribute, guesses in guessed_attributes(module, lengths.get(name, Lengths())).items():
+            for attribute, guesses in guessed_attributes(name, module, called, seen).items():
                 if attribute in attributes:
                     continue
                 self.guesses[name, attribute] = guesses
@@ -97,21 +97,22 @@ class AttributeSearch:
                 found[name] = attributes
         return found
 
-    def _lengths(self) -> dict[str, Lengths]:
-        """Module -> the lengths that its operators were called with, in terms of widths."""
-        form = self.builder.form
-        lengths: dict[str, Lengths] = {}
-        for module, number, axis in self.findings.lengths:
-            _add(lengths.setdefault(module, Lengths()).single.setdefault(number, []), form(axis))
-        for module, numbers, axes in self.findings.length_lists:
-            listed = tuple(form(axis) for axis in axes)
-            lists = lengths.setdefault(module, Lengths()).lists.setdefault(numbers, [])
-            if any(item.units for item in listed) and listed not in lists:
-                lists.append(listed)
+    def _called_lengths(self) -> Guesses:
+        """The lengths that operators were called with, in terms of widths."""
+        lengths: Guesses = defaultdict(list)
+        for module, numbers, axes in self.findings.lengths:
+            forms = tuple(self.builder.form(axis) for axis in axes)
+            if any(form.units for form in forms):
+                lengths[module, numbers].append(forms if isinstance(numbers, tuple) else forms[0])
+        return lengths
+
+    def _seen_lengths(self) -> Guesses:
+        """The lengths of axes that operators only worked on, last operator first."""
+        lengths: Guesses = defaultdict(list)
         for node in reversed(self.operators if self.use_seen else []):
-            seen = lengths.setdefault(module_of(node), Lengths()).seen
             for axis in self._axes_at(node):
-                _add(seen.setdefault(form(axis).value(self.builder.original), []), form(axis))
+                if self.builder.form(axis).units:
+                    lengths[module_of(node), axis_size(axis)].append(self.builder.form(axis))
         return lengths
 
     def _try_next_guess(self, failure: Failure) -> bool:
@@ -156,7 +157,7 @@ class AttributeSearch:
     def _suspects(self, failure: Failure) -> Iterator[list[Axis]]:
         """Axes near the failure: those called with a length, then those of the operators, then all axes."""
         for module in reversed(failure.modules):
-            yield [axis for name, _, axis in self.findings.lengths if name == module]
+            yield [axis for name, _, axes in self.findings.lengths if name == module for axis in axes]
             yield [a for node in self.operators if module_of(node) == module for a in self._axes_at(node)]
         yield [axis for axes in self.interpreter.tensors.values() for axis in axes]
 
@@ -181,7 +182,7 @@ class AttributeSearch:
         node, axes = mismatch
         suspects = [axis for axis in axes if is_free(axis)]
         suspects = suspects or [axis for axis in self._axes_at(node) if is_free(axis)]
-        for axis in suspects or [axis for _, _, axis in self.findings.lengths]:
+        for axis in suspects or [axis for _, _, axes in self.findings.lengths for axis in axes]:
             fix(axis, _reason(module_of(node), _line_of(node)))
         return not any(unit.fixed is not None for unit in self.builder.free)
 
@@ -206,11 +207,6 @@ class AttributeSearch:
         """The axes of the results and arguments of an operator."""
         values = (self.interpreter.values.get(item) for item in (node, *node.all_input_nodes))
         return [axis for item in values for value in values_in(item) for axis in value]
-
-
-def _add(forms: list[Form], form: Form) -> None:
-    if form.units and form not in forms:
-        forms.append(form)
 
 
 def _reason(module: str, line: str) -> str:

@@ -64,10 +64,8 @@ class Findings:
     """Weight -> the axes over which it sums its input."""
     scales: dict[str, None] = field(default_factory=dict)
     """Weights of norm layers, in order."""
-    lengths: list[tuple[str, int, Axis]] = field(default_factory=list)
-    """(module, number, axis): lengths that an operator was called with, perhaps from an attribute."""
-    length_lists: list[tuple[str, tuple[int, ...], Value]] = field(default_factory=list)
-    """(module, numbers, axes): the same for whole lists of lengths."""
+    lengths: list[tuple[str, int | tuple[int, ...], Value]] = field(default_factory=list)
+    """(module, number or numbers, axes): lengths that an operator was called with, perhaps attributes."""
     attributes: dict[str, dict[str, Axis]] = field(default_factory=dict)
     """Module -> attribute that layers of its kind have -> the axis whose length it must hold."""
     operators: list[str] = field(default_factory=list)
@@ -202,26 +200,29 @@ class Call:
         spatial = self.shape[1:-1] if operator_of(self.node) == "aten::linear" else self.shape[2:]
         self.findings.producers.append(Producer(self.layer(), axis, self.node, spatial))
 
-    def costs(self, axes: Value) -> None:
+    def costs(self, axes: Value, output: Axis = ()) -> None:
         """The operator does one multiply-add for each element of the product of these axes."""
-        producers = self.findings.producers
-        output = producers[-1].axis if producers and producers[-1].node is self.node else ()
         if self.counting:
             self.findings.mac_terms.append(MacTerm(self.layer(), axes, output))
 
     def sums_over(self, weight: Value, place: int) -> None:
         """The operator sums over this axis of its weight: a channel whose slice is zero has no effect."""
-        source = self.node.args[1]
-        if isinstance(source, Node) and source in self.tensor_of:
-            self.findings.consumers.setdefault(self.tensor_of[source], set()).add(place)
-        else:
+        name = self._parameter(1)
+        if name is None:
             self.mark_inexact(weight[place], f"the weight of {self} is computed from parameters")
+        else:
+            self.findings.consumers.setdefault(name, set()).add(place)
 
     def scales(self, place: int) -> None:
         """The argument at this place scales each channel (the weight of a norm layer)."""
-        source = self.node.args[place] if len(self.node.args) > place else None
-        if isinstance(source, Node) and source in self.tensor_of:
-            self.findings.scales[self.tensor_of[source]] = None
+        name = self._parameter(place)
+        if name is not None:
+            self.findings.scales[name] = None
+
+    def _parameter(self, place: int) -> str | None:
+        """The parameter or buffer that is the argument at this place; None if it is anything else."""
+        source = self.node.args[place] if place < len(self.node.args) else None
+        return self.tensor_of.get(source) if isinstance(source, Node) else None
 
     def has_attributes(self, **axes: Axis) -> None:
         """Attributes of the layer (`out_channels=...`) that hold the length of an axis."""
@@ -230,11 +231,11 @@ class Call:
     def has_length(self, number: int, axis: Axis) -> None:
         """The operator was called with this length for this axis."""
         if number > 1 and is_free(axis):
-            self.findings.lengths.append((self.module, number, axis))
+            self.findings.lengths.append((self.module, number, (axis,)))
 
     def has_lengths(self, numbers: Sequence[int], axes: Value) -> None:
         """The operator was called with these lengths for these axes, one by one or as a list."""
         for number, axis in zip(numbers, axes, strict=True):
             self.has_length(number, axis)
         if any(is_free(axis) for axis in axes):
-            self.findings.length_lists.append((self.module, tuple(numbers), axes))
+            self.findings.lengths.append((self.module, tuple(numbers), axes))

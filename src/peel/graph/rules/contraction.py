@@ -39,7 +39,7 @@ def _conv(call: Call, value: Value, weight: Value, bias: Value | None = None, *o
         call.sums_over(weight, 1)
         call.same_size(call.cut_evenly(outputs, groups), "grouped")
     result = _layer(call, value, weight, bias, outputs, groups)
-    call.costs((*weight, *value[: 1 - len(weight)], *result[2 - len(weight) :]))
+    call.costs((*weight, *value[: 1 - len(weight)], *result[2 - len(weight) :]), outputs)
     return result
 
 
@@ -59,7 +59,7 @@ def _conv_transpose(
         call.same_size(call.cut_evenly(channels, groups), "grouped")
         outputs = expand(weight[1]) * groups
     result = _layer(call, value, weight, bias, outputs, groups)
-    call.costs((*weight, *value[: 1 - len(weight)], *value[2 - len(weight) :]))
+    call.costs((*weight, *value[: 1 - len(weight)], *value[2 - len(weight) :]), outputs)
     return result
 
 
@@ -86,7 +86,7 @@ def _linear(call: Call, value: Value, weight: Value, bias: Value | None = None) 
         call.unify(bias[0], weight[0])
     call.produces(weight[0])
     call.has_attributes(in_features=value[-1], out_features=weight[0])
-    call.costs((*weight, *value[:-1]))
+    call.costs((*weight, *value[:-1]), weight[0])
     return (*value[:-1], weight[0])
 
 
