@@ -116,6 +116,13 @@ def values_in(item: Any) -> list[Value]:
     return [value for part in item for value in values_in(part)]
 
 
+def places_of(dims: Any, value: Value) -> set[int]:
+    """The places of axes that an operator is called with: a number, a list, or nothing for all of them."""
+    if dims is None or dims == []:
+        return set(range(len(value)))
+    return {dim % len(value) for dim in (dims if isinstance(dims, list) else [dims])}
+
+
 def fix_all(item: Any, reason: str) -> None:
     """Fix every axis of every tensor in an argument or result."""
     for value in values_in(item):
@@ -149,9 +156,9 @@ class Call:
         """The shape of the result, or of the first one."""
         return tuple(results_of(self.node)[0].shape)
 
-    @property
-    def has_many_results(self) -> bool:
-        return isinstance(self.node.meta["val"], list | tuple)
+    def result(self, value: Value) -> Any:
+        """The result of an operator that returns one tensor or two of one shape (`max` with indices)."""
+        return (value, value) if isinstance(self.node.meta["val"], list | tuple) else value
 
     # What must be equal, and what is fixed
 

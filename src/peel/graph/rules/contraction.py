@@ -3,7 +3,7 @@
 They are also where the cost is: one multiply-add for each element of a product of axes (`Call.costs`).
 """
 
-from typing import Any, cast
+from typing import Any
 
 from ..axes import Axis, Value, axis_size, constant, expand, is_free, repeat_each
 from ..call import Call, rule
@@ -119,18 +119,18 @@ def _addmm(call: Call, bias: Value, first: Value, second: Value, **options: Any)
 
 
 @rule("einsum")
-def _einsum(call: Call, equation: str, values: list[Value], **options: Any) -> Value:
+def _einsum(call: Call, equation: str, values: list[Value], **options: Any) -> Any:
     """Axes with the same letter are one axis. A letter that is summed over is fixed."""
     left, right = equation.replace(" ", "").split("->")
     terms = left.split(",")
     not_covered = f"{call}: the rule does not cover the equation {equation}"
     if "." in equation or len(terms) > 2:
-        return cast(Value, call.refuse(not_covered))
+        return call.refuse(not_covered)
     axis_of: dict[str, Axis] = {}
     for term, value in zip(terms, values, strict=True):
         for letter, axis in zip(term, value, strict=True):
             if axis_size(axis_of.setdefault(letter, axis)) != axis_size(axis):
-                return cast(Value, call.refuse(not_covered))
+                return call.refuse(not_covered)
             call.unify(axis_of[letter], axis)
     for letter, axis in axis_of.items():
         if letter not in right:
@@ -141,8 +141,7 @@ def _einsum(call: Call, equation: str, values: list[Value], **options: Any) -> V
 
 
 @rule("scaled_dot_product_attention")
-def _attention(call: Call, query: Value, key: Value, value: Value, *rest: Any, **options: Any) -> Value:
+def _attention(call: Call, query: Value, key: Value, value: Value, *rest: Any, **options: Any) -> Any:
     call.costs((*query, key[-2]))
     call.costs((*query[:-1], key[-2], value[-1]))
-    result: Value = call.refuse(f"{call}: channels of attention heads")
-    return result
+    return call.refuse(f"{call}: channels of attention heads")

@@ -17,7 +17,7 @@ from ..axes import (
     unknown,
     unmerge,
 )
-from ..call import Call, rule
+from ..call import Call, places_of, rule
 
 # Views and permutations
 
@@ -69,15 +69,9 @@ def _move_axes(call: Call, value: Value, *args: Any) -> Value:
     return tuple(value[size - 2] if size > 1 else constant(1) for size in moved.shape)
 
 
-def _places(dims: Any, value: Value) -> set[int]:
-    if dims is None:
-        return set(range(len(value)))
-    return {dim % len(value) for dim in (dims if isinstance(dims, list) else [dims])}
-
-
 @rule("squeeze squeeze_")
 def _squeeze(call: Call, value: Value, dims: Any = None) -> Value:
-    places = _places(dims, value)
+    places = places_of(dims, value)
     return tuple(axis for i, axis in enumerate(value) if i not in places or axis_size(axis) != 1)
 
 
@@ -106,10 +100,9 @@ def _repeat(call: Call, value: Value, times: list[int]) -> Value:
 
 
 @rule("repeat_interleave")
-def _repeat_interleave(call: Call, value: Value, times: Any, dim: Any = None, **options: Any) -> Value:
+def _repeat_interleave(call: Call, value: Value, times: Any, dim: Any = None, **options: Any) -> Any:
     if not isinstance(times, int) or dim is None:
-        refused: Value = call.refuse(f"{call}: the rule covers one number of repeats along one axis")
-        return refused
+        return call.refuse(f"{call}: the rule covers one number of repeats along one axis")
     return replace_axis(value, dim, repeat_each(value[dim], times))
 
 
@@ -233,7 +226,7 @@ def _pad(
 
 @rule("roll")
 def _roll(call: Call, value: Value, amount: Any, dims: Any = None) -> Value:
-    for place in _places(dims or None, value):
+    for place in places_of(dims, value):
         call.fix(value[place], f"{call} moves channels along their axis")
     return value
 
