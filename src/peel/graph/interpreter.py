@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from ..errors import TraceError
 from ..utils.fingerprint import fingerprint
@@ -23,6 +23,8 @@ from .rules import RULES
 
 #: Checks that export leaves in the graph. They return nothing.
 _IGNORED = {"aten::_assert_tensor_metadata", "aten::_assert_async", "aten::sym_constrain_range_for_size"}
+
+_CONSTANT = "a constant of the code"
 
 _CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -75,18 +77,20 @@ class Interpreter:
             return
         if counting and node.name in capture.constants:
             self.findings.constants.append(fingerprint([capture.constants[node.name]]))
-        reason = "it enters the model" if node.name in capture.inputs else "a constant of the code"
+        reason = "it enters the model" if node.name in capture.inputs else _CONSTANT
         self.values[node] = constants_like(node.meta.get("val"), reason)
 
     def _evaluate(self, node: Node, counting: bool) -> None:
         if node.op == "get_attr":
-            self.values[node] = constants_like(node.meta.get("val"), "a constant of the code")
-        elif node.op == "call_function" and node.target is operator.getitem:
-            collection, index = node.args
-            assert isinstance(collection, Node)
-            self.values[node] = self.values[collection][index]
+            target = getattr(node.graph.owning_module, str(node.target), None)
+            is_graph = isinstance(target, GraphModule)
+            self.values[node] = target if is_graph else constants_like(node.meta.get("val"), _CONSTANT)
+        elif node.target is operator.getitem:
+            collection, index = map(self._read, node.args)
+            self.values[node] = collection[index]
         elif node.op == "call_function":
-            region = next((i for i, arg in enumerate(node.args) if _graph_of(arg) is not None), None)
+            args = map(self._read, node.args)
+            region = next((i for i, arg in enumerate(args) if isinstance(arg, GraphModule)), None)
             if region is not None:
                 self.values[node] = self._inline(node, region, counting)
             else:
@@ -94,10 +98,8 @@ class Interpreter:
 
     def _inline(self, node: Node, region: int, counting: bool) -> Any:
         """Run through a region under autocast or no_grad, which is captured as a graph of its own."""
-        graph = _graph_of(node.args[region])
-        assert graph is not None
         args = iter(node.args[region + 1 :])
-        for inner in graph.nodes:
+        for inner in self._read(node.args[region]).graph.nodes:
             if inner.op == "placeholder":
                 arg = next(args)
                 self.values[inner] = self._read(arg)
@@ -143,14 +145,6 @@ class Interpreter:
         if isinstance(arg, list | tuple):
             return [self._read(item) for item in arg]
         return arg
-
-
-def _graph_of(arg: Any) -> Graph | None:
-    """The graph that an argument refers to, if it refers to one."""
-    if not isinstance(arg, Node) or arg.op != "get_attr" or arg.graph.owning_module is None:
-        return None
-    target = getattr(arg.graph.owning_module, str(arg.target), None)
-    return target.graph if isinstance(target, GraphModule) else None
 
 
 def _constants_of(node: Node) -> str:

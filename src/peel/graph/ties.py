@@ -35,9 +35,7 @@ class GraphBuilder:
         self.names, self.widths = self._name_units()
         self.free = [unit for unit in self.names if unit.fixed is None]
         self.index = {unit: i for i, unit in enumerate(self.free)}
-        self.original = [unit.size for unit in self.free]
         self.atoms: dict[Atom, int] = {}
-        self._forms: dict[Axis, Form] = {}
 
     def _fix_leftovers(self) -> None:
         """Fix units that no layer produces, and units of one channel."""
@@ -70,17 +68,15 @@ class GraphBuilder:
 
     def form(self, axis: Axis) -> Form:
         """The length of an axis as a constant plus units of ties."""
-        if axis not in self._forms:
-            constant = 0
-            times: dict[int, int] = {}
-            for atom, inner in expand(axis):
-                tie = self.index.get(atom.unit)
-                if tie is None:
-                    constant += atom.unit.size * inner
-                else:
-                    times[tie] = times.get(tie, 0) + inner
-            self._forms[axis] = Form(constant, tuple(sorted(times.items())))
-        return self._forms[axis]
+        constant = 0
+        times: dict[int, int] = {}
+        for atom, inner in expand(axis):
+            tie = self.index.get(atom.unit)
+            if tie is None:
+                constant += atom.unit.size * inner
+            else:
+                times[tie] = times.get(tie, 0) + inner
+        return Form(constant, tuple(sorted(times.items())))
 
     def _layout(self, axes: Value) -> Layout:
         result = []
