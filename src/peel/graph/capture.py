@@ -31,7 +31,7 @@ class Capture:
     """One captured forward pass."""
 
     nodes: tuple[Node, ...]
-    """The operators in order, after the placeholders."""
+    """The placeholders, then the operators in order."""
     tensors: dict[str, str]
     """Placeholder name -> name of its parameter or buffer."""
     constants: dict[str, Tensor]
@@ -42,51 +42,46 @@ class Capture:
     """The nodes whose values the model returns."""
 
 
-def as_args(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of one forward call, from a tensor, a tuple or a dict."""
-    if not isinstance(example_input, Tensor | tuple | dict):
+def with_batch(example_input: Any, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a call with `batch` samples: the first sample, repeated."""
+    if isinstance(example_input, Tensor):
+        example_input = (example_input,)
+    if not isinstance(example_input, tuple | dict):
         raise TraceError(
             f"example_input is a {type(example_input).__name__}; give a tensor with a batch axis first "
             "(torch.randn(1, 3, 224, 224), say), a tuple of positional or a dict of keyword arguments."
         )
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
-    if isinstance(example_input, dict):
-        kwargs = example_input
-    else:
-        args = example_input if isinstance(example_input, tuple) else (example_input,)
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    if not tensors:
+    values = example_input.values() if isinstance(example_input, dict) else example_input
+    shapes = [tuple(value.shape) for value in values if isinstance(value, Tensor)]
+    if not shapes:
         raise TraceError("example_input holds no tensor.")
-    if any(tensor.ndim == 0 or 0 in tensor.shape for tensor in tensors):
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise TraceError(f"example_input has shape {shapes}; a tensor needs a batch axis and no empty axis.")
-    return args, kwargs
-
-
-def with_batch(example_input: Any, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with `batch` samples: the first sample of each tensor, repeated."""
-    args, kwargs = as_args(example_input)
+    if any(not shape or 0 in shape for shape in shapes):
+        given = ", ".join(map(str, shapes))
+        raise TraceError(f"example_input has shape {given}; a tensor needs a batch axis and no empty axis.")
 
     def resize(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         return value.detach()[:1].expand(batch, *value.shape[1:]).contiguous()
 
-    return tuple(resize(value) for value in args), {key: resize(value) for key, value in kwargs.items()}
+    if isinstance(example_input, dict):
+        return (), {key: resize(value) for key, value in example_input.items()}
+    return tuple(resize(value) for value in example_input), {}
 
 
-def structural_copy(model: nn.Module, replace: dict[int, Tensor] | None = None) -> nn.Module:
+def structural_copy(
+    model: nn.Module, replace: dict[int, Tensor] | None = None, *, keep_hooks: bool = False
+) -> nn.Module:
     """A copy with new modules and shared tensors, except those replaced (by the `id` of the original).
 
-    The user's forward hooks are left out. torch's own (weight norm has one) are part of the model and are
-    kept.
+    Without `keep_hooks` the user's forward hooks are left out. torch's own (weight norm has one) are part of
+    the model and are kept.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     memo.update(computed_tensors(model))
     memo.update(replace or {})
     twin = copy.deepcopy(model, memo)
-    for module in twin.modules():
+    for module in () if keep_hooks else twin.modules():
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             hooks = getattr(module, name)  # torch has no public way to list hooks
             for key, hook in list(hooks.items()):

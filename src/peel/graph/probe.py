@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map  # has no public name
 from ..cost.count import OperatorCount, plain_attention
 from .capture import untouched, user_frame, with_batch
 from .channel_graph import ChannelGraph
-from .rebuild import rebuild
+from .rebuild import empty_as, rebuild
 
 _GOLDEN = 0.6180339887
 
@@ -95,14 +95,13 @@ class _ShapesOnly(OperatorCount):  # type: ignore[no-untyped-call]
     """Skips operators that keep the shape: on the meta device torch takes a slow path for each of them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        packet = func._overloadpacket
-        if not (args and isinstance(args[0], Tensor) and args[0].is_meta):
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        if packet in _SHAPE_PRESERVING:
-            return args[0]
-        if packet is torch.ops.aten.native_batch_norm:
+        if args and isinstance(args[0], Tensor) and args[0].is_meta:
             value, *vectors = args[:5]
-            if all(vector is None or vector.shape[0] == value.shape[1] for vector in vectors):
+            if func._overloadpacket in _SHAPE_PRESERVING:
+                return value
+            if func._overloadpacket is torch.ops.aten.native_batch_norm and all(
+                vector is None or vector.shape[0] == value.shape[1] for vector in vectors
+            ):
                 return value, value.new_empty(0), value.new_empty(0)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -112,15 +111,11 @@ _SHAPE_PRESERVING = {getattr(torch.ops.aten, name) for name in _ACTIVATIONS.spli
 
 
 def _meta(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    new = torch.empty(shape, dtype=tensor.dtype, device="meta")
-    return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
+    return empty_as(tensor, shape, device="meta")
 
 
 def _zeros(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if tuple(tensor.shape) == shape:
-        return tensor
-    new = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
-    return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
+    return tensor if tensor.shape == shape else empty_as(tensor, shape).zero_()
 
 
 def _track(model: nn.Module, running: list[str]) -> None:

@@ -1,13 +1,12 @@
 """A model rebuilt at other widths: the same classes and code, with tensors of other shapes."""
 
-import copy
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from .attributes import evaluate, set_attributes
-from .capture import computed_tensors, structural_copy
+from .capture import structural_copy
 from .channel_graph import ChannelGraph
 
 
@@ -31,10 +30,8 @@ def rebuild(
 ) -> nn.Module:
     """A copy of the model whose tensors are made by `make(original, new shape)`, with attributes to match."""
     shapes = new_shapes(graph, units)
-    replaced = computed_tensors(model)
-    for name, tensor in tensors_of(model).items():
-        replaced[id(tensor)] = make(tensor, shapes[name])
-    twin = copy.deepcopy(model, dict(replaced)) if keep_hooks else structural_copy(model, replaced)
+    replaced = {id(tensor): make(tensor, shapes[name]) for name, tensor in tensors_of(model).items()}
+    twin = structural_copy(model, replaced, keep_hooks=keep_hooks)
     for name, attributes in evaluate(graph.attributes, units).items():
         set_attributes(twin.get_submodule(name), attributes)
     return twin
@@ -44,9 +41,9 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def empty_as(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def empty_as(tensor: Tensor, shape: tuple[int, ...], device: str | None = None) -> Tensor:
     """An uninitialized tensor of another shape, like the given one in everything else."""
-    new = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    new = torch.empty(shape, dtype=tensor.dtype, device=device or tensor.device)
     is_channels_last = tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     if is_channels_last and not tensor.is_contiguous():
         new = new.to(memory_format=torch.channels_last)
