@@ -1,6 +1,6 @@
 """From the findings of the rules to a `ChannelGraph`: named ties, costs as polynomials, tensor layouts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -94,11 +94,9 @@ class GraphBuilder:
             result.append(tuple(runs))
         return tuple(result)
 
-    def _charged_tie(self, *axes: Axis) -> int:
-        """The first tie in the axes; -1 if there is none."""
-        return next((tie for axis in axes for tie, _ in self.form(axis).units), -1)
-
-    def _product(self, layer: str, tie: int, axes: Value) -> Term:
+    def _term(self, layer: str, axes: Value, charged: Iterable[Axis]) -> Term:
+        """The product of the axes, charged to the first tie in `charged`; to -1 if there is none."""
+        tie = next((tie for axis in charged for tie, _ in self.form(axis).units), -1)
         return product(layer, tie, [self.form(axis) for axis in axes])
 
     # Parts of the graph
@@ -128,7 +126,9 @@ class GraphBuilder:
     def _ties(self, layouts: dict[str, Layout]) -> dict[str, Tie]:
         spatial = spatial_sizes(self.producers, self.captured, self.interpreter)
         members = self._members(layouts)
-        inexact = self._inexact()
+        tensors = self.interpreter.tensors.values()
+        atoms = [segment.atom for axes in tensors for axis in axes for segment in expand(axis)]
+        inexact = {atom.unit: atom.inexact for atom in reversed(atoms) if atom.inexact is not None}
         return {
             name: Tie(
                 name=name,
@@ -160,33 +160,21 @@ class GraphBuilder:
                         members.setdefault(unit, []).append(Member(name, place, offset, size, multiplicity))
         return members
 
-    def _inexact(self) -> dict[Unit, str]:
-        inexact: dict[Unit, str] = {}
-        for axes in self.interpreter.tensors.values():
-            for atom, _ in (segment for axis in axes for segment in expand(axis)):
-                if atom.inexact is not None:
-                    inexact.setdefault(atom.unit, atom.inexact)
-        return inexact
-
     def _mac_cost(self) -> CostModel:
+        terms = self.findings.mac_terms
         return CostModel(
-            tuple(
-                self._product(term.layer, self._charged_tie(term.output, *term.axes), term.axes)
-                for term in self.findings.mac_terms
-            )
+            tuple(self._term(term.layer, term.axes, (term.output, *term.axes)) for term in terms)
         )
 
     def _param_cost(self) -> CostModel:
         tensors = self.interpreter.tensors
         layer_of = {name: name.rpartition(".")[0] or name for name, _ in self.model.named_parameters()}
-        charged: dict[str, int] = {}
+        # A layer is charged to one tie as a whole: the bias of a classifier goes with its weight.
+        charged: dict[str, list[Axis]] = {}
         for name, layer in layer_of.items():
-            # A layer is charged to one tie as a whole: the bias of a classifier goes with its weight.
-            if charged.get(layer, -1) < 0:
-                charged[layer] = self._charged_tie(*tensors[name])
-        return CostModel(
-            tuple(self._product(layer, charged[layer], tensors[name]) for name, layer in layer_of.items())
-        )
+            charged.setdefault(layer, []).extend(tensors[name])
+        terms = (self._term(layer, tensors[name], charged[layer]) for name, layer in layer_of.items())
+        return CostModel(tuple(terms))
 
     def _activation_cost(self) -> ActivationCost:
         """Results of operators and when they are alive. Views and in-place results prolong that."""
