@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Node
 
 from ..errors import TraceError
@@ -36,7 +35,7 @@ class Capture:
     """Placeholder name -> name of its parameter or buffer."""
     constants: dict[str, Tensor]
     """Placeholder name -> the constant tensor of the code that it stands for."""
-    inputs: frozenset[str]
+    inputs: frozenset[Any]
     """Names of the placeholders of the model's inputs."""
     outputs: tuple[Node, ...]
     """The nodes whose values the model returns."""
@@ -126,22 +125,16 @@ def capture(model: nn.Module, example_input: Any, *, training: bool = False) -> 
             program = torch.export.export(twin, args, kwargs, strict=False)
         except Exception as error:
             raise TraceError(_explain(model, error, args, kwargs)) from error
-    tensors: dict[str, str] = {}
-    constants: dict[str, Tensor] = {}
-    inputs: set[str] = set()
-    for spec in program.graph_signature.input_specs:
-        if spec.kind is InputKind.USER_INPUT:
-            inputs.add(spec.arg.name)
-        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target is not None:
-            tensors[spec.arg.name] = spec.target
-        elif isinstance(constant := program.constants.get(spec.target or ""), Tensor):
-            constants[spec.arg.name] = constant
-    returned = {
-        spec.arg.name for spec in program.graph_signature.output_specs if spec.kind == OutputKind.USER_OUTPUT
-    }
-    nodes = tuple(program.graph.nodes)
-    outputs = tuple(node for node in nodes if node.name in returned)
-    return Capture(nodes, tensors, constants, frozenset(inputs), outputs)
+    signature = program.graph_signature
+    nodes, returned = tuple(program.graph.nodes), signature.user_outputs
+    constants = signature.inputs_to_lifted_tensor_constants
+    return Capture(
+        nodes=nodes,
+        tensors={**signature.inputs_to_parameters, **signature.inputs_to_buffers},
+        constants={name: program.constants[target] for name, target in constants.items()},
+        inputs=frozenset(signature.user_inputs),
+        outputs=tuple(node for node in nodes if node.name in returned),
+    )
 
 
 def user_frame(error: Exception) -> traceback.FrameSummary | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..axes import Axis, Value, axis_size, constant, expand, is_free, repeat_each
 from ..call import Call, rule
+from .elementwise import broadcast
 
 
 def _spatial(call: Call, value: Value, rank: int) -> list[Axis]:
@@ -95,13 +96,7 @@ def _matmul(call: Call, first: Value, second: Value) -> Value:
     """A product of two computed tensors, as in attention: the inner axis is fixed, the outer axes pass."""
     call.unify(first[-1], second[-2] if len(second) > 1 else second[0])
     call.fix(first[-1], f"{call} sums over it between two computed tensors")
-    outer_first, outer_second = first[:-2], second[:-2]
-    batch = list(outer_first if len(outer_first) >= len(outer_second) else outer_second)
-    for place in range(-min(len(outer_first), len(outer_second)), 0):
-        a, b = outer_first[place], outer_second[place]
-        if axis_size(a) > 1 and axis_size(b) > 1:
-            call.unify(a, b)
-        batch[place] = a if axis_size(a) > 1 else b
+    batch = broadcast(call, first[:-2], second[:-2])
     rows = first[-2:-1] if len(first) > 1 else ()
     columns = second[-1:] if len(second) > 1 else ()
     if rows and columns:  # torch does not count products with vectors either
@@ -111,11 +106,7 @@ def _matmul(call: Call, first: Value, second: Value) -> Value:
 
 @rule("addmm baddbmm")
 def _addmm(call: Call, bias: Value, first: Value, second: Value, **options: Any) -> Value:
-    result = _matmul(call, first, second)
-    for place in range(-len(bias), 0):
-        if axis_size(bias[place]) > 1:
-            call.unify(bias[place], result[place])
-    return result
+    return broadcast(call, bias, _matmul(call, first, second))
 
 
 @rule("einsum")
