@@ -217,8 +217,5 @@ def _reason(module: str, line: str) -> str:
 def _line_of(node: Node) -> str:
     """The last line of the user's code on the way to an operator."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.stack_trace or "")
-    own = [(path, line, code) for path, line, code in frames if not path.startswith(TORCH)]
-    if not own:
-        return str(node.target)
-    path, line, code = own[-1]
-    return f"{Path(path).name}:{line} `{code.strip()}`"
+    own = [frame for frame in frames if not frame[0].startswith(TORCH)]
+    return "{}:{} `{}`".format(Path(own[-1][0]).name, *own[-1][1:]) if own else str(node.target)

@@ -102,7 +102,9 @@ def results_of(node: Node) -> list[Tensor]:
 
 
 def constants_like(value: Any, reason: str) -> Any:
-    """Constant axes for a tensor; anything else stays as it is."""
+    """Constant axes for a tensor, or for each of a list of tensors; anything else stays as it is."""
+    if isinstance(value, list | tuple):
+        return tuple(constants_like(item, reason) for item in value)
     return tuple(constant(size, reason) for size in value.shape) if isinstance(value, Tensor) else value
 
 
@@ -177,10 +179,7 @@ class Call:
     def refuse(self, reason: str) -> Any:
         """Fix every axis of every argument. Returns a result whose axes are all constant."""
         fix_all(self.args, reason)
-        result = self.node.meta.get("val")
-        if isinstance(result, list | tuple):
-            return tuple(constants_like(item, reason) for item in result)
-        return constants_like(result, reason)
+        return constants_like(self.node.meta.get("val"), reason)
 
     # Cuts
 

@@ -26,11 +26,6 @@ _IGNORED = {"aten::_assert_tensor_metadata", "aten::_assert_async", "aten::sym_c
 
 _CONSTANT = "a constant of the code"
 
-_CONVOLUTIONS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
-
 
 class Interpreter:
     """Runs the rules over captures. Equalities go into the axes, the rest into `findings`."""
@@ -54,7 +49,7 @@ class Interpreter:
             self.tensors[name] = self.tensors.get(first[id(tensor)]) or tuple(axes)
         # Fix kernel axes before anything is computed from a weight: weight standardization flattens them.
         for name, module in model.named_modules():
-            if isinstance(module, _CONVOLUTIONS):
+            if hasattr(module, "kernel_size"):
                 for axis in self.tensors.get(f"{name}.weight" if name else "weight", ())[2:]:
                     fix(axis, "kernel size")
 

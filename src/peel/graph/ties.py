@@ -1,5 +1,6 @@
 """From the findings of the rules to a `ChannelGraph`: named ties, costs as polynomials, tensor layouts."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
@@ -62,7 +63,13 @@ class GraphBuilder:
                 if unit not in names:
                     part = f"[{offset}:{offset + size}]" if len(units) > 1 else ""
                     names[unit], widths[unit] = f"{producer.layer}{part}", size
-        return _unique(names), widths
+        # A layer that is called twice may produce two ties: number ties with the same name.
+        taken = Counter[str]()
+        for unit, name in names.items():
+            taken[name] += 1
+            if taken[name] > 1:
+                names[unit] = f"{name}#{taken[name]}"
+        return names, widths
 
     # Numbers in terms of ties
 
@@ -207,13 +214,3 @@ def _is_view(node: Node) -> bool:
         return node.op == "call_function"  # getitem of a split
     is_alias = any(result.alias_info is not None for result in schema.returns)
     return is_alias or schema.name.split("::")[-1] in _VIEWS.split()
-
-
-def _unique(names: dict[Unit, str]) -> dict[Unit, str]:
-    """Number ties with the same name: a layer that is called twice may produce two ties."""
-    taken: dict[str, int] = {}
-    result = {}
-    for unit, name in names.items():
-        taken[name] = taken.get(name, 0) + 1
-        result[unit] = name if taken[name] == 1 else f"{name}#{taken[name]}"
-    return result
