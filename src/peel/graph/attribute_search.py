@@ -1,7 +1,7 @@
 """Find the attributes that must follow the widths, and fix the widths that the user's code does not follow.
 
 A block may keep a width in an attribute: `torch.split(x, self.width, 1)`. An integer attribute that equals a
-length with which its module's forward called an operator is guessed to be that length (`attributes.py`). The
+length with which its module's forward called an operator is guessed to be that length. The
 probe then runs the code at other widths. Where it fails, other guesses are tried for the modules that were
 running. If none helps, the ties at that place are fixed, with the line of code as the reason.
 """
@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Node
 
+from ..cost.polynomial import Form
 from ..errors import TraceError
-from .attributes import Guesses, guessed_attributes
 from .axes import Axis, Unit, axis_size, fix, is_free, units_of
 from .call import module_of, results_of, values_in
-from .capture import TORCH, Capture, capture, with_batch
+from .capture import TORCH, Capture, capture
 from .channel_graph import ChannelGraph
 from .interpreter import Interpreter
 from .probe import Failure, probe, probing_units
@@ -28,6 +28,12 @@ from .ties import GraphBuilder
 
 #: At most this many ties are tried one by one. Beyond that, all ties at the place of failure are fixed.
 _MAX_TRIALS = 60
+
+#: A number that is not itself a length in a call is taken for a width only if its name says so.
+_WIDTH_NAME = re.compile(r"chan|chs|feature|plane|width|dim|hidden|filters|inp|oup|in_c|out_c|_c$")
+
+Guesses = dict[tuple[str, int | tuple[int, ...]], list[Any]]
+"""(module, number or numbers) -> the `Form` that this may be, or a tuple of forms."""
 
 
 class AttributeSearch:
@@ -49,8 +55,6 @@ class AttributeSearch:
         self.with_data: bool | None = None
         """Whether the probe needs tensors with data."""
         self.trials = _MAX_TRIALS
-        args, kwargs = with_batch(example_input, 1)
-        self.shapes = tuple(tuple(x.shape) for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
 
     def run(self) -> ChannelGraph:
         graph = self._build()
@@ -68,7 +72,7 @@ class AttributeSearch:
 
     def _build(self) -> ChannelGraph:
         self.builder = GraphBuilder(self.model, self.interpreter, self.captured)
-        return self.builder.build(self.shapes, self._attributes())
+        return self.builder.build(self._attributes())
 
     def _probe(self, graph: ChannelGraph, units: list[int] | None = None) -> Failure | None:
         return probe(self.model, graph, self.example_input, units, with_data=bool(self.with_data))
@@ -86,7 +90,7 @@ class AttributeSearch:
                 for attribute, axis in self.findings.attributes.get(name, {}).items()
                 if is_free(axis) and getattr(module, attribute, None) == axis_size(axis)
             }
-            for attribute, guesses in guessed_attributes(name, module, called, seen).items():
+            for attribute, guesses in _guessed_attributes(name, module, called, seen).items():
                 if attribute in attributes:
                     continue
                 self.guesses[name, attribute] = guesses
@@ -207,6 +211,32 @@ class AttributeSearch:
         """The axes of the results and arguments of an operator."""
         values = (self.interpreter.values.get(item) for item in (node, *node.all_input_nodes))
         return [axis for item in values for value in values_in(item) for axis in value]
+
+
+def _guessed_attributes(name: str, module: nn.Module, called: Guesses, seen: Guesses) -> dict[str, list[Any]]:
+    """Attribute -> what it may hold in terms of widths, best guess first.
+
+    `called` has the lengths that operators of the module were called with, `seen` those of the axes that they
+    worked on.
+    """
+    guesses: dict[str, list[Any]] = {}
+    for attribute, value in vars(module).items():
+        numbers = tuple(value) if isinstance(value, list | tuple) else (value,)
+        if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+            continue
+        found = list(called.get((name, value if isinstance(value, int) else numbers), ()))
+        if isinstance(value, int) and _WIDTH_NAME.search(attribute):
+            # Code that says `torch.split(x, self.channels // 2, 1)` holds twice the length it calls with.
+            for factor in (factor for factor in range(2, 9) if value % factor == 0):
+                found += [_multiple(form, factor) for form in called.get((name, value // factor), ())]
+            found += seen.get((name, value), ())
+        if found:
+            guesses[attribute] = list(dict.fromkeys(found))
+    return guesses
+
+
+def _multiple(form: Form, factor: int) -> Form:
+    return Form(form.constant * factor, tuple((tie, times * factor) for tie, times in form.units))
 
 
 def _reason(module: str, line: str) -> str:

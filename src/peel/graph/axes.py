@@ -112,10 +112,6 @@ def unknown(size: int) -> Axis:
     return (Segment(Atom(Unit(size)), 1),)
 
 
-def _copy(axis: Axis) -> Axis:
-    return tuple(Segment(Atom(atom.unit), inner) for atom, inner in expand(axis))
-
-
 # What must be equal. These functions change the atoms and units of the axes in place.
 
 
@@ -136,8 +132,9 @@ def mark_inexact(axis: Axis, reason: str) -> None:
 def same_size(first: Axis, second: Axis, cause: str) -> None:
     """The two axes keep the same length, but need not keep the same channels."""
     if is_free((*first, *second)):
-        # Unify copies: the same units, but atoms of their own.
-        unify(_copy(first), _copy(second), cause)
+        # The same units, but atoms of their own.
+        a, b = (tuple(Segment(Atom(atom.unit), n) for atom, n in expand(axis)) for axis in (first, second))
+        unify(a, b, cause)
 
 
 def unify(first: Axis, second: Axis, cause: str) -> None:
@@ -236,7 +233,7 @@ def _take(rest: list[Segment], missing: int, cause: str) -> Axis:
 
 
 def merge(axes: Sequence[Axis], cause: str) -> Axis:
-    """Several neighbouring axes flattened into one, row-major."""
+    """Several neighboring axes flattened into one, row-major."""
     sizes = [axis_size(axis) for axis in axes]
     free = [i for i, axis in enumerate(axes) if sizes[i] > 1 and is_free(axis)]
     if not free:

@@ -181,7 +181,7 @@ class Call:
         fix_all(self.args, reason)
         return constants_like(self.node.meta.get("val"), reason)
 
-    # Cuts
+    # Shapes
 
     def cut(self, axis: Axis, lengths: Sequence[int]) -> list[Axis]:
         """Cut an axis into pieces of the given lengths."""
@@ -189,6 +189,14 @@ class Call:
 
     def cut_evenly(self, axis: Axis, pieces: int) -> list[Axis]:
         return self.cut(axis, [axis_size(axis) // pieces] * pieces)
+
+    def merge(self, axes: Sequence[Axis]) -> Axis:
+        """Flatten neighboring axes into one."""
+        return ax.merge(axes, str(self))
+
+    def unmerge(self, axis: Axis, lengths: Sequence[int]) -> list[Axis]:
+        """See one axis as several: the reverse of `merge`."""
+        return ax.unmerge(axis, lengths, str(self))
 
     # What the graph needs to know about layers
 
@@ -234,14 +242,10 @@ class Call:
         """Attributes of the layer (`out_channels=...`) that hold the length of an axis."""
         self.findings.attributes.setdefault(self.module, {}).update(axes)
 
-    def has_length(self, number: int, axis: Axis) -> None:
-        """The operator was called with this length for this axis."""
-        if number > 1 and is_free(axis):
-            self.findings.lengths.append((self.module, number, (axis,)))
-
     def has_lengths(self, numbers: Sequence[int], axes: Value) -> None:
         """The operator was called with these lengths for these axes, one by one or as a list."""
         for number, axis in zip(numbers, axes, strict=True):
-            self.has_length(number, axis)
+            if number > 1 and is_free(axis):
+                self.findings.lengths.append((self.module, number, (axis,)))
         if any(is_free(axis) for axis in axes):
             self.findings.lengths.append((self.module, tuple(numbers), axes))

@@ -35,6 +35,8 @@ class Capture:
     """Placeholder name -> name of its parameter or buffer."""
     constants: dict[str, Tensor]
     """Placeholder name -> the constant tensor of the code that it stands for."""
+    input_shapes: tuple[tuple[int, ...], ...]
+    """Shapes of the tensors that the model was called with."""
     inputs: frozenset[Any]
     """Names of the placeholders of the model's inputs."""
     outputs: tuple[Node, ...]
@@ -119,12 +121,13 @@ def untouched() -> Iterator[None]:
 def capture(model: nn.Module, example_input: Any, *, training: bool = False) -> Capture:
     """The operators of one forward pass on one sample (two in training mode, where batch norm needs them)."""
     args, kwargs = with_batch(example_input, 2 if training else 1)
+    shapes = tuple(tuple(x.shape) for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
     with untouched():
         try:
             twin = structural_copy(model).train(training)
             program = torch.export.export(twin, args, kwargs, strict=False)
         except Exception as error:
-            raise TraceError(_explain(model, error, args, kwargs)) from error
+            raise TraceError(_explain(model, error, shapes)) from error
     signature = program.graph_signature
     nodes, returned = tuple(program.graph.nodes), signature.user_outputs
     constants = signature.inputs_to_lifted_tensor_constants
@@ -132,6 +135,7 @@ def capture(model: nn.Module, example_input: Any, *, training: bool = False) -> 
         nodes=nodes,
         tensors={**signature.inputs_to_parameters, **signature.inputs_to_buffers},
         constants={name: program.constants[target] for name, target in constants.items()},
+        input_shapes=shapes,
         inputs=frozenset(signature.user_inputs),
         outputs=tuple(node for node in nodes if node.name in returned),
     )
@@ -143,7 +147,7 @@ def user_frame(error: Exception) -> traceback.FrameSummary | None:
     return next((frame for frame in frames if not frame.filename.startswith((TORCH, PEEL, "<"))), None)
 
 
-def _explain(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _explain(model: nn.Module, error: Exception, shapes: tuple[tuple[int, ...], ...]) -> str:
     """Why the capture failed, with the line of the user's code and what to do about it."""
     summary = str(error).strip().split("\n")[0] or type(error).__name__
     kind = type(error).__name__
@@ -153,7 +157,7 @@ def _explain(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: 
             "or decide outside of forward."
         )
     elif isinstance(error, RuntimeError | ValueError | TypeError) and "export" not in summary.lower():
-        given = ", ".join(str(tuple(x.shape)) for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        given = ", ".join(map(str, shapes))
         advice = f"Check that the model expects the example input ({given}): its forward pass raises {kind}."
     else:
         advice = "torch.export does not support what this line does; rewrite it with torch operators."

@@ -1,11 +1,12 @@
 """A model rebuilt at other widths: the same classes and code, with tensors of other shapes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .attributes import evaluate, set_attributes
+from ..cost.polynomial import Form
 from .capture import structural_copy
 from .channel_graph import ChannelGraph
 
@@ -48,3 +49,21 @@ def empty_as(tensor: Tensor, shape: tuple[int, ...], device: str | None = None) 
     if is_channels_last and not tensor.is_contiguous():
         new = new.to(memory_format=torch.channels_last)
     return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+
+
+def evaluate(attributes: Mapping[str, Mapping[str, Any]], units: list[int]) -> dict[str, dict[str, Any]]:
+    """Module -> attribute -> number (or list of numbers) at the given units."""
+
+    def number(form: Any) -> Any:
+        return form.value(units) if isinstance(form, Form) else [item.value(units) for item in form]
+
+    return {
+        module: {name: number(form) for name, form in found.items()} for module, found in attributes.items()
+    }
+
+
+def set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
+    """Write numbers, keeping the type of sequence that the attribute had."""
+    for name, value in attributes.items():
+        old = getattr(module, name)
+        setattr(module, name, type(old)(value) if isinstance(old, list | tuple) else value)

@@ -108,9 +108,7 @@ class GraphBuilder:
 
     # Parts of the graph
 
-    def build(
-        self, input_shapes: tuple[tuple[int, ...], ...], attributes: Mapping[str, Mapping[str, Any]]
-    ) -> ChannelGraph:
+    def build(self, attributes: Mapping[str, Mapping[str, Any]]) -> ChannelGraph:
         layouts = {name: self._layout(axes) for name, axes in self.interpreter.tensors.items()}
         ties = self._ties(layouts)
         return ChannelGraph(
@@ -121,7 +119,7 @@ class GraphBuilder:
             consumers={name: tuple(sorted(places)) for name, places in self.findings.consumers.items()},
             scales=tuple(self.findings.scales),
             num_atoms=len(self.atoms),
-            input_shapes=input_shapes,
+            input_shapes=self.captured.input_shapes,
             operators=tuple(self.findings.operators),
             constants=tuple(self.findings.constants),
             unknown_operators=dict(self.findings.unknown_operators),

@@ -16,7 +16,7 @@ def _spatial(call: Call, value: Value, rank: int) -> list[Axis]:
     for place in range(-rank, 0):
         axis, size = value[place], call.shape[place]
         if is_free(axis) and axis_size(axis) == size:
-            call.mark_inexact(axis, f"{call} mixes neighbouring channels")
+            call.mark_inexact(axis, f"{call} mixes neighboring channels")
             result.append(axis)
             continue
         call.fix(axis, f"{call} slides over the channels")

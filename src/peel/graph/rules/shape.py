@@ -1,22 +1,11 @@
 """Operators that only move elements: views, permutations, cuts, joins, padding, creation."""
 
+from math import prod
 from typing import Any
 
 import torch
 
-from ..axes import (
-    Axis,
-    Value,
-    axis_size,
-    constant,
-    expand,
-    is_free,
-    merge,
-    repeat_each,
-    replace_axis,
-    unknown,
-    unmerge,
-)
+from ..axes import Axis, Value, axis_size, constant, expand, is_free, repeat_each, replace_axis, unknown
 from ..call import Call, places_of, rule
 
 # Views and permutations
@@ -29,25 +18,24 @@ def _reshape(call: Call, value: Value, *rest: Any, **options: Any) -> Value:
     result: list[Axis] = []
     i = j = 0
     while i < len(sizes) or j < len(target):
-        if i < len(sizes) and j < len(target) and sizes[i] == target[j]:
+        if sizes[i : i + 1] == target[j : j + 1]:
             result.append(value[i])
             i, j = i + 1, j + 1
-        elif i < len(sizes) and sizes[i] == 1:
+        elif sizes[i : i + 1] == [1]:
             call.fix(value[i], "a single channel")
             i += 1
-        elif j < len(target) and target[j] == 1:
+        elif target[j : j + 1] == [1]:
             result.append(constant(1))
             j += 1
         else:
-            first_i, first_j, before, after = i, j, sizes[i], target[j]
-            i, j = i + 1, j + 1
-            while before != after:
+            end_i, end_j = i + 1, j + 1
+            while (before := prod(sizes[i:end_i])) != (after := prod(target[j:end_j])):
                 if before < after:
-                    before, i = before * sizes[i], i + 1
+                    end_i += 1
                 else:
-                    after, j = after * target[j], j + 1
-            merged = merge(value[first_i:i], str(call))
-            result.extend(unmerge(merged, target[first_j:j], str(call)))
+                    end_j += 1
+            result.extend(call.unmerge(call.merge(value[i:end_i]), target[j:end_j]))
+            i, j = end_i, end_j
     if "flatten" not in str(call.node.target) or "unflatten" in str(call.node.target):
         call.has_lengths(target, tuple(result))
     return tuple(result)
@@ -142,7 +130,7 @@ def _slice(
     start = 0 if start is None else max(0, start + total if start < 0 else start)
     end = total if end is None else min(total, end + total if end < 0 else end)
     if (start, end, step) == (0, total, 1):
-        call.has_length(total, value[dim])
+        call.has_lengths([total], (value[dim],))
         return value
     if not is_free(value[dim]) or step != 1 or end <= start:
         call.fix(value[dim], f"{call} takes every {step}th channel")
@@ -154,9 +142,7 @@ def _slice(
         call.same_size(pieces)
     before: Axis = pieces[0] if start else ()
     piece = pieces[1] if start else pieces[0]
-    call.has_length(length, piece)
-    call.has_length(start, before)
-    call.has_length(end, (*before, *piece))
+    call.has_lengths([length, start, end], (piece, before, (*before, *piece)))
     return replace_axis(value, dim, piece)
 
 
@@ -252,8 +238,8 @@ def _pixel_unshuffle(call: Call, value: Value, factor: int) -> Value:
 
 @rule("channel_shuffle")
 def _channel_shuffle(call: Call, value: Value, groups: int) -> Value:
-    rows, row = unmerge(value[1], [groups, axis_size(value[1]) // groups], str(call))
-    return replace_axis(value, 1, merge([row, rows], str(call)))
+    rows, row = call.unmerge(value[1], [groups, axis_size(value[1]) // groups])
+    return replace_axis(value, 1, call.merge([row, rows]))
 
 
 @rule("zeros ones full empty rand randn new_zeros new_ones new_full new_empty arange")
