@@ -78,9 +78,7 @@ class Findings:
 
 def module_of(node: Node) -> str:
     """The name of the innermost module whose forward called the operator; empty for the model itself."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
+    stack = node.meta.get("nn_module_stack") or {"": ("",)}
     name: str = list(stack.values())[-1][0]
     return name.split("@")[0]
 
@@ -96,9 +94,8 @@ def operator_of(node: Node) -> str:
 def results_of(node: Node) -> list[Tensor]:
     """The example tensors that the operator returned: one, or several."""
     value = node.meta.get("val")
-    return [
-        item for item in (value if isinstance(value, list | tuple) else [value]) if isinstance(item, Tensor)
-    ]
+    values = value if isinstance(value, list | tuple) else [value]
+    return [item for item in values if isinstance(item, Tensor)]
 
 
 def constants_like(value: Any, reason: str) -> Any:

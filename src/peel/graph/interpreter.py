@@ -113,24 +113,21 @@ class Interpreter:
             self.findings.constants.append(_constants_of(node))
         args = [self._read(arg) for arg in node.args]
         options = {key: self._read(arg) for key, arg in node.kwargs.items()}
-        everything = (*args, *options.values())
-        call = Call(node, everything, self.findings, self._tensor_of, counting)
+        call = Call(node, (*args, *options.values()), self.findings, self._tensor_of, counting)
         rule = self.user_rules.get(name) or RULES.get(name)
         reason = f"{call} has no channel rule"
-        if rule is not None:
-            try:
+        try:
+            if rule is not None:
                 result = rule(call, *args, **options)
                 _check(node, result)
-            except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
-                if name in self.user_rules:
-                    raise TraceError(
-                        f"your rule for {name} ({_place(rule)}) failed on {call}: {problem}"
-                    ) from error
-                # A form of the operator that our rule does not know. Fixing all its channels is safe.
-                reason = f"the channel rule of {call} failed ({problem})"
-            else:
                 return result
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            if name in self.user_rules:
+                place = _place(self.user_rules[name])
+                raise TraceError(f"your rule for {name} ({place}) failed on {call}: {problem}") from error
+            # A form of the operator that our rule does not know. Fixing all its channels is safe.
+            reason = f"the channel rule of {call} failed ({problem})"
         self.findings.unknown_operators.setdefault(name, call.module or "the model")
         return call.refuse(reason)
 

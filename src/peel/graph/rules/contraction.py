@@ -24,8 +24,9 @@ def _spatial(call: Call, value: Value, rank: int) -> list[Axis]:
     return result
 
 
-@rule("conv1d conv2d conv3d")
+@rule("conv1d conv2d conv3d linear")
 def _conv(call: Call, value: Value, weight: Value, bias: Value | None = None, *options: Any) -> Value:
+    """A linear layer is a convolution without spatial axes."""
     groups = options[3] if len(options) > 3 else 1  # after stride, padding and dilation
     channels, outputs = value[1 - len(weight)], weight[0]
     if groups == 1:
@@ -39,9 +40,7 @@ def _conv(call: Call, value: Value, weight: Value, bias: Value | None = None, *o
             call.unify(row, weight[1], "grouped")
         call.sums_over(weight, 1)
         call.same_size(call.cut_evenly(outputs, groups), "grouped")
-    result = _layer(call, value, weight, bias, outputs, groups)
-    call.costs((*weight, *value[: 1 - len(weight)], *result[2 - len(weight) :]), outputs)
-    return result
+    return _layer(call, value, weight, bias, outputs, groups)
 
 
 @rule("conv_transpose1d conv_transpose2d conv_transpose3d")
@@ -59,36 +58,27 @@ def _conv_transpose(
     else:
         call.same_size(call.cut_evenly(channels, groups), "grouped")
         outputs = expand(weight[1]) * groups
-    result = _layer(call, value, weight, bias, outputs, groups)
-    call.costs((*weight, *value[: 1 - len(weight)], *value[2 - len(weight) :]), outputs)
-    return result
+    return _layer(call, value, weight, bias, outputs, groups)
 
 
 def _layer(call: Call, value: Value, weight: Value, bias: Value | None, outputs: Axis, groups: int) -> Value:
-    """What convolutions and transposed convolutions have in common. Returns the result."""
-    rank = len(weight) - 2
-    channels = value[-rank - 1]
+    """What all layers with weights have in common. Returns the result."""
+    place = len(value) + 1 - len(weight)
+    channels, inputs = value[place], value[place + 1 :]
     for axis in weight[2:]:
         call.fix(axis, "kernel size")
     if bias is not None:
         call.unify(bias[0], outputs)
     call.produces(outputs)
     call.has_attributes(in_channels=channels, out_channels=outputs)
+    call.has_attributes(in_features=channels, out_features=outputs)
     if 1 < groups == axis_size(channels):
         call.has_attributes(groups=channels)
-    return (*value[: -rank - 1], outputs, *_spatial(call, value, rank))
-
-
-@rule("linear")
-def _linear(call: Call, value: Value, weight: Value, bias: Value | None = None) -> Value:
-    call.unify(value[-1], weight[1])
-    call.sums_over(weight, 1)
-    if bias is not None:
-        call.unify(bias[0], weight[0])
-    call.produces(weight[0])
-    call.has_attributes(in_features=value[-1], out_features=weight[0])
-    call.costs((*weight, *value[:-1]), weight[0])
-    return (*value[:-1], weight[0])
+    spatial = _spatial(call, value, len(inputs))
+    # The kernel is applied at each position of the result or, if transposed, of the input.
+    positions = inputs if "transpose" in str(call.node.target) else spatial
+    call.costs((*weight, *value[:place], *positions), outputs)
+    return (*value[:place], outputs, *spatial)
 
 
 @rule("matmul mm bmm")
