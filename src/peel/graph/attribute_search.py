@@ -198,9 +198,8 @@ class AttributeSearch:
         for node, other in zip(self.operators, operators, strict=False):
             if node.target is not other.target:
                 return node, self._axes_at(node)
-            for tensor, axes in zip(
-                results_of(other), values_in(self.interpreter.values[node]), strict=False
-            ):
+            predicted = values_in(self.interpreter.values[node])
+            for tensor, axes in zip(results_of(other), predicted, strict=False):
                 sizes = zip(axes, tensor.shape, strict=True)
                 wrong = [axis for axis, size in sizes if self.builder.form(axis).value(units) != size]
                 if wrong:

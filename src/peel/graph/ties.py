@@ -85,21 +85,18 @@ class GraphBuilder:
                 times[tie] = times.get(tie, 0) + inner
         return Form(constant, tuple(sorted(times.items())))
 
-    def _layout(self, axes: Value) -> Layout:
-        result = []
-        for axis in axes:
-            runs: list[Run] = []
-            for atom, inner in expand(axis):
-                unit = atom.unit
-                if unit in self.index:
-                    number = self.atoms.setdefault(atom, len(self.atoms))
-                    runs.append(Run(self.index[unit], number, inner, unit.size))
-                elif runs and runs[-1].tie == -1:
-                    runs[-1] = Run(-1, -1, 1, runs[-1].size + unit.size * inner)
-                else:
-                    runs.append(Run(-1, -1, 1, unit.size * inner))
-            result.append(tuple(runs))
-        return tuple(result)
+    def _runs(self, axis: Axis) -> tuple[Run, ...]:
+        runs: list[Run] = []
+        for atom, inner in expand(axis):
+            unit = atom.unit
+            if unit in self.index:
+                number = self.atoms.setdefault(atom, len(self.atoms))
+                runs.append(Run(self.index[unit], number, inner, unit.size))
+            elif runs and runs[-1].tie == -1:
+                runs[-1] = Run(-1, -1, 1, runs[-1].size + unit.size * inner)
+            else:
+                runs.append(Run(-1, -1, 1, unit.size * inner))
+        return tuple(runs)
 
     def _term(self, layer: str, axes: Value, charged: Iterable[Axis]) -> Term:
         """The product of the axes, charged to the first tie in `charged`; to -1 if there is none."""
@@ -109,7 +106,8 @@ class GraphBuilder:
     # Parts of the graph
 
     def build(self, attributes: Mapping[str, Mapping[str, Any]]) -> ChannelGraph:
-        layouts = {name: self._layout(axes) for name, axes in self.interpreter.tensors.items()}
+        tensors = self.interpreter.tensors
+        layouts = {name: tuple(self._runs(axis) for axis in axes) for name, axes in tensors.items()}
         ties = self._ties(layouts)
         return ChannelGraph(
             ties=ties,

@@ -18,9 +18,9 @@ def _spatial(call: Call, value: Value, rank: int) -> list[Axis]:
         if is_free(axis) and axis_size(axis) == size:
             call.mark_inexact(axis, f"{call} mixes neighboring channels")
             result.append(axis)
-            continue
-        call.fix(axis, f"{call} slides over the channels")
-        result.append(constant(size))
+        else:
+            call.fix(axis, f"{call} slides over the channels")
+            result.append(constant(size))
     return result
 
 

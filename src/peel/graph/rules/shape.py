@@ -7,6 +7,7 @@ import torch
 
 from ..axes import Axis, Value, axis_size, constant, expand, is_free, repeat_each, replace_axis, unknown
 from ..call import Call, places_of, rule
+from .elementwise import broadcast
 
 # Views and permutations
 
@@ -43,10 +44,7 @@ def _reshape(call: Call, value: Value, *rest: Any, **options: Any) -> Value:
 
 @rule("reshape_as view_as")
 def _reshape_as(call: Call, value: Value, other: Value) -> Value:
-    result = _reshape(call, value)
-    for own, target in zip(result, other, strict=True):
-        call.unify(own, target)
-    return result
+    return broadcast(call, _reshape(call, value), other)
 
 
 @rule("permute transpose t swapaxes movedim unsqueeze unsqueeze_")
@@ -180,11 +178,9 @@ def _cat(call: Call, values: list[Value], dim: int = 0) -> Value:
 
 @rule("stack")
 def _stack(call: Call, values: list[Value], dim: int = 0) -> Value:
-    for value in values[1:]:
-        for first, axis in zip(values[0], value, strict=True):
-            call.unify(first, axis)
-    place = dim % (len(values[0]) + 1)
-    return (*values[0][:place], constant(len(values)), *values[0][place:])
+    value = broadcast(call, *values)
+    place = dim % (len(value) + 1)
+    return (*value[:place], constant(len(values)), *value[place:])
 
 
 @rule("pad constant_pad_nd reflection_pad2d replication_pad2d")
