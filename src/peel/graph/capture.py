@@ -52,8 +52,8 @@ def with_batch(example_input: Any, batch: int) -> tuple[tuple[Any, ...], dict[st
             f"example_input is a {type(example_input).__name__}; give a tensor with a batch axis first "
             "(torch.randn(1, 3, 224, 224), say), a tuple of positional or a dict of keyword arguments."
         )
-    values = example_input.values() if isinstance(example_input, dict) else example_input
-    shapes = [tuple(value.shape) for value in values if isinstance(value, Tensor)]
+    args, kwargs = ((), example_input) if isinstance(example_input, dict) else (example_input, {})
+    shapes = [tuple(value.shape) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if not shapes:
         raise TraceError("example_input holds no tensor.")
     if any(not shape or 0 in shape for shape in shapes):
@@ -65,9 +65,7 @@ def with_batch(example_input: Any, batch: int) -> tuple[tuple[Any, ...], dict[st
             return value
         return value.detach()[:1].expand(batch, *value.shape[1:]).contiguous()
 
-    if isinstance(example_input, dict):
-        return (), {key: resize(value) for key, value in example_input.items()}
-    return tuple(resize(value) for value in example_input), {}
+    return tuple(map(resize, args)), {key: resize(value) for key, value in kwargs.items()}
 
 
 def structural_copy(

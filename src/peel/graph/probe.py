@@ -6,7 +6,9 @@ in every free tie, and its forward runs on tensors without data. It must run thr
 predicts.
 """
 
+import traceback
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ class Failure:
     """Where the code did not follow the widths."""
 
     modules: tuple[str, ...]
-    """Modules whose forward was running, outermost first."""
+    """Modules whose code was running, outermost first."""
     line: str
 
 
@@ -75,19 +77,18 @@ def _run(
 ) -> int | Failure:
     """The MACs of the model at the given units, or where its code stopped."""
     with untouched(), torch.no_grad():
-        twin = rebuild(model, graph, units, _zeros if with_data else _meta, keep_hooks=False).eval()
+        make = _zeros if with_data else partial(empty_as, device="meta")
+        twin = rebuild(model, graph, units, make, keep_hooks=False).eval()
         args, kwargs = with_batch(example_input, 1)
         if not with_data:
             args, kwargs = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
-        running: list[str] = []
-        _track(twin, running)
         try:
             with plain_attention(), _ShapesOnly() as counter:  # type: ignore[no-untyped-call]
                 twin(*args, **kwargs)
         except Exception as error:
             frame = user_frame(error)
             line = f"{Path(frame.filename).name}:{frame.lineno} `{frame.line}`" if frame else ""
-            return Failure(tuple(running), line)
+            return Failure(_running(twin, error), line)
     return int(counter.macs)
 
 
@@ -110,27 +111,15 @@ _ACTIVATIONS = "relu relu_ hardtanh hardtanh_ silu silu_ hardswish hardswish_ ge
 _SHAPE_PRESERVING = {getattr(torch.ops.aten, name) for name in _ACTIVATIONS.split()}
 
 
-def _meta(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return empty_as(tensor, shape, device="meta")
-
-
 def _zeros(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tensor if tensor.shape == shape else empty_as(tensor, shape).zero_()
 
 
-def _track(model: nn.Module, running: list[str]) -> None:
-    """Keep in `running` the names of the modules whose forward runs. An exception leaves it as it was."""
+def _running(model: nn.Module, error: Exception) -> tuple[str, ...]:
+    """The modules whose code was running when an error was raised, outermost first."""
     names = {module: name for name, module in model.named_modules()}
-
-    def enter(module: nn.Module, args: Any) -> None:
-        running.append(names[module])
-
-    def leave(module: nn.Module, args: Any, result: Any) -> None:
-        running.pop()
-
-    for module in names:
-        module.register_forward_pre_hook(enter, prepend=True)
-        module.register_forward_hook(leave)
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return tuple(dict.fromkeys(names[own] for own in owners if isinstance(own, nn.Module) and own in names))
 
 
 def output_shapes(result: Any) -> list[tuple[int, ...]]:
