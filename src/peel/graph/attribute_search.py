@@ -226,8 +226,9 @@ def _guessed_attributes(name: str, module: nn.Module, called: Guesses, seen: Gue
         found = list(called.get((name, value if isinstance(value, int) else numbers), ()))
         if isinstance(value, int) and _WIDTH_NAME.search(attribute):
             # Code that says `torch.split(x, self.channels // 2, 1)` holds twice the length it calls with.
-            for factor in (factor for factor in range(2, 9) if value % factor == 0):
-                found += [_multiple(form, factor) for form in called.get((name, value // factor), ())]
+            for factor in range(2, 9):
+                if value % factor == 0:
+                    found += [_multiple(form, factor) for form in called.get((name, value // factor), ())]
             found += seen.get((name, value), ())
         if found:
             guesses[attribute] = list(dict.fromkeys(found))

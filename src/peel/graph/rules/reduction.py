@@ -22,9 +22,9 @@ def _reduce(call: Call, value: Value, dims: Any = None, keepdim: bool = False, *
 @rule("max")
 def _max(call: Call, value: Value, *rest: Any) -> Any:
     """Over one axis, with indices; over everything; or of two tensors."""
-    return (
-        broadcast(call, value, *rest) if rest and isinstance(rest[0], tuple) else _reduce(call, value, *rest)
-    )
+    if rest and isinstance(rest[0], tuple):
+        return broadcast(call, value, *rest)
+    return _reduce(call, value, *rest)
 
 
 @rule("linalg_vector_norm norm")
