@@ -8,16 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peel.graph import axes
-from peel.graph.axes import Axis, axis_size, constant, expand, is_free, leaves, root, unknown
+from peel.graph.axes import Axis, axis_size, constant, expand, is_free, unknown
 
 
 def form(axis: Axis) -> dict[object, int]:
     """The length of an axis as multiples of its unknowns (fixed ones as a plain number)."""
     total: dict[object, int] = {}
     for atom, inner in expand(axis):
-        for unit, times in leaves(atom.unit):
-            key: object = unit if unit.fixed is None else "fixed"
-            total[key] = total.get(key, 0) + times * inner * (1 if unit.fixed is None else unit.size)
+        key: object = atom.unit if atom.unit.fixed is None else "fixed"
+        total[key] = total.get(key, 0) + inner * (1 if atom.unit.fixed is None else atom.unit.size)
     return {key: value for key, value in total.items() if value}
 
 
@@ -73,7 +72,7 @@ def test_unmerge_reverses_merge(outer: int, channels: int, inner: int) -> None:
 def test_rows_of_a_matrix_share_one_unit(rows: int, length: int) -> None:
     axis = unknown(rows * length)
     axes.unmerge(axis, [rows, length], "test")
-    (units,) = [{root(atom.unit) for atom, _ in expand(axis)}]
+    (units,) = [{atom.unit for atom, _ in expand(axis)}]
     assert len(units) == (1 if rows * length > 1 else len(units))
 
 
@@ -88,7 +87,7 @@ def test_same_size_ties_lengths_but_not_channels(cuts: tuple[list[int], list[int
 def test_unifying_with_a_constant_fixes_with_its_reason() -> None:
     axis = (*unknown(4), *unknown(6))
     axes.unify(axis, (*unknown(7), *constant(3, "given")), "test")
-    assert [root(atom.unit).fixed for atom, _ in expand(axis)] == [None, None, "given"]
+    assert [atom.unit.fixed for atom, _ in expand(axis)] == [None, None, "given"]
     assert is_free(axis)
 
 

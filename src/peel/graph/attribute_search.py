@@ -1,25 +1,25 @@
 """Find the attributes that must follow the widths, and fix the widths that the user's code does not follow.
 
 A block may keep a width in an attribute: `torch.split(x, self.width, 1)`. An integer attribute that equals a
-length with which its module's forward called an operator is guessed to be that length (`attributes.py`). The
+length with which its module's forward called an operator is guessed to be that length. The
 probe then runs the code at other widths. Where it fails, other guesses are tried for the modules that were
 running. If none helps, the ties at that place are fixed, with the line of code as the reason.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Node
 
 from ..cost.polynomial import Form
 from ..errors import TraceError
-from .attributes import Lengths, guessed_attributes
 from .axes import Axis, Unit, axis_size, fix, is_free, units_of
 from .call import module_of, results_of, values_in
-from .capture import TORCH, Capture, capture, with_batch
+from .capture import TORCH, Capture, capture
 from .channel_graph import ChannelGraph
 from .interpreter import Interpreter
 from .probe import Failure, probe, probing_units
@@ -28,6 +28,12 @@ from .ties import GraphBuilder
 
 #: At most this many ties are tried one by one. Beyond that, all ties at the place of failure are fixed.
 _MAX_TRIALS = 60
+
+#: A number that is not itself a length in a call is taken for a width only if its name says so.
+_WIDTH_NAME = re.compile(r"chan|chs|feature|plane|width|dim|hidden|filters|inp|oup|in_c|out_c|_c$")
+
+Guesses = dict[tuple[str, int | tuple[int, ...]], list[Any]]
+"""(module, number or numbers) -> the `Form` that this may be, or a tuple of forms."""
 
 
 class AttributeSearch:
@@ -49,8 +55,6 @@ class AttributeSearch:
         self.with_data: bool | None = None
         """Whether the probe needs tensors with data."""
         self.trials = _MAX_TRIALS
-        args, kwargs = with_batch(example_input, 1)
-        self.shapes = tuple(tuple(x.shape) for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
 
     def run(self) -> ChannelGraph:
         graph = self._build()
@@ -68,7 +72,7 @@ class AttributeSearch:
 
     def _build(self) -> ChannelGraph:
         self.builder = GraphBuilder(self.model, self.interpreter, self.captured)
-        return self.builder.build(self.shapes, self._attributes())
+        return self.builder.build(self._attributes())
 
     def _probe(self, graph: ChannelGraph, units: list[int] | None = None) -> Failure | None:
         return probe(self.model, graph, self.example_input, units, with_data=bool(self.with_data))
@@ -78,7 +82,7 @@ class AttributeSearch:
     def _attributes(self) -> dict[str, dict[str, Any]]:
         """Module -> attribute -> what it holds in terms of widths, by the guesses in use."""
         self.guesses: dict[tuple[str, str], list[Any]] = {}
-        lengths = self._lengths()
+        called, seen = self._called_lengths(), self._seen_lengths()
         found: dict[str, dict[str, Any]] = {}
         for name, module in self.model.named_modules():
             attributes: dict[str, Any] = {
@@ -86,7 +90,7 @@ class AttributeSearch:
                 for attribute, axis in self.findings.attributes.get(name, {}).items()
                 if is_free(axis) and getattr(module, attribute, None) == axis_size(axis)
             }
-            for attribute, guesses in guessed_attributes(module, lengths.get(name, Lengths())).items():
+            for attribute, guesses in _guessed_attributes(name, module, called, seen).items():
                 if attribute in attributes:
                     continue
                 self.guesses[name, attribute] = guesses
@@ -97,21 +101,22 @@ class AttributeSearch:
                 found[name] = attributes
         return found
 
-    def _lengths(self) -> dict[str, Lengths]:
-        """Module -> the lengths that its operators were called with, in terms of widths."""
-        form = self.builder.form
-        lengths: dict[str, Lengths] = {}
-        for module, number, axis in self.findings.lengths:
-            _add(lengths.setdefault(module, Lengths()).single.setdefault(number, []), form(axis))
-        for module, numbers, axes in self.findings.length_lists:
-            listed = tuple(form(axis) for axis in axes)
-            lists = lengths.setdefault(module, Lengths()).lists.setdefault(numbers, [])
-            if any(item.units for item in listed) and listed not in lists:
-                lists.append(listed)
+    def _called_lengths(self) -> Guesses:
+        """The lengths that operators were called with, in terms of widths."""
+        lengths: Guesses = defaultdict(list)
+        for module, numbers, axes in self.findings.lengths:
+            forms = tuple(self.builder.form(axis) for axis in axes)
+            if any(form.units for form in forms):
+                lengths[module, numbers].append(forms if isinstance(numbers, tuple) else forms[0])
+        return lengths
+
+    def _seen_lengths(self) -> Guesses:
+        """The lengths of axes that operators only worked on, last operator first."""
+        lengths: Guesses = defaultdict(list)
         for node in reversed(self.operators if self.use_seen else []):
-            seen = lengths.setdefault(module_of(node), Lengths()).seen
             for axis in self._axes_at(node):
-                _add(seen.setdefault(form(axis).value(self.builder.original), []), form(axis))
+                if self.builder.form(axis).units:
+                    lengths[module_of(node), axis_size(axis)].append(self.builder.form(axis))
         return lengths
 
     def _try_next_guess(self, failure: Failure) -> bool:
@@ -156,7 +161,7 @@ class AttributeSearch:
     def _suspects(self, failure: Failure) -> Iterator[list[Axis]]:
         """Axes near the failure: those called with a length, then those of the operators, then all axes."""
         for module in reversed(failure.modules):
-            yield [axis for name, _, axis in self.findings.lengths if name == module]
+            yield [axis for name, _, axes in self.findings.lengths if name == module for axis in axes]
             yield [a for node in self.operators if module_of(node) == module for a in self._axes_at(node)]
         yield [axis for axes in self.interpreter.tensors.values() for axis in axes]
 
@@ -181,7 +186,7 @@ class AttributeSearch:
         node, axes = mismatch
         suspects = [axis for axis in axes if is_free(axis)]
         suspects = suspects or [axis for axis in self._axes_at(node) if is_free(axis)]
-        for axis in suspects or [axis for _, _, axis in self.findings.lengths]:
+        for axis in suspects or [axis for _, _, axes in self.findings.lengths for axis in axes]:
             fix(axis, _reason(module_of(node), _line_of(node)))
         return not any(unit.fixed is not None for unit in self.builder.free)
 
@@ -193,9 +198,8 @@ class AttributeSearch:
         for node, other in zip(self.operators, operators, strict=False):
             if node.target is not other.target:
                 return node, self._axes_at(node)
-            for tensor, axes in zip(
-                results_of(other), values_in(self.interpreter.values[node]), strict=False
-            ):
+            predicted = values_in(self.interpreter.values[node])
+            for tensor, axes in zip(results_of(other), predicted, strict=False):
                 sizes = zip(axes, tensor.shape, strict=True)
                 wrong = [axis for axis, size in sizes if self.builder.form(axis).value(units) != size]
                 if wrong:
@@ -208,9 +212,31 @@ class AttributeSearch:
         return [axis for item in values for value in values_in(item) for axis in value]
 
 
-def _add(forms: list[Form], form: Form) -> None:
-    if form.units and form not in forms:
-        forms.append(form)
+def _guessed_attributes(name: str, module: nn.Module, called: Guesses, seen: Guesses) -> dict[str, list[Any]]:
+    """Attribute -> what it may hold in terms of widths, best guess first.
+
+    `called` has the lengths that operators of the module were called with, `seen` those of the axes that they
+    worked on.
+    """
+    guesses: dict[str, list[Any]] = {}
+    for attribute, value in vars(module).items():
+        numbers = tuple(value) if isinstance(value, list | tuple) else (value,)
+        if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+            continue
+        found = list(called.get((name, value if isinstance(value, int) else numbers), ()))
+        if isinstance(value, int) and _WIDTH_NAME.search(attribute):
+            # Code that says `torch.split(x, self.channels // 2, 1)` holds twice the length it calls with.
+            for factor in range(2, 9):
+                if value % factor == 0:
+                    found += [_multiple(form, factor) for form in called.get((name, value // factor), ())]
+            found += seen.get((name, value), ())
+        if found:
+            guesses[attribute] = list(dict.fromkeys(found))
+    return guesses
+
+
+def _multiple(form: Form, factor: int) -> Form:
+    return Form(form.constant * factor, tuple((tie, times * factor) for tie, times in form.units))
 
 
 def _reason(module: str, line: str) -> str:
@@ -221,8 +247,5 @@ def _reason(module: str, line: str) -> str:
 def _line_of(node: Node) -> str:
     """The last line of the user's code on the way to an operator."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.stack_trace or "")
-    own = [(path, line, code) for path, line, code in frames if not path.startswith(TORCH)]
-    if not own:
-        return str(node.target)
-    path, line, code = own[-1]
-    return f"{Path(path).name}:{line} `{code.strip()}`"
+    own = [frame for frame in frames if not frame[0].startswith(TORCH)]
+    return "{}:{} `{}`".format(Path(own[-1][0]).name, *own[-1][1:]) if own else str(node.target)

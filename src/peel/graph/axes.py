@@ -9,8 +9,8 @@ Two questions about a channel axis are kept apart:
 
 An axis is a tuple of `Segment(atom, inner)`: the channels of the atom in order, each repeated `inner` times
 (flattening a feature map of 7x7 gives `inner` 49). Concatenation joins tuples; a split cuts them. Where a cut
-falls inside an atom, the atom is *bound* to its two parts, everywhere at once. `unify` walks along
-two axes, cutting and merging as it goes.
+falls inside an atom, the atom gets two parts, everywhere at once; a merged atom has one part, the other atom.
+`expand` replaces atoms by their parts. `unify` walks along two axes, cutting and merging as it goes.
 
 A unit may be *fixed*, with a reason. Constants are units that are fixed from the start.
 
@@ -35,9 +35,9 @@ class Unit:
 
     size: int
     fixed: str | None = None
-    parent: Unit | None = None
-    parts: tuple[tuple[Unit, int], ...] | None = None
     causes: dict[str, None] = field(default_factory=dict)
+    parts: tuple[tuple[Unit, int], ...] = ()
+    """The units that this one is the sum of, with multiplicities. One part: the unit was merged into it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,8 +46,7 @@ class Atom:
 
     unit: Unit
     inexact: str | None = None
-    parent: Atom | None = None
-    parts: tuple[Segment, ...] | None = None
+    parts: tuple[Segment, ...] = ()
 
 
 class Segment(NamedTuple):
@@ -61,36 +60,19 @@ Value = tuple[Axis, ...]
 """A tensor as the analysis sees it: its axes."""
 
 
-def root(unit: Unit) -> Unit:
-    """The unit that stands for this one after all merges."""
-    while unit.parent is not None:
-        unit = unit.parent
-    return unit
-
-
-def leaves(unit: Unit) -> list[tuple[Unit, int]]:
-    """The unknowns that a unit is the sum of, with multiplicities."""
-    unit = root(unit)
-    if unit.parts is None:
-        return [(unit, 1)]
-    return [(leaf, times * multiple) for part, times in unit.parts for leaf, multiple in leaves(part)]
-
-
 def expand(axis: Iterable[Segment]) -> Axis:
-    """The axis in terms of atoms that have no parts."""
+    """The axis in terms of atoms without parts. Their units have no parts either."""
     done: list[Segment] = []
     stack = list(axis)[::-1]
     while stack:
         atom, inner = stack.pop()
-        while atom.parent is not None:
-            atom = atom.parent
-        if atom.parts is None and (parts := root(atom.unit).parts) is not None:
-            # The unit was split through another atom: split this one to match.
-            atom.parts = tuple(Segment(Atom(part, atom.inexact), times) for part, times in parts)
-        if atom.parts is None:
-            done.append(Segment(atom, inner))
+        if not atom.parts:
+            # The unit may have been split or merged through another atom: do the same to this one.
+            atom.parts = tuple(Segment(Atom(part, atom.inexact), times) for part, times in atom.unit.parts)
+        if atom.parts:
+            stack.extend(Segment(part, times * inner) for part, times in reversed(atom.parts))
         else:
-            stack.extend(Segment(part.atom, part.inner * inner) for part in reversed(atom.parts))
+            done.append(Segment(atom, inner))
     return tuple(done)
 
 
@@ -107,17 +89,17 @@ def replace_axis(value: Value, dim: int, axis: Axis) -> Value:
 
 def units_of(axis: Axis) -> list[Unit]:
     """The distinct units of an axis, in order."""
-    return list(dict.fromkeys(root(atom.unit) for atom, _ in expand(axis)))
+    return list(dict.fromkeys(atom.unit for atom, _ in expand(axis)))
 
 
 def axis_size(axis: Iterable[Segment]) -> int:
     """The length of the axis in the original network."""
-    return sum(root(atom.unit).size * inner for atom, inner in axis)
+    return sum(atom.unit.size * inner for atom, inner in axis)
 
 
 def is_free(axis: Axis) -> bool:
     """Whether any part of the axis can change."""
-    return any(root(atom.unit).fixed is None for atom, _ in expand(axis))
+    return any(atom.unit.fixed is None for atom, _ in expand(axis))
 
 
 def constant(size: int, reason: str = "") -> Axis:
@@ -128,10 +110,6 @@ def constant(size: int, reason: str = "") -> Axis:
 def unknown(size: int) -> Axis:
     """An axis of which only the length is known."""
     return (Segment(Atom(Unit(size)), 1),)
-
-
-def _copy(axis: Axis) -> Axis:
-    return tuple(Segment(Atom(atom.unit), inner) for atom, inner in expand(axis))
 
 
 # What must be equal. These functions change the atoms and units of the axes in place.
@@ -153,92 +131,74 @@ def mark_inexact(axis: Axis, reason: str) -> None:
 
 def same_size(first: Axis, second: Axis, cause: str) -> None:
     """The two axes keep the same length, but need not keep the same channels."""
-    if is_free(first) or is_free(second):
-        # Unify copies: the same units, but atoms of their own.
-        unify(_copy(first), _copy(second), cause)
+    if is_free((*first, *second)):
+        # The same units, but atoms of their own.
+        a, b = (tuple(Segment(Atom(atom.unit), n) for atom, n in expand(axis)) for axis in (first, second))
+        unify(a, b, cause)
 
 
 def unify(first: Axis, second: Axis, cause: str) -> None:
     """The two axes hold the same channels in the same order. Their original lengths must agree."""
-    left, right = list(expand(first))[::-1], list(expand(second))[::-1]
+    reason = f"{cause}: channels do not line up"
+    left, right = list(first)[::-1], list(second)[::-1]
     while left and right:
-        x, y = left.pop(), right.pop()
-        expanded_x, expanded_y = expand((x,)), expand((y,))
-        if expanded_x != (x,) or expanded_y != (y,):
-            left.extend(reversed(expanded_x))
-            right.extend(reversed(expanded_y))
-            continue
+        x, y = _next(left), _next(right)
         size_x, size_y = axis_size((x,)), axis_size((y,))
         if size_x == size_y:
             _match(x, y, cause)
-            continue
-        large, small, stack = (x, y, left) if size_x > size_y else (y, x, right)
-        reason = root(large.atom.unit).fixed
-        if reason is not None:
-            fix((small,), reason)
-            stack.extend(constant(abs(size_x - size_y), reason))
-            continue
-        # Cut the larger segment so that its first part is as long as the smaller one, then try again.
-        left.append(x)
-        right.append(y)
-        length = min(size_x, size_y)
-        if length % large.inner == 0:
-            _split(root(large.atom.unit), length // large.inner)
         else:
-            fix((large, small), f"{cause}: channels do not line up")
+            left.extend(reversed(_divide(x, size_y, reason)))
+            right.extend(reversed(_divide(y, size_x, reason)))
+
+
+def _next(rest: list[Segment]) -> Segment:
+    """Take the first segment without parts from a reversed axis."""
+    rest.extend(reversed(expand((rest.pop(),))))
+    return rest.pop()
+
+
+def _divide(segment: Segment, length: int, reason: str) -> Axis:
+    """Cut a segment without parts after `length`. Where that is inside a channel, fix it, with the reason."""
+    unit, size = segment.atom.unit, axis_size((segment,))
+    if length >= size:
+        return (segment,)
+    if unit.fixed is None and length % segment.inner == 0:
+        sizes = (length // segment.inner, (size - length) // segment.inner)
+        unit.parts = tuple((Unit(part, causes=dict(unit.causes)), 1) for part in sizes)
+        return expand((segment,))
+    fix((segment,), reason)
+    return (*constant(length, unit.fixed or ""), *constant(size - length, unit.fixed or ""))
 
 
 def _match(x: Segment, y: Segment, cause: str) -> None:
     """The two segments, of the same length and without parts, hold the same channels."""
     (a, m), (b, k) = x, y
-    if m == k:
-        _merge(a, b, cause)
-    elif not is_free((x,)) and not is_free((y,)):
+    if m != k and not is_free((x, y)):
         return
+    if m % k == 0:
+        _bind(b, a, m // k, cause)
     elif k % m == 0:
         _bind(a, b, k // m, cause)
-    elif m % k == 0:
-        _bind(b, a, m // k, cause)
+    elif axis_size((x,)) % lcm(m, k) == 0:
+        common = Atom(Unit(axis_size((x,)) // lcm(m, k)))
+        _bind(a, common, lcm(m, k) // m, cause)
+        _bind(b, common, lcm(m, k) // k, cause)
     else:
-        size, common = axis_size((x,)), lcm(m, k)
-        if size % common:
-            fix((x, y), f"{cause}: channels do not line up")
-            return
-        c = Atom(Unit(size // common))
-        _bind(a, c, common // m, cause)
-        _bind(b, c, common // k, cause)
-
-
-def _merge(a: Atom, b: Atom, cause: str) -> None:
-    if a is b:
-        return
-    u, v = root(a.unit), root(b.unit)
-    if u is not v:
-        v.parent = u
-        u.fixed = u.fixed if u.fixed is not None else v.fixed
-        u.causes.update(v.causes)
-        u.causes[cause] = None
-    b.parent = a
-    a.inexact = a.inexact or b.inexact
+        fix((x, y), f"{cause}: channels do not line up")
 
 
 def _bind(atom: Atom, part: Atom, times: int, cause: str) -> None:
     """Each channel of `part`, repeated `times` times, is the channels of `atom`."""
-    u, v = root(atom.unit), root(part.unit)
-    u.parts = ((v, times),)
-    v.fixed = v.fixed if v.fixed is not None else u.fixed
-    v.causes.update(u.causes)
-    v.causes[cause] = None
+    if atom is part:
+        return
+    u, v = atom.unit, part.unit
+    if u is not v:
+        u.parts = ((v, times),)
+        v.fixed = v.fixed if v.fixed is not None else u.fixed
+        v.causes.update(u.causes)
+        v.causes[cause] = None
     atom.parts = (Segment(part, times),)
-    if atom.inexact or part.inexact:
-        atom.inexact = part.inexact = atom.inexact or part.inexact
-
-
-def _split(unit: Unit, at: int) -> None:
-    """The unit is the sum of two: the first `at` channels and the rest."""
-    first = Unit(at, unit.fixed, causes=dict(unit.causes))
-    second = Unit(unit.size - at, unit.fixed, causes=dict(unit.causes))
-    unit.parts = ((first, 1), (second, 1))
+    part.inexact = part.inexact or atom.inexact
 
 
 # Shapes
@@ -249,7 +209,7 @@ def cut(axis: Axis, lengths: Sequence[int], cause: str) -> list[Axis]:
     axis = expand(axis)
     if len(axis) == 1 and axis[0].atom.inexact and is_free(axis):
         atom, inner = axis[0]
-        size = root(atom.unit).size
+        size = atom.unit.size
         if all(length % size == 0 for length in lengths) and inner > 1:
             # Halves of interleaved channels: each is as long as one of the interleaved parts was.
             return [(Segment(Atom(atom.unit, atom.inexact), length // size),) for length in lengths]
@@ -258,33 +218,22 @@ def cut(axis: Axis, lengths: Sequence[int], cause: str) -> list[Axis]:
 
 
 def _take(rest: list[Segment], missing: int, cause: str) -> Axis:
-    """Take a piece of the given length from the end of a reversed axis."""
+    """Take a piece of the given length from a reversed axis."""
     piece: list[Segment] = []
     while missing:
-        segment = rest.pop()
-        expanded = expand((segment,))
-        if expanded != (segment,):
-            rest.extend(reversed(expanded))
-            continue
+        segment = _next(rest)
         size = axis_size((segment,))
-        if size <= missing:
+        if size > missing:
+            reason = f"{cause}: a cut falls between channels that belong together"
+            rest.extend(reversed(_divide(segment, missing, reason)))
+        else:
             piece.append(segment)
             missing -= size
-        elif (reason := root(segment.atom.unit).fixed) is not None:
-            piece.extend(constant(missing, reason))
-            rest.extend(constant(size - missing, reason))
-            missing = 0
-        else:
-            rest.append(segment)
-            if missing % segment.inner == 0:
-                _split(root(segment.atom.unit), missing // segment.inner)
-            else:
-                fix((segment,), f"{cause}: a cut falls between channels that belong together")
     return tuple(piece)
 
 
 def merge(axes: Sequence[Axis], cause: str) -> Axis:
-    """Several neighbouring axes flattened into one, row-major."""
+    """Several neighboring axes flattened into one, row-major."""
     sizes = [axis_size(axis) for axis in axes]
     free = [i for i, axis in enumerate(axes) if sizes[i] > 1 and is_free(axis)]
     if not free:
@@ -308,7 +257,7 @@ def unmerge(axis: Axis, dims: Sequence[int], cause: str) -> list[Axis]:
         return [constant(1), *unmerge(axis, dims[1:], cause)]
     axis = expand(axis)
     if not is_free(axis):
-        reason = root(axis[0].atom.unit).fixed or ""
+        reason = axis[0].atom.unit.fixed or ""
         return [constant(dim, reason) for dim in dims]
     trailing = prod(dims[1:])
     if all(inner % trailing == 0 for _, inner in axis):

@@ -64,10 +64,8 @@ class Findings:
     """Weight -> the axes over which it sums its input."""
     scales: dict[str, None] = field(default_factory=dict)
     """Weights of norm layers, in order."""
-    lengths: list[tuple[str, int, Axis]] = field(default_factory=list)
-    """(module, number, axis): lengths that an operator was called with, perhaps from an attribute."""
-    length_lists: list[tuple[str, tuple[int, ...], Value]] = field(default_factory=list)
-    """(module, numbers, axes): the same for whole lists of lengths."""
+    lengths: list[tuple[str, int | tuple[int, ...], Value]] = field(default_factory=list)
+    """(module, number or numbers, axes): lengths that an operator was called with, perhaps attributes."""
     attributes: dict[str, dict[str, Axis]] = field(default_factory=dict)
     """Module -> attribute that layers of its kind have -> the axis whose length it must hold."""
     operators: list[str] = field(default_factory=list)
@@ -80,9 +78,7 @@ class Findings:
 
 def module_of(node: Node) -> str:
     """The name of the innermost module whose forward called the operator; empty for the model itself."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
+    stack = node.meta.get("nn_module_stack") or {"": ("",)}
     name: str = list(stack.values())[-1][0]
     return name.split("@")[0]
 
@@ -98,13 +94,14 @@ def operator_of(node: Node) -> str:
 def results_of(node: Node) -> list[Tensor]:
     """The example tensors that the operator returned: one, or several."""
     value = node.meta.get("val")
-    return [
-        item for item in (value if isinstance(value, list | tuple) else [value]) if isinstance(item, Tensor)
-    ]
+    values = value if isinstance(value, list | tuple) else [value]
+    return [item for item in values if isinstance(item, Tensor)]
 
 
 def constants_like(value: Any, reason: str) -> Any:
-    """Constant axes for a tensor; anything else stays as it is."""
+    """Constant axes for a tensor, or for each of a list of tensors; anything else stays as it is."""
+    if isinstance(value, list | tuple):
+        return tuple(constants_like(item, reason) for item in value)
     return tuple(constant(size, reason) for size in value.shape) if isinstance(value, Tensor) else value
 
 
@@ -116,6 +113,13 @@ def values_in(item: Any) -> list[Value]:
     if isinstance(item, tuple) and all(is_axis):
         return [item]
     return [value for part in item for value in values_in(part)]
+
+
+def places_of(dims: Any, value: Value) -> set[int]:
+    """The places of axes that an operator is called with: a number, a list, or nothing for all of them."""
+    if dims is None or dims == []:
+        return set(range(len(value)))
+    return {dim % len(value) for dim in (dims if isinstance(dims, list) else [dims])}
 
 
 def fix_all(item: Any, reason: str) -> None:
@@ -151,9 +155,9 @@ class Call:
         """The shape of the result, or of the first one."""
         return tuple(results_of(self.node)[0].shape)
 
-    @property
-    def has_many_results(self) -> bool:
-        return isinstance(self.node.meta["val"], list | tuple)
+    def result(self, value: Value) -> Any:
+        """The result of an operator that returns one tensor or two of one shape (`max` with indices)."""
+        return (value, value) if isinstance(self.node.meta["val"], list | tuple) else value
 
     # What must be equal, and what is fixed
 
@@ -172,12 +176,9 @@ class Call:
     def refuse(self, reason: str) -> Any:
         """Fix every axis of every argument. Returns a result whose axes are all constant."""
         fix_all(self.args, reason)
-        result = self.node.meta.get("val")
-        if isinstance(result, list | tuple):
-            return tuple(constants_like(item, reason) for item in result)
-        return constants_like(result, reason)
+        return constants_like(self.node.meta.get("val"), reason)
 
-    # Cuts
+    # Shapes
 
     def cut(self, axis: Axis, lengths: Sequence[int]) -> list[Axis]:
         """Cut an axis into pieces of the given lengths."""
@@ -185,6 +186,14 @@ class Call:
 
     def cut_evenly(self, axis: Axis, pieces: int) -> list[Axis]:
         return self.cut(axis, [axis_size(axis) // pieces] * pieces)
+
+    def merge(self, axes: Sequence[Axis]) -> Axis:
+        """Flatten neighboring axes into one."""
+        return ax.merge(axes, str(self))
+
+    def unmerge(self, axis: Axis, lengths: Sequence[int]) -> list[Axis]:
+        """See one axis as several: the reverse of `merge`."""
+        return ax.unmerge(axis, lengths, str(self))
 
     # What the graph needs to know about layers
 
@@ -202,39 +211,38 @@ class Call:
         spatial = self.shape[1:-1] if operator_of(self.node) == "aten::linear" else self.shape[2:]
         self.findings.producers.append(Producer(self.layer(), axis, self.node, spatial))
 
-    def costs(self, axes: Value) -> None:
+    def costs(self, axes: Value, output: Axis = ()) -> None:
         """The operator does one multiply-add for each element of the product of these axes."""
-        producers = self.findings.producers
-        output = producers[-1].axis if producers and producers[-1].node is self.node else ()
         if self.counting:
             self.findings.mac_terms.append(MacTerm(self.layer(), axes, output))
 
     def sums_over(self, weight: Value, place: int) -> None:
         """The operator sums over this axis of its weight: a channel whose slice is zero has no effect."""
-        source = self.node.args[1]
-        if isinstance(source, Node) and source in self.tensor_of:
-            self.findings.consumers.setdefault(self.tensor_of[source], set()).add(place)
-        else:
+        name = self._parameter(1)
+        if name is None:
             self.mark_inexact(weight[place], f"the weight of {self} is computed from parameters")
+        else:
+            self.findings.consumers.setdefault(name, set()).add(place)
 
     def scales(self, place: int) -> None:
         """The argument at this place scales each channel (the weight of a norm layer)."""
-        source = self.node.args[place] if len(self.node.args) > place else None
-        if isinstance(source, Node) and source in self.tensor_of:
-            self.findings.scales[self.tensor_of[source]] = None
+        name = self._parameter(place)
+        if name is not None:
+            self.findings.scales[name] = None
+
+    def _parameter(self, place: int) -> str | None:
+        """The parameter or buffer that is the argument at this place; None if it is anything else."""
+        source = self.node.args[place] if place < len(self.node.args) else None
+        return self.tensor_of.get(source) if isinstance(source, Node) else None
 
     def has_attributes(self, **axes: Axis) -> None:
         """Attributes of the layer (`out_channels=...`) that hold the length of an axis."""
         self.findings.attributes.setdefault(self.module, {}).update(axes)
 
-    def has_length(self, number: int, axis: Axis) -> None:
-        """The operator was called with this length for this axis."""
-        if number > 1 and is_free(axis):
-            self.findings.lengths.append((self.module, number, axis))
-
     def has_lengths(self, numbers: Sequence[int], axes: Value) -> None:
         """The operator was called with these lengths for these axes, one by one or as a list."""
         for number, axis in zip(numbers, axes, strict=True):
-            self.has_length(number, axis)
+            if number > 1 and is_free(axis):
+                self.findings.lengths.append((self.module, number, (axis,)))
         if any(is_free(axis) for axis in axes):
-            self.findings.length_lists.append((self.module, tuple(numbers), axes))
+            self.findings.lengths.append((self.module, tuple(numbers), axes))

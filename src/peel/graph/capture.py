@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Node
 
 from ..errors import TraceError
@@ -31,62 +30,57 @@ class Capture:
     """One captured forward pass."""
 
     nodes: tuple[Node, ...]
-    """The operators in order, after the placeholders."""
+    """The placeholders, then the operators in order."""
     tensors: dict[str, str]
     """Placeholder name -> name of its parameter or buffer."""
     constants: dict[str, Tensor]
     """Placeholder name -> the constant tensor of the code that it stands for."""
-    inputs: frozenset[str]
+    input_shapes: tuple[tuple[int, ...], ...]
+    """Shapes of the tensors that the model was called with."""
+    inputs: frozenset[Any]
     """Names of the placeholders of the model's inputs."""
     outputs: tuple[Node, ...]
     """The nodes whose values the model returns."""
 
 
-def as_args(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of one forward call, from a tensor, a tuple or a dict."""
-    if not isinstance(example_input, Tensor | tuple | dict):
+def with_batch(example_input: Any, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a call with `batch` samples: the first sample, repeated."""
+    if isinstance(example_input, Tensor):
+        example_input = (example_input,)
+    if not isinstance(example_input, tuple | dict):
         raise TraceError(
             f"example_input is a {type(example_input).__name__}; give a tensor with a batch axis first "
             "(torch.randn(1, 3, 224, 224), say), a tuple of positional or a dict of keyword arguments."
         )
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
-    if isinstance(example_input, dict):
-        kwargs = example_input
-    else:
-        args = example_input if isinstance(example_input, tuple) else (example_input,)
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    if not tensors:
+    args, kwargs = ((), example_input) if isinstance(example_input, dict) else (example_input, {})
+    shapes = [tuple(value.shape) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    if not shapes:
         raise TraceError("example_input holds no tensor.")
-    if any(tensor.ndim == 0 or 0 in tensor.shape for tensor in tensors):
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise TraceError(f"example_input has shape {shapes}; a tensor needs a batch axis and no empty axis.")
-    return args, kwargs
-
-
-def with_batch(example_input: Any, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with `batch` samples: the first sample of each tensor, repeated."""
-    args, kwargs = as_args(example_input)
+    if any(not shape or 0 in shape for shape in shapes):
+        given = ", ".join(map(str, shapes))
+        raise TraceError(f"example_input has shape {given}; a tensor needs a batch axis and no empty axis.")
 
     def resize(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         return value.detach()[:1].expand(batch, *value.shape[1:]).contiguous()
 
-    return tuple(resize(value) for value in args), {key: resize(value) for key, value in kwargs.items()}
+    return tuple(map(resize, args)), {key: resize(value) for key, value in kwargs.items()}
 
 
-def structural_copy(model: nn.Module, replace: dict[int, Tensor] | None = None) -> nn.Module:
+def structural_copy(
+    model: nn.Module, replace: dict[int, Tensor] | None = None, *, keep_hooks: bool = False
+) -> nn.Module:
     """A copy with new modules and shared tensors, except those replaced (by the `id` of the original).
 
-    The user's forward hooks are left out. torch's own (weight norm has one) are part of the model and are
-    kept.
+    Without `keep_hooks` the user's forward hooks are left out. torch's own (weight norm has one) are part of
+    the model and are kept.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     memo.update(computed_tensors(model))
     memo.update(replace or {})
     twin = copy.deepcopy(model, memo)
-    for module in twin.modules():
+    for module in () if keep_hooks else twin.modules():
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             hooks = getattr(module, name)  # torch has no public way to list hooks
             for key, hook in list(hooks.items()):
@@ -125,28 +119,24 @@ def untouched() -> Iterator[None]:
 def capture(model: nn.Module, example_input: Any, *, training: bool = False) -> Capture:
     """The operators of one forward pass on one sample (two in training mode, where batch norm needs them)."""
     args, kwargs = with_batch(example_input, 2 if training else 1)
+    shapes = tuple(tuple(x.shape) for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
     with untouched():
         try:
             twin = structural_copy(model).train(training)
             program = torch.export.export(twin, args, kwargs, strict=False)
         except Exception as error:
-            raise TraceError(_explain(model, error, args, kwargs)) from error
-    tensors: dict[str, str] = {}
-    constants: dict[str, Tensor] = {}
-    inputs: set[str] = set()
-    for spec in program.graph_signature.input_specs:
-        if spec.kind is InputKind.USER_INPUT:
-            inputs.add(spec.arg.name)
-        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target is not None:
-            tensors[spec.arg.name] = spec.target
-        elif isinstance(constant := program.constants.get(spec.target or ""), Tensor):
-            constants[spec.arg.name] = constant
-    returned = {
-        spec.arg.name for spec in program.graph_signature.output_specs if spec.kind == OutputKind.USER_OUTPUT
-    }
-    nodes = tuple(program.graph.nodes)
-    outputs = tuple(node for node in nodes if node.name in returned)
-    return Capture(nodes, tensors, constants, frozenset(inputs), outputs)
+            raise TraceError(_explain(model, error, shapes)) from error
+    signature = program.graph_signature
+    nodes, returned = tuple(program.graph.nodes), signature.user_outputs
+    constants = signature.inputs_to_lifted_tensor_constants
+    return Capture(
+        nodes=nodes,
+        tensors={**signature.inputs_to_parameters, **signature.inputs_to_buffers},
+        constants={name: program.constants[target] for name, target in constants.items()},
+        input_shapes=shapes,
+        inputs=frozenset(signature.user_inputs),
+        outputs=tuple(node for node in nodes if node.name in returned),
+    )
 
 
 def user_frame(error: Exception) -> traceback.FrameSummary | None:
@@ -155,7 +145,7 @@ def user_frame(error: Exception) -> traceback.FrameSummary | None:
     return next((frame for frame in frames if not frame.filename.startswith((TORCH, PEEL, "<"))), None)
 
 
-def _explain(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _explain(model: nn.Module, error: Exception, shapes: tuple[tuple[int, ...], ...]) -> str:
     """Why the capture failed, with the line of the user's code and what to do about it."""
     summary = str(error).strip().split("\n")[0] or type(error).__name__
     kind = type(error).__name__
@@ -165,7 +155,7 @@ def _explain(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: 
             "or decide outside of forward."
         )
     elif isinstance(error, RuntimeError | ValueError | TypeError) and "export" not in summary.lower():
-        given = ", ".join(str(tuple(x.shape)) for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        given = ", ".join(map(str, shapes))
         advice = f"Check that the model expects the example input ({given}): its forward pass raises {kind}."
     else:
         advice = "torch.export does not support what this line does; rewrite it with torch operators."

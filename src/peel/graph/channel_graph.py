@@ -260,23 +260,22 @@ class ChannelGraph:
 
     def regroup(self, groups: Mapping[str, Iterable[str]]) -> ChannelGraph:
         """The same graph with other groups. Every free tie belongs to exactly one."""
-        group_of: dict[str, str] = {}
-        for group, ties in groups.items():
-            for tie in ties:
-                if tie in self.fixed:
-                    raise WidthsError(f"cannot put {tie!r} into a group: it is fixed: {self.fixed[tie]}.")
-                if tie not in self.widths:
-                    hint = did_you_mean(tie, self.widths)
-                    raise WidthsError(f"cannot put {tie!r} into a group: no tie has that name.{hint}")
-                if tie in group_of:
-                    raise WidthsError(f"{tie} is in more than one group.")
-                group_of[tie] = group
-        missing = [tie for tie in self.widths if tie not in group_of]
+        members = {group: list(ties) for group, ties in groups.items()}
+        listed = [tie for ties in members.values() for tie in ties]
+        for tie in listed:
+            if tie in self.fixed:
+                raise WidthsError(f"cannot put {tie!r} into a group: it is fixed: {self.fixed[tie]}.")
+            if tie not in self.widths:
+                hint = did_you_mean(tie, self.widths)
+                raise WidthsError(f"cannot put {tie!r} into a group: no tie has that name.{hint}")
+            if listed.count(tie) > 1:
+                raise WidthsError(f"{tie} is in more than one group.")
+        missing = [tie for tie in self.widths if tie not in listed]
         if missing:
             others = " and others" if len(missing) > 5 else ""
             raise WidthsError(f"no group holds {', '.join(missing[:5])}{others}.")
-        chosen = {group: tuple(tie for tie in self.widths if group_of[tie] == group) for group in groups}
-        return replace(self, groups=chosen)
+        ordered = {group: tuple(sorted(ties, key=list(self.widths).index)) for group, ties in members.items()}
+        return replace(self, groups=ordered)
 
 
 def stretches(parts: Iterable[tuple[Key, int]]) -> dict[Key, tuple[int, int]]:

@@ -31,12 +31,10 @@ def spatial_sizes(
     sizes: dict[Unit, Size] = {}
     for unit, producers in producers_of.items():
         modules = [_ancestors(module_of(producer.node)) for producer in producers]
-        common = set(modules[0]).intersection(*modules[1:])
-        for kind in ("add", "merge"):
-            inside = [name for name in common if name in blocks and blocks[name][0] == kind]
-            if inside:
-                sizes[unit] = blocks[max(inside, key=len)][1]
-                break
+        common = set(modules[0]).intersection(*modules[1:], blocks)
+        if common:
+            # The innermost block that adds or, if none adds, the innermost block.
+            sizes[unit] = blocks[max(common, key=lambda name: (blocks[name][0], len(name)))][1]
         else:
             sizes[unit] = _most_common([producer.spatial for producer in producers])
     return sizes
@@ -48,9 +46,9 @@ def _most_common(sizes: list[Size]) -> Size:
     return max(sizes, key=lambda size: (sizes.count(size), -prod(size)))
 
 
-def _blocks(captured: Capture, interpreter: Interpreter) -> dict[str, tuple[str, Size]]:
-    """Module name -> (how it joins its parts, spatial size of its output), for modules with one output."""
-    kinds: dict[str, str] = {}
+def _blocks(captured: Capture, interpreter: Interpreter) -> dict[str, tuple[bool, Size]]:
+    """Module name -> (whether it adds its parts, spatial size of its output), for modules with one output."""
+    adds: dict[str, bool] = {}
     last: dict[str, Node] = {}
     outputs: dict[str, set[Node]] = {}
     for node in captured.nodes:
@@ -58,17 +56,15 @@ def _blocks(captured: Capture, interpreter: Interpreter) -> dict[str, tuple[str,
             continue
         module, name = module_of(node), operator_of(node)
         tensors = [arg for arg in node.all_input_nodes if arg.name not in captured.tensors]
-        if module and len(tensors) > 1 and name in _ADD:
-            kinds[module] = "add"
-        elif module and len(tensors) > 1 and name in _MERGE:
-            kinds.setdefault(module, "merge")
+        if module and len(tensors) > 1 and name in _ADD | _MERGE:
+            adds[module] = name in _ADD or adds.get(module, False)
         for ancestor in _ancestors(module):
             last[ancestor] = node
             if any(ancestor not in _ancestors(module_of(user)) for user in node.users):
                 outputs.setdefault(ancestor, set()).add(node)
     return {
-        name: (kind, _spatial(last[name], interpreter))
-        for name, kind in kinds.items()
+        name: (is_sum, _spatial(last[name], interpreter))
+        for name, is_sum in adds.items()
         if len(outputs.get(name, ())) == 1
     }
 

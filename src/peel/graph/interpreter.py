@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from ..errors import TraceError
 from ..utils.fingerprint import fingerprint
@@ -24,10 +24,7 @@ from .rules import RULES
 #: Checks that export leaves in the graph. They return nothing.
 _IGNORED = {"aten::_assert_tensor_metadata", "aten::_assert_async", "aten::sym_constrain_range_for_size"}
 
-_CONVOLUTIONS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
+_CONSTANT = "a constant of the code"
 
 
 class Interpreter:
@@ -52,7 +49,7 @@ class Interpreter:
             self.tensors[name] = self.tensors.get(first[id(tensor)]) or tuple(axes)
         # Fix kernel axes before anything is computed from a weight: weight standardization flattens them.
         for name, module in model.named_modules():
-            if isinstance(module, _CONVOLUTIONS):
+            if hasattr(module, "kernel_size"):
                 for axis in self.tensors.get(f"{name}.weight" if name else "weight", ())[2:]:
                     fix(axis, "kernel size")
 
@@ -75,18 +72,20 @@ class Interpreter:
             return
         if counting and node.name in capture.constants:
             self.findings.constants.append(fingerprint([capture.constants[node.name]]))
-        reason = "it enters the model" if node.name in capture.inputs else "a constant of the code"
+        reason = "it enters the model" if node.name in capture.inputs else _CONSTANT
         self.values[node] = constants_like(node.meta.get("val"), reason)
 
     def _evaluate(self, node: Node, counting: bool) -> None:
         if node.op == "get_attr":
-            self.values[node] = constants_like(node.meta.get("val"), "a constant of the code")
-        elif node.op == "call_function" and node.target is operator.getitem:
-            collection, index = node.args
-            assert isinstance(collection, Node)
-            self.values[node] = self.values[collection][index]
+            target = getattr(node.graph.owning_module, str(node.target), None)
+            is_graph = isinstance(target, GraphModule)
+            self.values[node] = target if is_graph else constants_like(node.meta.get("val"), _CONSTANT)
+        elif node.target is operator.getitem:
+            collection, index = map(self._read, node.args)
+            self.values[node] = collection[index]
         elif node.op == "call_function":
-            region = next((i for i, arg in enumerate(node.args) if _graph_of(arg) is not None), None)
+            args = map(self._read, node.args)
+            region = next((i for i, arg in enumerate(args) if isinstance(arg, GraphModule)), None)
             if region is not None:
                 self.values[node] = self._inline(node, region, counting)
             else:
@@ -94,10 +93,8 @@ class Interpreter:
 
     def _inline(self, node: Node, region: int, counting: bool) -> Any:
         """Run through a region under autocast or no_grad, which is captured as a graph of its own."""
-        graph = _graph_of(node.args[region])
-        assert graph is not None
         args = iter(node.args[region + 1 :])
-        for inner in graph.nodes:
+        for inner in self._read(node.args[region]).graph.nodes:
             if inner.op == "placeholder":
                 arg = next(args)
                 self.values[inner] = self._read(arg)
@@ -116,24 +113,21 @@ class Interpreter:
             self.findings.constants.append(_constants_of(node))
         args = [self._read(arg) for arg in node.args]
         options = {key: self._read(arg) for key, arg in node.kwargs.items()}
-        everything = (*args, *options.values())
-        call = Call(node, everything, self.findings, self._tensor_of, counting)
+        call = Call(node, (*args, *options.values()), self.findings, self._tensor_of, counting)
         rule = self.user_rules.get(name) or RULES.get(name)
         reason = f"{call} has no channel rule"
-        if rule is not None:
-            try:
+        try:
+            if rule is not None:
                 result = rule(call, *args, **options)
                 _check(node, result)
-            except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
-                if name in self.user_rules:
-                    raise TraceError(
-                        f"your rule for {name} ({_place(rule)}) failed on {call}: {problem}"
-                    ) from error
-                # A form of the operator that our rule does not know. Fixing all its channels is safe.
-                reason = f"the channel rule of {call} failed ({problem})"
-            else:
                 return result
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            if name in self.user_rules:
+                place = _place(self.user_rules[name])
+                raise TraceError(f"your rule for {name} ({place}) failed on {call}: {problem}") from error
+            # A form of the operator that our rule does not know. Fixing all its channels is safe.
+            reason = f"the channel rule of {call} failed ({problem})"
         self.findings.unknown_operators.setdefault(name, call.module or "the model")
         return call.refuse(reason)
 
@@ -143,14 +137,6 @@ class Interpreter:
         if isinstance(arg, list | tuple):
             return [self._read(item) for item in arg]
         return arg
-
-
-def _graph_of(arg: Any) -> Graph | None:
-    """The graph that an argument refers to, if it refers to one."""
-    if not isinstance(arg, Node) or arg.op != "get_attr" or arg.graph.owning_module is None:
-        return None
-    target = getattr(arg.graph.owning_module, str(arg.target), None)
-    return target.graph if isinstance(target, GraphModule) else None
 
 
 def _constants_of(node: Node) -> str:

@@ -6,7 +6,9 @@ in every free tie, and its forward runs on tensors without data. It must run thr
 predicts.
 """
 
+import traceback
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map  # has no public name
 from ..cost.count import OperatorCount, plain_attention
 from .capture import untouched, user_frame, with_batch
 from .channel_graph import ChannelGraph
-from .rebuild import rebuild
+from .rebuild import empty_as, rebuild
 
 _GOLDEN = 0.6180339887
 
@@ -27,7 +29,7 @@ class Failure:
     """Where the code did not follow the widths."""
 
     modules: tuple[str, ...]
-    """Modules whose forward was running, outermost first."""
+    """Modules whose code was running, outermost first."""
     line: str
 
 
@@ -75,19 +77,18 @@ def _run(
 ) -> int | Failure:
     """The MACs of the model at the given units, or where its code stopped."""
     with untouched(), torch.no_grad():
-        twin = rebuild(model, graph, units, _zeros if with_data else _meta, keep_hooks=False).eval()
+        make = _zeros if with_data else partial(empty_as, device="meta")
+        twin = rebuild(model, graph, units, make, keep_hooks=False).eval()
         args, kwargs = with_batch(example_input, 1)
         if not with_data:
             args, kwargs = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
-        running: list[str] = []
-        _track(twin, running)
         try:
             with plain_attention(), _ShapesOnly() as counter:  # type: ignore[no-untyped-call]
                 twin(*args, **kwargs)
         except Exception as error:
             frame = user_frame(error)
             line = f"{Path(frame.filename).name}:{frame.lineno} `{frame.line}`" if frame else ""
-            return Failure(tuple(running), line)
+            return Failure(_running(twin, error), line)
     return int(counter.macs)
 
 
@@ -95,14 +96,13 @@ class _ShapesOnly(OperatorCount):  # type: ignore[no-untyped-call]
     """Skips operators that keep the shape: on the meta device torch takes a slow path for each of them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        packet = func._overloadpacket
-        if not (args and isinstance(args[0], Tensor) and args[0].is_meta):
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        if packet in _SHAPE_PRESERVING:
-            return args[0]
-        if packet is torch.ops.aten.native_batch_norm:
+        if args and isinstance(args[0], Tensor) and args[0].is_meta:
             value, *vectors = args[:5]
-            if all(vector is None or vector.shape[0] == value.shape[1] for vector in vectors):
+            if func._overloadpacket in _SHAPE_PRESERVING:
+                return value
+            if func._overloadpacket is torch.ops.aten.native_batch_norm and all(
+                vector is None or vector.shape[0] == value.shape[1] for vector in vectors
+            ):
                 return value, value.new_empty(0), value.new_empty(0)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -111,31 +111,15 @@ _ACTIVATIONS = "relu relu_ hardtanh hardtanh_ silu silu_ hardswish hardswish_ ge
 _SHAPE_PRESERVING = {getattr(torch.ops.aten, name) for name in _ACTIVATIONS.split()}
 
 
-def _meta(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    new = torch.empty(shape, dtype=tensor.dtype, device="meta")
-    return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
-
-
 def _zeros(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if tuple(tensor.shape) == shape:
-        return tensor
-    new = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
-    return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
+    return tensor if tensor.shape == shape else empty_as(tensor, shape).zero_()
 
 
-def _track(model: nn.Module, running: list[str]) -> None:
-    """Keep in `running` the names of the modules whose forward runs. An exception leaves it as it was."""
+def _running(model: nn.Module, error: Exception) -> tuple[str, ...]:
+    """The modules whose code was running when an error was raised, outermost first."""
     names = {module: name for name, module in model.named_modules()}
-
-    def enter(module: nn.Module, args: Any) -> None:
-        running.append(names[module])
-
-    def leave(module: nn.Module, args: Any, result: Any) -> None:
-        running.pop()
-
-    for module in names:
-        module.register_forward_pre_hook(enter, prepend=True)
-        module.register_forward_hook(leave)
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return tuple(dict.fromkeys(names[own] for own in owners if isinstance(own, nn.Module) and own in names))
 
 
 def output_shapes(result: Any) -> list[tuple[int, ...]]:

@@ -1,13 +1,13 @@
 """A model rebuilt at other widths: the same classes and code, with tensors of other shapes."""
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .attributes import evaluate, set_attributes
-from .capture import computed_tensors, structural_copy
+from ..cost.polynomial import Form
+from .capture import structural_copy
 from .channel_graph import ChannelGraph
 
 
@@ -31,10 +31,8 @@ def rebuild(
 ) -> nn.Module:
     """A copy of the model whose tensors are made by `make(original, new shape)`, with attributes to match."""
     shapes = new_shapes(graph, units)
-    replaced = computed_tensors(model)
-    for name, tensor in tensors_of(model).items():
-        replaced[id(tensor)] = make(tensor, shapes[name])
-    twin = copy.deepcopy(model, dict(replaced)) if keep_hooks else structural_copy(model, replaced)
+    replaced = {id(tensor): make(tensor, shapes[name]) for name, tensor in tensors_of(model).items()}
+    twin = structural_copy(model, replaced, keep_hooks=keep_hooks)
     for name, attributes in evaluate(graph.attributes, units).items():
         set_attributes(twin.get_submodule(name), attributes)
     return twin
@@ -44,10 +42,28 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def empty_as(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def empty_as(tensor: Tensor, shape: tuple[int, ...], device: str | None = None) -> Tensor:
     """An uninitialized tensor of another shape, like the given one in everything else."""
-    new = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    new = torch.empty(shape, dtype=tensor.dtype, device=device or tensor.device)
     is_channels_last = tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     if is_channels_last and not tensor.is_contiguous():
         new = new.to(memory_format=torch.channels_last)
     return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+
+
+def evaluate(attributes: Mapping[str, Mapping[str, Any]], units: list[int]) -> dict[str, dict[str, Any]]:
+    """Module -> attribute -> number (or list of numbers) at the given units."""
+
+    def number(form: Any) -> Any:
+        return form.value(units) if isinstance(form, Form) else [item.value(units) for item in form]
+
+    return {
+        module: {name: number(form) for name, form in found.items()} for module, found in attributes.items()
+    }
+
+
+def set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
+    """Write numbers, keeping the type of sequence that the attribute had."""
+    for name, value in attributes.items():
+        old = getattr(module, name)
+        setattr(module, name, type(old)(value) if isinstance(old, list | tuple) else value)

@@ -1,6 +1,7 @@
 """From the findings of the rules to a `ChannelGraph`: named ties, costs as polynomials, tensor layouts."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch.fx import Node
 
 from ..cost.activations import Activation, ActivationCost
 from ..cost.polynomial import CostModel, Form, Term, product
-from .axes import Atom, Axis, Unit, Value, axis_size, expand, leaves, root, units_of
+from .axes import Atom, Axis, Unit, Value, axis_size, expand, units_of
 from .call import Producer, results_of, values_in
 from .capture import Capture
 from .channel_graph import ChannelGraph, Layout, Member, Run, Tie, stretches
@@ -35,9 +36,7 @@ class GraphBuilder:
         self.names, self.widths = self._name_units()
         self.free = [unit for unit in self.names if unit.fixed is None]
         self.index = {unit: i for i, unit in enumerate(self.free)}
-        self.original = [unit.size for unit in self.free]
         self.atoms: dict[Atom, int] = {}
-        self._forms: dict[Axis, Form] = {}
 
     def _fix_leftovers(self) -> None:
         """Fix units that no layer produces, and units of one channel."""
@@ -59,58 +58,56 @@ class GraphBuilder:
                 if not any(unit in names for unit in units) and producer.layer not in names.values():
                     names[units[0]], widths[units[0]] = producer.layer, axis_size(segments)
                 continue
-            parts = stretches((root(segment.atom.unit), axis_size((segment,))) for segment in segments)
+            parts = stretches((segment.atom.unit, axis_size((segment,))) for segment in segments)
             for unit, (offset, size) in parts.items():
                 if unit not in names:
                     part = f"[{offset}:{offset + size}]" if len(units) > 1 else ""
                     names[unit], widths[unit] = f"{producer.layer}{part}", size
-        return _unique(names), widths
+        # A layer that is called twice may produce two ties: number ties with the same name.
+        taken = Counter[str]()
+        for unit, name in names.items():
+            taken[name] += 1
+            if taken[name] > 1:
+                names[unit] = f"{name}#{taken[name]}"
+        return names, widths
 
     # Numbers in terms of ties
 
     def form(self, axis: Axis) -> Form:
         """The length of an axis as a constant plus units of ties."""
-        if axis not in self._forms:
-            constant = 0
-            times: dict[int, int] = {}
-            for atom, inner in expand(axis):
-                for unit, multiple in leaves(atom.unit):
-                    if unit in self.index:
-                        times[self.index[unit]] = times.get(self.index[unit], 0) + multiple * inner
-                    else:
-                        constant += unit.size * multiple * inner
-            self._forms[axis] = Form(constant, tuple(sorted(times.items())))
-        return self._forms[axis]
+        constant = 0
+        times: dict[int, int] = {}
+        for atom, inner in expand(axis):
+            tie = self.index.get(atom.unit)
+            if tie is None:
+                constant += atom.unit.size * inner
+            else:
+                times[tie] = times.get(tie, 0) + inner
+        return Form(constant, tuple(sorted(times.items())))
 
-    def _layout(self, axes: Value) -> Layout:
-        result = []
-        for axis in axes:
-            runs: list[Run] = []
-            for atom, inner in expand(axis):
-                unit = root(atom.unit)
-                if unit in self.index:
-                    number = self.atoms.setdefault(atom, len(self.atoms))
-                    runs.append(Run(self.index[unit], number, inner, unit.size))
-                elif runs and runs[-1].tie == -1:
-                    runs[-1] = Run(-1, -1, 1, runs[-1].size + unit.size * inner)
-                else:
-                    runs.append(Run(-1, -1, 1, unit.size * inner))
-            result.append(tuple(runs))
-        return tuple(result)
+    def _runs(self, axis: Axis) -> tuple[Run, ...]:
+        runs: list[Run] = []
+        for atom, inner in expand(axis):
+            unit = atom.unit
+            if unit in self.index:
+                number = self.atoms.setdefault(atom, len(self.atoms))
+                runs.append(Run(self.index[unit], number, inner, unit.size))
+            elif runs and runs[-1].tie == -1:
+                runs[-1] = Run(-1, -1, 1, runs[-1].size + unit.size * inner)
+            else:
+                runs.append(Run(-1, -1, 1, unit.size * inner))
+        return tuple(runs)
 
-    def _charged_tie(self, *axes: Axis) -> int:
-        """The first tie in the axes; -1 if there is none."""
-        return next((tie for axis in axes for tie, _ in self.form(axis).units), -1)
-
-    def _product(self, layer: str, tie: int, axes: Value) -> Term:
+    def _term(self, layer: str, axes: Value, charged: Iterable[Axis]) -> Term:
+        """The product of the axes, charged to the first tie in `charged`; to -1 if there is none."""
+        tie = next((tie for axis in charged for tie, _ in self.form(axis).units), -1)
         return product(layer, tie, [self.form(axis) for axis in axes])
 
     # Parts of the graph
 
-    def build(
-        self, input_shapes: tuple[tuple[int, ...], ...], attributes: Mapping[str, Mapping[str, Any]]
-    ) -> ChannelGraph:
-        layouts = {name: self._layout(axes) for name, axes in self.interpreter.tensors.items()}
+    def build(self, attributes: Mapping[str, Mapping[str, Any]]) -> ChannelGraph:
+        tensors = self.interpreter.tensors
+        layouts = {name: tuple(self._runs(axis) for axis in axes) for name, axes in tensors.items()}
         ties = self._ties(layouts)
         return ChannelGraph(
             ties=ties,
@@ -120,7 +117,7 @@ class GraphBuilder:
             consumers={name: tuple(sorted(places)) for name, places in self.findings.consumers.items()},
             scales=tuple(self.findings.scales),
             num_atoms=len(self.atoms),
-            input_shapes=input_shapes,
+            input_shapes=self.captured.input_shapes,
             operators=tuple(self.findings.operators),
             constants=tuple(self.findings.constants),
             unknown_operators=dict(self.findings.unknown_operators),
@@ -132,7 +129,9 @@ class GraphBuilder:
     def _ties(self, layouts: dict[str, Layout]) -> dict[str, Tie]:
         spatial = spatial_sizes(self.producers, self.captured, self.interpreter)
         members = self._members(layouts)
-        inexact = self._inexact()
+        tensors = self.interpreter.tensors.values()
+        atoms = [segment.atom for axes in tensors for axis in axes for segment in expand(axis)]
+        inexact = {atom.unit: atom.inexact for atom in reversed(atoms) if atom.inexact is not None}
         return {
             name: Tie(
                 name=name,
@@ -164,33 +163,21 @@ class GraphBuilder:
                         members.setdefault(unit, []).append(Member(name, place, offset, size, multiplicity))
         return members
 
-    def _inexact(self) -> dict[Unit, str]:
-        inexact: dict[Unit, str] = {}
-        for axes in self.interpreter.tensors.values():
-            for atom, _ in (segment for axis in axes for segment in expand(axis)):
-                if atom.inexact is not None:
-                    inexact.setdefault(root(atom.unit), atom.inexact)
-        return inexact
-
     def _mac_cost(self) -> CostModel:
+        terms = self.findings.mac_terms
         return CostModel(
-            tuple(
-                self._product(term.layer, self._charged_tie(term.output, *term.axes), term.axes)
-                for term in self.findings.mac_terms
-            )
+            tuple(self._term(term.layer, term.axes, (term.output, *term.axes)) for term in terms)
         )
 
     def _param_cost(self) -> CostModel:
         tensors = self.interpreter.tensors
         layer_of = {name: name.rpartition(".")[0] or name for name, _ in self.model.named_parameters()}
-        charged: dict[str, int] = {}
+        # A layer is charged to one tie as a whole: the bias of a classifier goes with its weight.
+        charged: dict[str, list[Axis]] = {}
         for name, layer in layer_of.items():
-            # A layer is charged to one tie as a whole: the bias of a classifier goes with its weight.
-            if charged.get(layer, -1) < 0:
-                charged[layer] = self._charged_tie(*tensors[name])
-        return CostModel(
-            tuple(self._product(layer, charged[layer], tensors[name]) for name, layer in layer_of.items())
-        )
+            charged.setdefault(layer, []).extend(tensors[name])
+        terms = (self._term(layer, tensors[name], charged[layer]) for name, layer in layer_of.items())
+        return CostModel(tuple(terms))
 
     def _activation_cost(self) -> ActivationCost:
         """Results of operators and when they are alive. Views and in-place results prolong that."""
@@ -223,13 +210,3 @@ def _is_view(node: Node) -> bool:
         return node.op == "call_function"  # getitem of a split
     is_alias = any(result.alias_info is not None for result in schema.returns)
     return is_alias or schema.name.split("::")[-1] in _VIEWS.split()
-
-
-def _unique(names: dict[Unit, str]) -> dict[Unit, str]:
-    """Number ties with the same name: a layer that is called twice may produce two ties."""
-    taken: dict[str, int] = {}
-    result = {}
-    for unit, name in names.items():
-        taken[name] = taken.get(name, 0) + 1
-        result[unit] = name if taken[name] == 1 else f"{name}#{taken[name]}"
-    return result

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..errors import TraceError
 from .attribute_search import AttributeSearch
-from .capture import Capture, as_args, capture
+from .capture import Capture, capture
 from .channel_graph import ChannelGraph
 from .interpreter import Interpreter
 from .rules import Rule, user_rules
@@ -38,7 +38,6 @@ def trace(
     """
     if not isinstance(model, nn.Module):
         raise TraceError(f"model is a {type(model).__name__}, not a torch.nn.Module.")
-    as_args(example_input)
     interpreter = Interpreter(model, user_rules(rules))
     with _no_garbage_collection():
         captured = capture(model, example_input)

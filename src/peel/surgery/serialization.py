@@ -19,9 +19,8 @@ from safetensors.torch import save as dump_tensors
 from torch import Tensor, nn
 
 from ..errors import StoreError
-from ..graph.attributes import set_attributes
 from ..graph.capture import computed_tensors
-from ..graph.rebuild import tensors_of
+from ..graph.rebuild import set_attributes, tensors_of
 from ..utils.files import write_bytes
 from ..version import __version__
 from .record import SlimRecord, attach_record, record_of

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import WidthsError
-from ..graph.attributes import evaluate
 from ..graph.channel_graph import ChannelGraph
-from ..graph.rebuild import empty_as, new_shapes, rebuild, tensors_of
+from ..graph.rebuild import empty_as, evaluate, new_shapes, rebuild, tensors_of
 from .record import SlimRecord, attach_record, record_of
 from .selection import KeptChannels, select_best
 

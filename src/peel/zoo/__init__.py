@@ -97,10 +97,8 @@ def create(
     spec = find(reference)
     if num_classes is not None:
         arguments["num_classes"] = num_classes
-    if pretrained and spec.source == "user":
-        raise ModelError(f"{reference}: a model of your own loads its weights in its own code.")
-    if pretrained and spec.source == CIFAR:
-        raise ModelError(f"{spec.name} has no pretrained weights.")
+    if pretrained and spec.source in ("user", CIFAR):
+        raise ModelError(f"{reference} has no pretrained weights that peel could load.")
     build = load_object(reference, ModelError) if spec.source == "user" else _builder(spec, pretrained)
     try:
         model = build if isinstance(build, nn.Module) else build(**arguments)

@@ -26,14 +26,8 @@ def register_rule(operator: str, rule: Rule | None = None) -> Any:
 
     A rule is called as `rule(call, *args, **kwargs)` with the arguments of the operator. A tensor argument is
     a tuple of axes, a list of tensors is a list of such tuples, and every other argument is passed as it is.
-    The rule tells `call` (a `peel.graph.Call`) what it knows:
-
-    * `call.unify(a, b)`: the two axes hold the same channels in the same order.
-    * `call.same_size([a, b])`: the axes keep the same length, but not the same channels.
-    * `call.fix(axis, reason)`: the axis keeps its length.
-    * `call.mark_inexact(axis, reason)`: the length is free, but the operator mixes the channels of the axis,
-      so that slicing them is not the same as masking them.
-    * `return call.refuse(reason)`: the rule does not cover this call. All axes of all arguments are fixed.
+    The rule tells `call` (a `peel.graph.Call`) what it knows with `call.unify`, `call.same_size`, `call.fix`
+    and `call.mark_inexact`. A call that it does not cover ends in `return call.refuse(reason)`.
 
     It returns the result as a tuple of axes, one per dimension (`call.shape` holds their lengths), or a tuple
     of such tuples if the operator returns several tensors. Axes of arguments are passed on;

@@ -3,10 +3,11 @@
 They are also where the cost is: one multiply-add for each element of a product of axes (`Call.costs`).
 """
 
-from typing import Any, cast
+from typing import Any
 
 from ..axes import Axis, Value, axis_size, constant, expand, is_free, repeat_each
 from ..call import Call, rule
+from .elementwise import broadcast
 
 
 def _spatial(call: Call, value: Value, rank: int) -> list[Axis]:
@@ -15,16 +16,17 @@ def _spatial(call: Call, value: Value, rank: int) -> list[Axis]:
     for place in range(-rank, 0):
         axis, size = value[place], call.shape[place]
         if is_free(axis) and axis_size(axis) == size:
-            call.mark_inexact(axis, f"{call} mixes neighbouring channels")
+            call.mark_inexact(axis, f"{call} mixes neighboring channels")
             result.append(axis)
-            continue
-        call.fix(axis, f"{call} slides over the channels")
-        result.append(constant(size))
+        else:
+            call.fix(axis, f"{call} slides over the channels")
+            result.append(constant(size))
     return result
 
 
-@rule("conv1d conv2d conv3d")
+@rule("conv1d conv2d conv3d linear")
 def _conv(call: Call, value: Value, weight: Value, bias: Value | None = None, *options: Any) -> Value:
+    """A linear layer is a convolution without spatial axes."""
     groups = options[3] if len(options) > 3 else 1  # after stride, padding and dilation
     channels, outputs = value[1 - len(weight)], weight[0]
     if groups == 1:
@@ -38,9 +40,7 @@ def _conv(call: Call, value: Value, weight: Value, bias: Value | None = None, *o
             call.unify(row, weight[1], "grouped")
         call.sums_over(weight, 1)
         call.same_size(call.cut_evenly(outputs, groups), "grouped")
-    result = _layer(call, value, weight, bias, outputs, groups)
-    call.costs((*weight, *value[: 1 - len(weight)], *result[2 - len(weight) :]))
-    return result
+    return _layer(call, value, weight, bias, outputs, groups)
 
 
 @rule("conv_transpose1d conv_transpose2d conv_transpose3d")
@@ -58,36 +58,27 @@ def _conv_transpose(
     else:
         call.same_size(call.cut_evenly(channels, groups), "grouped")
         outputs = expand(weight[1]) * groups
-    result = _layer(call, value, weight, bias, outputs, groups)
-    call.costs((*weight, *value[: 1 - len(weight)], *value[2 - len(weight) :]))
-    return result
+    return _layer(call, value, weight, bias, outputs, groups)
 
 
 def _layer(call: Call, value: Value, weight: Value, bias: Value | None, outputs: Axis, groups: int) -> Value:
-    """What convolutions and transposed convolutions have in common. Returns the result."""
-    rank = len(weight) - 2
-    channels = value[-rank - 1]
+    """What all layers with weights have in common. Returns the result."""
+    place = len(value) + 1 - len(weight)
+    channels, inputs = value[place], value[place + 1 :]
     for axis in weight[2:]:
         call.fix(axis, "kernel size")
     if bias is not None:
         call.unify(bias[0], outputs)
     call.produces(outputs)
     call.has_attributes(in_channels=channels, out_channels=outputs)
+    call.has_attributes(in_features=channels, out_features=outputs)
     if 1 < groups == axis_size(channels):
         call.has_attributes(groups=channels)
-    return (*value[: -rank - 1], outputs, *_spatial(call, value, rank))
-
-
-@rule("linear")
-def _linear(call: Call, value: Value, weight: Value, bias: Value | None = None) -> Value:
-    call.unify(value[-1], weight[1])
-    call.sums_over(weight, 1)
-    if bias is not None:
-        call.unify(bias[0], weight[0])
-    call.produces(weight[0])
-    call.has_attributes(in_features=value[-1], out_features=weight[0])
-    call.costs((*weight, *value[:-1]))
-    return (*value[:-1], weight[0])
+    spatial = _spatial(call, value, len(inputs))
+    # The kernel is applied at each position of the result or, if transposed, of the input.
+    positions = inputs if "transpose" in str(call.node.target) else spatial
+    call.costs((*weight, *value[:place], *positions), outputs)
+    return (*value[:place], outputs, *spatial)
 
 
 @rule("matmul mm bmm")
@@ -95,13 +86,7 @@ def _matmul(call: Call, first: Value, second: Value) -> Value:
     """A product of two computed tensors, as in attention: the inner axis is fixed, the outer axes pass."""
     call.unify(first[-1], second[-2] if len(second) > 1 else second[0])
     call.fix(first[-1], f"{call} sums over it between two computed tensors")
-    outer_first, outer_second = first[:-2], second[:-2]
-    batch = list(outer_first if len(outer_first) >= len(outer_second) else outer_second)
-    for place in range(-min(len(outer_first), len(outer_second)), 0):
-        a, b = outer_first[place], outer_second[place]
-        if axis_size(a) > 1 and axis_size(b) > 1:
-            call.unify(a, b)
-        batch[place] = a if axis_size(a) > 1 else b
+    batch = broadcast(call, first[:-2], second[:-2])
     rows = first[-2:-1] if len(first) > 1 else ()
     columns = second[-1:] if len(second) > 1 else ()
     if rows and columns:  # torch does not count products with vectors either
@@ -111,26 +96,22 @@ def _matmul(call: Call, first: Value, second: Value) -> Value:
 
 @rule("addmm baddbmm")
 def _addmm(call: Call, bias: Value, first: Value, second: Value, **options: Any) -> Value:
-    result = _matmul(call, first, second)
-    for place in range(-len(bias), 0):
-        if axis_size(bias[place]) > 1:
-            call.unify(bias[place], result[place])
-    return result
+    return broadcast(call, bias, _matmul(call, first, second))
 
 
 @rule("einsum")
-def _einsum(call: Call, equation: str, values: list[Value], **options: Any) -> Value:
+def _einsum(call: Call, equation: str, values: list[Value], **options: Any) -> Any:
     """Axes with the same letter are one axis. A letter that is summed over is fixed."""
     left, right = equation.replace(" ", "").split("->")
     terms = left.split(",")
     not_covered = f"{call}: the rule does not cover the equation {equation}"
     if "." in equation or len(terms) > 2:
-        return cast(Value, call.refuse(not_covered))
+        return call.refuse(not_covered)
     axis_of: dict[str, Axis] = {}
     for term, value in zip(terms, values, strict=True):
         for letter, axis in zip(term, value, strict=True):
             if axis_size(axis_of.setdefault(letter, axis)) != axis_size(axis):
-                return cast(Value, call.refuse(not_covered))
+                return call.refuse(not_covered)
             call.unify(axis_of[letter], axis)
     for letter, axis in axis_of.items():
         if letter not in right:
@@ -141,8 +122,7 @@ def _einsum(call: Call, equation: str, values: list[Value], **options: Any) -> V
 
 
 @rule("scaled_dot_product_attention")
-def _attention(call: Call, query: Value, key: Value, value: Value, *rest: Any, **options: Any) -> Value:
+def _attention(call: Call, query: Value, key: Value, value: Value, *rest: Any, **options: Any) -> Any:
     call.costs((*query, key[-2]))
     call.costs((*query[:-1], key[-2], value[-1]))
-    result: Value = call.refuse(f"{call}: channels of attention heads")
-    return result
+    return call.refuse(f"{call}: channels of attention heads")

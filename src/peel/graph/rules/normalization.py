@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..axes import Value, axis_size
-from ..call import Call, rule
+from ..call import Call, operator_of, rule
 
 
 def _unify_vectors(call: Call, axes: Value, args: tuple[Any, ...]) -> None:
@@ -19,7 +19,7 @@ def _takes_statistics(call: Call, axes: Value, what: str = "it") -> None:
         call.mark_inexact(axis, f"{call} takes statistics over {what}")
 
 
-@rule("batch_norm")
+@rule("batch_norm instance_norm")
 def _batch_norm(call: Call, value: Value, *args: Any) -> Value:
     _unify_vectors(call, value[1:2], args)
     call.has_attributes(num_features=value[1])
@@ -27,16 +27,8 @@ def _batch_norm(call: Call, value: Value, *args: Any) -> Value:
     training = args[4]
     if training:
         # Weight standardization: batch norm over the inputs of each filter.
-        _takes_statistics(call, (value[0], *value[2:]))
-    return value
-
-
-@rule("instance_norm")
-def _instance_norm(call: Call, value: Value, *args: Any) -> Value:
-    _unify_vectors(call, value[1:2], args)
-    call.has_attributes(num_features=value[1])
-    call.scales(1)
-    _takes_statistics(call, value[2:])
+        batch = value[:1] if operator_of(call.node) == "aten::batch_norm" else ()
+        _takes_statistics(call, (*batch, *value[2:]))
     return value
 
 

@@ -1,23 +1,13 @@
 """Operators that only move elements: views, permutations, cuts, joins, padding, creation."""
 
+from math import prod
 from typing import Any
 
 import torch
 
-from ..axes import (
-    Axis,
-    Value,
-    axis_size,
-    constant,
-    expand,
-    is_free,
-    merge,
-    repeat_each,
-    replace_axis,
-    unknown,
-    unmerge,
-)
-from ..call import Call, rule
+from ..axes import Axis, Value, axis_size, constant, expand, is_free, repeat_each, replace_axis, unknown
+from ..call import Call, places_of, rule
+from .elementwise import broadcast
 
 # Views and permutations
 
@@ -29,25 +19,24 @@ def _reshape(call: Call, value: Value, *rest: Any, **options: Any) -> Value:
     result: list[Axis] = []
     i = j = 0
     while i < len(sizes) or j < len(target):
-        if i < len(sizes) and j < len(target) and sizes[i] == target[j]:
+        if sizes[i : i + 1] == target[j : j + 1]:
             result.append(value[i])
             i, j = i + 1, j + 1
-        elif i < len(sizes) and sizes[i] == 1:
+        elif sizes[i : i + 1] == [1]:
             call.fix(value[i], "a single channel")
             i += 1
-        elif j < len(target) and target[j] == 1:
+        elif target[j : j + 1] == [1]:
             result.append(constant(1))
             j += 1
         else:
-            first_i, first_j, before, after = i, j, sizes[i], target[j]
-            i, j = i + 1, j + 1
-            while before != after:
+            end_i, end_j = i + 1, j + 1
+            while (before := prod(sizes[i:end_i])) != (after := prod(target[j:end_j])):
                 if before < after:
-                    before, i = before * sizes[i], i + 1
+                    end_i += 1
                 else:
-                    after, j = after * target[j], j + 1
-            merged = merge(value[first_i:i], str(call))
-            result.extend(unmerge(merged, target[first_j:j], str(call)))
+                    end_j += 1
+            result.extend(call.unmerge(call.merge(value[i:end_i]), target[j:end_j]))
+            i, j = end_i, end_j
     if "flatten" not in str(call.node.target) or "unflatten" in str(call.node.target):
         call.has_lengths(target, tuple(result))
     return tuple(result)
@@ -55,10 +44,7 @@ def _reshape(call: Call, value: Value, *rest: Any, **options: Any) -> Value:
 
 @rule("reshape_as view_as")
 def _reshape_as(call: Call, value: Value, other: Value) -> Value:
-    result = _reshape(call, value)
-    for own, target in zip(result, other, strict=True):
-        call.unify(own, target)
-    return result
+    return broadcast(call, _reshape(call, value), other)
 
 
 @rule("permute transpose t swapaxes movedim unsqueeze unsqueeze_")
@@ -69,15 +55,9 @@ def _move_axes(call: Call, value: Value, *args: Any) -> Value:
     return tuple(value[size - 2] if size > 1 else constant(1) for size in moved.shape)
 
 
-def _places(dims: Any, value: Value) -> set[int]:
-    if dims is None:
-        return set(range(len(value)))
-    return {dim % len(value) for dim in (dims if isinstance(dims, list) else [dims])}
-
-
 @rule("squeeze squeeze_")
 def _squeeze(call: Call, value: Value, dims: Any = None) -> Value:
-    places = _places(dims, value)
+    places = places_of(dims, value)
     return tuple(axis for i, axis in enumerate(value) if i not in places or axis_size(axis) != 1)
 
 
@@ -106,10 +86,9 @@ def _repeat(call: Call, value: Value, times: list[int]) -> Value:
 
 
 @rule("repeat_interleave")
-def _repeat_interleave(call: Call, value: Value, times: Any, dim: Any = None, **options: Any) -> Value:
+def _repeat_interleave(call: Call, value: Value, times: Any, dim: Any = None, **options: Any) -> Any:
     if not isinstance(times, int) or dim is None:
-        refused: Value = call.refuse(f"{call}: the rule covers one number of repeats along one axis")
-        return refused
+        return call.refuse(f"{call}: the rule covers one number of repeats along one axis")
     return replace_axis(value, dim, repeat_each(value[dim], times))
 
 
@@ -149,7 +128,7 @@ def _slice(
     start = 0 if start is None else max(0, start + total if start < 0 else start)
     end = total if end is None else min(total, end + total if end < 0 else end)
     if (start, end, step) == (0, total, 1):
-        call.has_length(total, value[dim])
+        call.has_lengths([total], (value[dim],))
         return value
     if not is_free(value[dim]) or step != 1 or end <= start:
         call.fix(value[dim], f"{call} takes every {step}th channel")
@@ -161,9 +140,7 @@ def _slice(
         call.same_size(pieces)
     before: Axis = pieces[0] if start else ()
     piece = pieces[1] if start else pieces[0]
-    call.has_length(length, piece)
-    call.has_length(start, before)
-    call.has_length(end, (*before, *piece))
+    call.has_lengths([length, start, end], (piece, before, (*before, *piece)))
     return replace_axis(value, dim, piece)
 
 
@@ -201,11 +178,9 @@ def _cat(call: Call, values: list[Value], dim: int = 0) -> Value:
 
 @rule("stack")
 def _stack(call: Call, values: list[Value], dim: int = 0) -> Value:
-    for value in values[1:]:
-        for first, axis in zip(values[0], value, strict=True):
-            call.unify(first, axis)
-    place = dim % (len(values[0]) + 1)
-    return (*values[0][:place], constant(len(values)), *values[0][place:])
+    value = broadcast(call, *values)
+    place = dim % (len(value) + 1)
+    return (*value[:place], constant(len(values)), *value[place:])
 
 
 @rule("pad constant_pad_nd reflection_pad2d replication_pad2d")
@@ -233,7 +208,7 @@ def _pad(
 
 @rule("roll")
 def _roll(call: Call, value: Value, amount: Any, dims: Any = None) -> Value:
-    for place in _places(dims or None, value):
+    for place in places_of(dims, value):
         call.fix(value[place], f"{call} moves channels along their axis")
     return value
 
@@ -259,8 +234,8 @@ def _pixel_unshuffle(call: Call, value: Value, factor: int) -> Value:
 
 @rule("channel_shuffle")
 def _channel_shuffle(call: Call, value: Value, groups: int) -> Value:
-    rows, row = unmerge(value[1], [groups, axis_size(value[1]) // groups], str(call))
-    return replace_axis(value, 1, merge([row, rows], str(call)))
+    rows, row = call.unmerge(value[1], [groups, axis_size(value[1]) // groups])
+    return replace_axis(value, 1, call.merge([row, rows]))
 
 
 @rule("zeros ones full empty rand randn new_zeros new_ones new_full new_empty arange")
