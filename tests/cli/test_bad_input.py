@@ -142,7 +142,7 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--train.epochs", "0"], ["epochs", "0"]),
     (["--train.lr", "-1"], ["lr", "-1"]),
     (["--backbone.schedule", "cosin"], ["'cosin'", "Did you mean cosine"]),
-    (["--train.augment", "flip"], ["augment must be one of", "'flip'"]),
+    (["--train.augment", "flip"], ["augment is one of", "'flip'"]),
     (["--train.epochs", "many"], ["many"]),
     # Files
     (["--plan", "missing.json"], ["plan: cannot read missing.json", "No such file"]),

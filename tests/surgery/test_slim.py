@@ -201,7 +201,7 @@ def test_a_graph_of_another_model_is_refused() -> None:
 @pytest.mark.parametrize("weights", ["random", None])
 def test_an_unknown_value_of_weights_is_refused(weights: object) -> None:
     net, graph = traced_net(Chain)
-    with pytest.raises(peel.WidthsError, match='"fresh" or "inherit"'):
+    with pytest.raises(peel.WidthsError, match="weights is one of fresh, inherit"):
         peel.slim(net, graph.widths, graph=graph, weights=weights)  # type: ignore[arg-type]
 
 

@@ -7,11 +7,8 @@ from ..errors import BudgetError
 
 Budget = str | int | float
 
-RESOURCES: dict[str, str] = {
-    "macs": "multiply-adds of one sample",
-    "params": "number of parameters",
-    "memory": "bytes of activations at the peak of a forward pass (an estimate)",
-}
+#: Multiply-adds of one sample, number of parameters, bytes of activations at their peak (an estimate).
+RESOURCES = ("macs", "params", "memory")
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 _NUMBER = re.compile(

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..errors import WidthsError
+from ..errors import WidthsError, check_choice
 from ..graph.attributes import evaluate
 from ..graph.channel_graph import ChannelGraph
 from ..graph.rebuild import empty_as, new_shapes, rebuild, tensors_of
@@ -43,8 +43,7 @@ def slim(
     >>> graph = peel.trace(model, torch.randn(1, 3, 224, 224))
     >>> small = peel.slim(model, peel.uniform(graph, "50%"), graph=graph)
     """
-    if weights not in ("fresh", "inherit"):
-        raise WidthsError(f'weights is "fresh" or "inherit", not {weights!r}.')
+    check_choice("weights", weights, ("fresh", "inherit"), WidthsError)
     is_fresh = weights == "fresh"
     if scores is not None and is_fresh:
         raise WidthsError(
