@@ -125,7 +125,7 @@ def test_a_wrong_ratio_is_refused(ratio: object) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"init": "same"}, "'uniform' or 'equal', or widths, not 'same'"),
+        ({"init": "same"}, "init is one of uniform, equal, not 'same'"),
         ({"resource": "flops"}, "macs, params, memory"),
         ({"freeze": ["conv"]}, "Did you mean conv1"),
         ({"init": "equal", "freeze": ["conv"]}, "Did you mean conv1"),

@@ -25,7 +25,7 @@ from ..train.objective import Losses, Objective
 from ..train.recipe import Recipe
 from ..utils.rng import epoch_order
 
-#: Groups cannot be told apart where no share differs from an equal share by more than this part of it.
+#: Groups cannot be told apart where no share differs from an equal share by more than this fraction.
 ALIKE = 0.05
 
 
@@ -84,7 +84,7 @@ class Importance:
     """The same in words."""
 
 
-def summarise(measured: Sequence[LayerScores], graph: ChannelGraph, reduce: str = "mean") -> Importance:
+def summarize(measured: Sequence[LayerScores], graph: ChannelGraph, reduce: str = "mean") -> Importance:
     """Equation 4: the importance of a group is the mean over its channels, or, as a setting, their sum."""
     by_tie: dict[str, list[Tensor]] = {tie: [] for tie in graph.widths}
     for item in measured:
@@ -137,13 +137,13 @@ class WithL1:
             return losses
         scales = torch.cat([model.get_parameter(name).flatten() for name in self.scales])
         term = self.l1_coefficient * scales.abs().sum()
-        return Losses(losses.total + term, {**losses.terms, "sparsity": term.detach()}, losses.logits)
+        return Losses(losses.total + term, {**losses.terms, "l1": term.detach()}, losses.logits)
 
 
-def l1_coefficient_for(l1_strength: float, recipe: Recipe, steps_per_epoch: int, *later: Recipe) -> float:
-    """The coefficient with which the L1 term moves a scale by `l1_strength` over the whole schedule.
+def l1_coefficient_for(l1_strength: float, recipes: Sequence[Recipe], steps_per_epoch: int) -> float:
+    """The coefficient with which the L1 term moves a scale by `l1_strength` over the recipes of all rounds.
 
-    The paper's 1e-4 is a strength of about 12.5. `later` are the recipes of the rounds after the first.
+    The paper's 1e-4 is a strength of about 12.5.
     """
-    rates = sum(part.lr_sum(steps_per_epoch) for part in (recipe, *later))
-    return l1_strength * (1 - recipe.momentum) / rates
+    rates = sum(recipe.lr_sum(steps_per_epoch) for recipe in recipes)
+    return l1_strength * (1 - recipes[0].momentum) / rates

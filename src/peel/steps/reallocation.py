@@ -9,45 +9,46 @@ input, so it may become narrower than in the backbone.
 import operator
 import random
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 from ..cost.budget import Budget, format_count
 from ..cost.polynomial import CostModel
-from ..cost.rounding import resolve_budget, round_to_budget
+from ..cost.rounding import name_set, resolve_budget, round_to_budget
 from ..cost.widths import Widths
-from ..errors import BudgetError, ConfigError, did_you_mean
+from ..errors import BudgetError, ConfigError, check_choice, did_you_mean
 from ..graph import ChannelGraph
 from ..utils.bisection import solve_increasing
 
-POLICIES: dict[str, str] = {
-    "importance": "each group by its importance",
-    "winner-take-all": "everything to the most important group",
-    "uniform": "the same number of channels to every tie",
-    "random": "half of the ties, drawn at random, grow by a common factor",
-}
+POLICIES = ("importance", "winner-take-all", "equal", "random")
 
-SOLVERS: dict[str, str] = {
-    "telescoped": "each group adds its share to the cost of the whole network",
-    "triangular": "each group adds its share to the cost of the layers that write its channels",
-}
+SOLVERS = ("telescoped", "triangular")
 
 Numbers = Mapping[str, float]
 """One number per tie or per group."""
 
 
 @dataclass(frozen=True)
-class Reallocation:
-    """The result of step 4, before and after rounding."""
+class Round:
+    """One round of reallocation."""
 
-    factors: Numbers
-    """Group -> its factor over the backbone, before rounding."""
-    ideal: Numbers
-    """Tie -> width before rounding."""
-    widths: Widths
+    widths: dict[str, int]
+    factors: dict[str, float]
+    """Group -> the factor that its widths grow by, before rounding."""
+    ideal_widths: dict[str, float]
+    """Before rounding to whole channels."""
     ideal_cost: float
-    spent: int
+    cost: int
+    unspent: int
+    shares: dict[str, float] | None = None
+    """Group -> its share of the pool."""
+    importance: dict[str, float] | None = None
+    """Group -> its importance (step 2)."""
+    tie_importance: dict[str, float] = field(default_factory=dict)
+    distinct: bool = True
+    """Whether the importance tells the groups apart; `note` explains it."""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,18 +92,23 @@ class Growth:
             raise BudgetError(f"the backbone costs {costs}, more than the budget of {format_count(target)}.")
         return target
 
-    def rounded(self, factors: Numbers, ideal: Numbers, target: int, at_least: Numbers) -> Reallocation:
+    def rounded(self, factors: dict[str, float], ideal: dict[str, float], target: int) -> Round:
+        """Whole widths, none below the backbone's. Only the triangular solver makes some of them narrower."""
+        at_least = {}
+        for name, step in self.graph.steps.items():
+            at_least[name] = int(min(self.base[name], max(step, ideal[name] // step * step)))
         widths = round_to_budget(
             self.graph,
             ideal,
             target,
             resource=self.resource,
             divisor=self.divisor,
-            at_least=self.graph.check(at_least),  # type: ignore[arg-type]
+            at_least=at_least,
             freeze=self.freeze,
             max_width=self.max_width,
         )
-        return Reallocation(factors, ideal, widths, self.cost(ideal), int(self.cost(widths)))
+        cost = int(self.cost(widths))
+        return Round(dict(widths), factors, ideal, self.cost(ideal), cost, target - cost)
 
 
 def shares_of(importance: Numbers, policy: str = "importance") -> dict[str, float]:
@@ -135,30 +141,22 @@ def reallocate(
 
     >>> peel.reallocate(graph, backbone, {"56x56": 0.4, "28x28": 0.3, "14x14": 0.2, "7x7": 0.1}, "50%")
     """
-    frozen = frozenset([freeze] if isinstance(freeze, str) else freeze)
-    growth = Growth(graph, graph.check(backbone), resource, divisor, frozen, max_width)
-    return reallocation(growth, shares, budget, solver).widths
+    growth = Growth(graph, graph.check(backbone), resource, divisor, name_set(freeze), max_width)
+    return Widths(grow_by_shares(growth, shares, budget, solver).widths)
 
 
-def reallocation(growth: Growth, shares: Numbers, budget: Budget, solver: str = "telescoped") -> Reallocation:
-    """As `reallocate`, with the factors and the effect of rounding."""
+def grow_by_shares(growth: Growth, shares: Numbers, budget: Budget, solver: str = "telescoped") -> Round:
+    """The policies `importance` and `winner-take-all`: all ties of a group grow by one factor."""
     target = growth.target(budget)
     factors = group_factors(growth, shares, target, solver)
-    ideal = growth.scaled(factors)
-    at_least = dict(growth.base)
-    if solver == "triangular":  # groups may become narrower
-        for name, step in growth.graph.steps.items():
-            at_least[name] = min(at_least[name], max(step, ideal[name] // step * step))
-    return growth.rounded(factors, ideal, target, at_least)
+    return growth.rounded(factors, growth.scaled(factors), target)
 
 
 def group_factors(
     growth: Growth, shares: Numbers, target: float, solver: str = "telescoped"
 ) -> dict[str, float]:
     """The factor of each group, before rounding."""
-    if solver not in SOLVERS:
-        known = " or ".join(map(repr, SOLVERS))
-        raise ConfigError(f"solver is {known}, not {solver!r}.{did_you_mean(solver, SOLVERS)}")
+    check_choice("solver", solver, SOLVERS)
     solve = _telescoped if solver == "telescoped" else _triangular
     return solve(growth, _check_shares(growth.graph, shares), target)
 
@@ -224,21 +222,19 @@ def _triangular(growth: Growth, shares: Numbers, target: float) -> dict[str, flo
     return factors
 
 
-def add_evenly(growth: Growth, budget: Budget) -> Reallocation:
-    """The `uniform` policy: the same number of channels is added to every tie."""
+def grow_equally(growth: Growth, budget: Budget) -> Round:
+    """The policy `equal`: the same number of channels is added to every tie."""
     return _grow(growth, set(growth.base) - growth.freeze, operator.add, budget)
 
 
-def grow_at_random(growth: Growth, budget: Budget, seed: int = 0) -> Reallocation:
-    """The `random` policy: half of the ties, drawn at random, grow by a common factor."""
+def grow_at_random(growth: Growth, budget: Budget, seed: int = 0) -> Round:
+    """The policy `random`: half of the ties, drawn at random, grow by a common factor."""
     free = [name for name in growth.base if name not in growth.freeze]
     drawn = random.Random(seed).sample(free, -(-len(free) // 2))
     return _grow(growth, set(drawn), lambda width, amount: width * (1 + amount), budget)
 
 
-def _grow(
-    growth: Growth, growing: set[str], grow: Callable[[float, float], float], budget: Budget
-) -> Reallocation:
+def _grow(growth: Growth, growing: set[str], grow: Callable[[float, float], float], budget: Budget) -> Round:
     """Grow some ties by the one amount that spends the budget."""
     target, base = growth.target(budget), growth.base
 
@@ -249,14 +245,14 @@ def _grow(
     factors = {}
     for group, ties in growth.graph.groups.items():
         factors[group] = sum(ideal[tie] for tie in ties) / sum(base[tie] for tie in ties)
-    return growth.rounded(factors, ideal, target, base)
+    return growth.rounded(factors, ideal, target)
 
 
 def _check_shares(graph: ChannelGraph, shares: Numbers) -> dict[str, float]:
     """The shares of all groups, which add up to one."""
     for group, share in shares.items():
         if group not in graph.groups:
-            known = f"{did_you_mean(str(group), graph.groups)} The groups are {', '.join(graph.groups)}."
+            known = f"{did_you_mean(group, graph.groups)} The groups are {', '.join(graph.groups)}."
             raise ConfigError(f"shares: no group is called {group!r}.{known}")
         if not 0 <= share < float("inf"):
             raise ConfigError(f"shares: the share of {group} must be zero or positive, not {share!r}.")
