@@ -21,7 +21,7 @@ from helpers.nets import (
     Residual,
     SplitByAttribute,
 )
-from peel.surgery import record_of
+from peel.surgery import info_of
 
 
 @pytest.mark.parametrize("kind", NETS, ids=lambda kind: kind.__name__)
@@ -174,12 +174,12 @@ def test_a_slim_model_can_be_slimmed_again() -> None:
     again = peel.slim(once, {"stem": 2}, graph=peel.trace(once, torch.randn(1, 3, 8, 8)))
     assert again.stem.out_channels == 2
     assert again.inner.weight.shape == (3, 2, 1, 1)
-    record = record_of(again)
+    record = info_of(again)
     assert record.source == {"class": "helpers.nets:Residual"}
     assert record.widths == {"stem": 2, "inner": 3}
     assert record.modules["inner"]["out_channels"] == 3
     assert record.costs["params"] == sum(parameter.numel() for parameter in again.parameters())
-    assert record_of(net).widths == {}
+    assert info_of(net).widths == {}
 
 
 def test_mode_device_dtype_and_trainability_are_kept() -> None:

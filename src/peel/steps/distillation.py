@@ -19,14 +19,11 @@ from ..graph import ChannelGraph
 from ..graph.channel_graph import Run
 from ..graph.parameters import norm_layers, spans
 from ..graph.rebuild import tensors_of
-from ..surgery import attach_record, record_of, slim
+from ..surgery import attach_info, info_of, slim
 from ..train.objective import Losses, Objective, get_logits
 
-DISTILLATIONS: dict[str, str] = {
-    "teacher": "labels, and the class probabilities of the original network",
-    "in-place": "a wider network that shares its weights with the student and trains with it is the teacher",
-    "none": "labels only",
-}
+#: Kind of distillation -> default weight of its term.
+DISTILLATIONS = {"teacher": 0.1, "in-place": 1.0, "none": 0.0}
 
 #: Width of the in-place teacher, relative to the original.
 IN_PLACE_WIDTH = 1.5
@@ -45,7 +42,7 @@ class Distillation:
 
     objective: Objective
     teacher: nn.Module
-    weight: float = 0.1
+    weight: float = DISTILLATIONS["teacher"]
     temperature: float = 1.0
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
@@ -108,7 +105,7 @@ class InPlace:
     """The wide network learns from the labels, the student from it (with `hard_weight`, from both)."""
 
     objective: Objective
-    weight: float = 1.0
+    weight: float = DISTILLATIONS["in-place"]
     hard_weight: float = 0.0
     temperature: float = 1.0
 
@@ -139,7 +136,7 @@ def in_place_pair(
     norms = norm_layers(graph)
     shared = [name for name, _ in student.named_parameters() if name.rpartition(".")[0] not in norms]
     pair = Pair(wide, student, {name: [_first(runs, units) for runs in layouts[name]] for name in shared})
-    attach_record(pair, record_of(student))
+    attach_info(pair, info_of(student))
     return pair
 
 
