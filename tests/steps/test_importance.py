@@ -16,6 +16,7 @@ from helpers.graphs import traced_net
 from helpers.nets import NETS, Chain, ChannelsLast, Decoder, Dense, Grouped, MapNorm, Net
 from peel.data.batch import Batch
 from peel.data.in_memory import InMemoryImages
+from peel.graph.parameters import norm_scales
 from peel.steps.criteria import find_criterion, measure_layers
 from peel.steps.criteria.gradient import Gradient
 from peel.steps.criteria.legr import Legr
@@ -25,7 +26,6 @@ from peel.steps.importance import (
     LayerScores,
     WithL1,
     l1_coefficient_for,
-    norm_scales,
     summarize,
 )
 from peel.train.loop import fit

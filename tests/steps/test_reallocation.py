@@ -509,8 +509,8 @@ def test_other_seeds_draw_other_ties() -> None:
         ({"7x7": -0.1, "14x14": 1.0}, "7x7.*-0.1"),
         ({"7x7": float("nan")}, "nan"),
         ({"7x7": float("inf")}, "inf"),
-        ({"7x7": 0.0}, "no group has a share above zero"),
-        ({}, "no group has a share above zero"),
+        ({"7x7": 0.0}, "not all zero"),
+        ({}, "not all zero"),
     ],
 )
 def test_wrong_shares_are_refused(shares: dict[str, float], message: str) -> None:

@@ -53,6 +53,11 @@ def resolve_budget(graph: Costed, budget: Budget, resource: str = "macs") -> int
     return parse_budget(budget, int(cost_of(graph, resource)(graph.units())))
 
 
+def fractional_units(graph: Costed, widths: Mapping[str, float]) -> list[float]:
+    """As `graph.units`, of widths that need not be whole."""
+    return [widths[name] / step for name, step in graph.steps.items()]
+
+
 def name_set(names: str | Iterable[str]) -> frozenset[str]:
     """A set from one name or several."""
     return frozenset([names] if isinstance(names, str) else names)
@@ -103,7 +108,7 @@ def round_to_budget(
     `uniform`.
     """
     rounding = _Rounding(graph, budget, resource, divisor, freeze, max_width, at_least)
-    return rounding.widths(rounding.clamp([ideal[name] / step for name, step in graph.steps.items()]))
+    return rounding.widths(rounding.clamp(fractional_units(graph, ideal)))
 
 
 class _Rounding:

@@ -14,6 +14,7 @@ from ..cost.widths import Widths
 from ..data.datasets import Split, hold_out
 from ..errors import ConfigError, did_you_mean
 from ..graph import ChannelGraph
+from ..graph.parameters import norm_scales
 from ..steps.backbone import backbone
 from ..steps.criteria import find_criterion, measure_layers
 from ..steps.importance import (
@@ -23,17 +24,9 @@ from ..steps.importance import (
     LayerScores,
     WithL1,
     l1_coefficient_for,
-    norm_scales,
     summarize,
 )
-from ..steps.reallocation import (
-    Growth,
-    Round,
-    grow_at_random,
-    grow_by_shares,
-    grow_equally,
-    shares_of,
-)
+from ..steps.reallocation import Growth, Round, grow_at_random, grow_by_shares, grow_equally, shares_of
 from ..surgery import slim
 from ..train.callbacks import Callback
 from ..train.objective import CrossEntropy, Objective
@@ -73,7 +66,7 @@ def check_feasible(problem: Problem, config: MethodConfig, criterion: Criterion 
     """Run steps 1 to 4 on an untrained backbone and 8 images, to find errors before training."""
     few = problem.data.train.subset(torch.arange(min(8, problem.data.train.size)))
     small = replace(problem, data=replace(problem.data, train=few), engine=replace(problem.engine, workers=0))
-    _Planner(small, replace(config, evaluations=1), _untrained, criterion, is_trained=False).run()
+    _Planner(small, replace(config, evaluations=1), _untrained, criterion).run()
 
 
 def stage_of_round(number: int) -> str:
@@ -100,21 +93,19 @@ class _ImportanceLog(Callback):
         return {"importance": dict(self.importance_of(model).groups)}
 
 
+@dataclass
 class _Planner:
-    def __init__(
-        self,
-        problem: Problem,
-        config: MethodConfig,
-        train_backbone: TrainBackbone,
-        criterion: Criterion | None = None,
-        *,
-        is_trained: bool = True,
-    ) -> None:
-        self.problem, self.config = problem, config
-        self.train_backbone, self.is_trained = train_backbone, is_trained
+    problem: Problem
+    config: MethodConfig
+    train_backbone: TrainBackbone
+    own_criterion: Criterion | None = None
+    l1_coefficient: float | None = None
+
+    def __post_init__(self) -> None:
+        problem, config = self.problem, self.config
         settings = {"evaluations": config.evaluations} if config.criterion == "legr" else {}
-        self.criterion = find_criterion(config.criterion if criterion is None else criterion, **settings)
-        self.l1_coefficient: float | None = None
+        given = config.criterion if self.own_criterion is None else self.own_criterion
+        self.criterion = find_criterion(given, **settings)
         may_grow = problem.budget * config.backbone_ratio > problem.cost(problem.graph.widths)
         self.backbone = backbone(
             problem.graph,
@@ -179,8 +170,12 @@ class _Planner:
 
         def importance_of(model: nn.Module) -> Importance:
             inputs = CriterionInput(model, graph, train, held_out, objective, problem.engine, problem.seed)
-            scores = measure_layers(self.criterion, inputs, is_trained=self.is_trained)
-            return summarize(self._without_ignored(scores), graph, config.reduce)
+            is_trained = self.train_backbone is not _untrained
+            scores = measure_layers(self.criterion, inputs, is_trained=is_trained)
+            kept = self._without_ignored(scores)
+            if not is_trained:
+                kept = [replace(item, values=torch.ones_like(item.values)) for item in kept]
+            return summarize(kept, graph, config.reduce)
 
         callbacks = [_ImportanceLog(importance_of)] if getattr(self.criterion, "each_epoch", True) else []
         with_l1 = WithL1(objective, list(norm_scales(network, graph)), self.l1_coefficient)
@@ -200,7 +195,7 @@ class _Planner:
         return L1_COEFFICIENT if config.criterion == "bn" else 0.0
 
     def _without_ignored(self, scores: list[LayerScores]) -> list[LayerScores]:
-        """Without the layers that `ignore` names. Values of an untrained backbone are replaced by one."""
+        """Without the layers that `ignore` names."""
         layers = [item.layer for item in scores]
         for pattern in self.config.ignore:
             matches = [layer for layer in layers if fnmatch(layer, pattern)]
@@ -210,22 +205,13 @@ class _Planner:
                 )
             if len(matches) == len(layers):
                 raise ConfigError(f"ignore: {pattern!r} matches every layer, so nothing is left to measure.")
-        kept = [item for item in scores if not any(fnmatch(item.layer, name) for name in self.config.ignore)]
-        if self.is_trained:
-            return kept
-        return [replace(item, values=torch.ones_like(item.values)) for item in kept]
+        return [item for item in scores if not any(fnmatch(item.layer, name) for name in self.config.ignore)]
 
     def reallocate(self, widths: Widths, importance: Importance | None, budget: int) -> Round:
         """Step 4."""
         problem, config = self.problem, self.config
-        growth = Growth(
-            problem.graph,
-            widths,
-            problem.resource,
-            problem.divisor,
-            frozenset(problem.freeze),
-            config.max_width,
-        )
+        freeze = frozenset(problem.freeze)
+        growth = Growth(problem.graph, widths, problem.resource, problem.divisor, freeze, config.max_width)
         if config.policy == "equal":
             return grow_equally(growth, budget)
         if config.policy == "random":

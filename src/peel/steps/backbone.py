@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from ..cost.budget import Budget, format_count
-from ..cost.rounding import name_set, resolve_budget, round_to_budget, uniform
+from ..cost.rounding import fractional_units, name_set, resolve_budget, round_to_budget, uniform
 from ..cost.widths import Widths
 from ..errors import BudgetError, ConfigError, check_choice
 from ..graph import ChannelGraph
@@ -37,12 +37,7 @@ def backbone(
     target = resolve_budget(graph, budget, resource)
     if isinstance(init, Mapping):
         given = graph.check(init)
-        spent = int(graph.cost(resource)(graph.units(given)))
-        if spent > target:
-            raise BudgetError(
-                f"the given backbone costs {format_count(spent)} {resource}, more than the budget of "
-                f"{format_count(target)}. Give narrower widths or a larger budget."
-            )
+        refuse_above(graph, given, target, resource)
         return given
     check_choice("init", init, BACKBONE_INITS)
     allowed, frozen = max(1, int(target * ratio)), name_set(freeze)
@@ -57,6 +52,16 @@ def backbone(
         raise BudgetError(f"the backbone, which may cost {ratio:g} of the budget: {error}") from error
 
 
+def refuse_above(graph: ChannelGraph, widths: Mapping[str, float], target: int, resource: str) -> None:
+    """Refuse a backbone that costs more than the budget."""
+    spent = int(graph.cost(resource)(fractional_units(graph, widths)))
+    if spent > target:
+        raise BudgetError(
+            f"the backbone costs {format_count(spent)} {resource} ({spent:,}), more than the budget of "
+            f"{format_count(target)}. Give narrower widths or a larger budget."
+        )
+
+
 def _equal(graph: ChannelGraph, target: int, resource: str, frozen: frozenset[str]) -> dict[str, float]:
     """The same number of channels in every tie, as many as the target allows, as fractional widths."""
     cost = graph.cost(resource)
@@ -66,6 +71,6 @@ def _equal(graph: ChannelGraph, target: int, resource: str, frozen: frozenset[st
         return {name: w if name in frozen else max(channels, graph.steps[name]) for name, w in widths}
 
     def spent(channels: float) -> float:
-        return cost([width / graph.steps[name] for name, width in ideal(channels).items()])
+        return cost(fractional_units(graph, ideal(channels)))
 
     return ideal(solve_increasing(spent, target, 1.0)[0])

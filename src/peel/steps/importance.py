@@ -17,9 +17,7 @@ from ..data.batch import Batch
 from ..data.datasets import Split
 from ..errors import ConfigError
 from ..graph import ChannelGraph
-from ..graph.parameters import ChannelAxis
-from ..graph.parameters import norm_scales as norm_scales
-from ..graph.parameters import values_by_tie as values_by_tie
+from ..graph.parameters import ChannelAxis, values_by_tie
 from ..train.engine import Engine
 from ..train.objective import Losses, Objective
 from ..train.recipe import Recipe
@@ -112,14 +110,14 @@ def _compare(groups: Mapping[str, float], errors: Mapping[str, float]) -> tuple[
         return False, "There is one group only." if len(groups) < 2 else "Every group has importance zero."
     shares = ", ".join(f"{group} {value / total:.1%}" for group, value in groups.items())
     equal = 1 / len(groups)
+    low, high = min(groups, key=lambda g: groups[g]), max(groups, key=lambda g: groups[g])
     if all(abs(value / total / equal - 1) < ALIKE for value in groups.values()):
         reason = f"are within {ALIKE:.0%} of equal ones. A longer schedule or stronger L1 term may help"
-        return False, f"The groups cannot be told apart: their shares ({shares}) {reason}."
-    low, high = min(groups, key=lambda g: groups[g]), max(groups, key=lambda g: groups[g])
-    if groups[high] - groups[low] < 2 * math.hypot(errors[low], errors[high]):
+    elif groups[high] - groups[low] < 2 * math.hypot(errors[low], errors[high]):
         reason = "differ by less than the spread of their channels. Other plans are as good as this one"
-        return False, f"The groups cannot be told apart: their shares ({shares}) {reason}."
-    return True, f"The groups differ: {shares}."
+    else:
+        return True, f"The groups differ: {shares}."
+    return False, f"The groups cannot be told apart: their shares ({shares}) {reason}."
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from ..cost.budget import Budget, format_count
+from ..cost.budget import Budget
 from ..cost.polynomial import CostModel
-from ..cost.rounding import name_set, resolve_budget, round_to_budget
+from ..cost.rounding import fractional_units, name_set, resolve_budget, round_to_budget
 from ..cost.widths import Widths
-from ..errors import BudgetError, ConfigError, check_choice, did_you_mean
+from ..errors import ConfigError, check_choice
 from ..graph import ChannelGraph
 from ..utils.bisection import solve_increasing
+from .backbone import refuse_above
 
 POLICIES = ("importance", "winner-take-all", "equal", "random")
 
@@ -62,11 +63,8 @@ class Growth:
     freeze: frozenset[str] = frozenset()
     max_width: float | None = None
 
-    def units(self, widths: Numbers) -> list[float]:
-        return [widths[name] / step for name, step in self.graph.steps.items()]
-
     def cost(self, widths: Numbers) -> float:
-        return self.graph.cost(self.resource)(self.units(widths))
+        return self.graph.cost(self.resource)(fractional_units(self.graph, widths))
 
     def can_grow(self, group: str) -> bool:
         return any(tie not in self.freeze for tie in self.graph.groups[group])
@@ -86,10 +84,7 @@ class Growth:
     def target(self, budget: Budget) -> int:
         """The budget as a number; an error where the backbone costs more."""
         target = resolve_budget(self.graph, budget, self.resource)
-        spent = int(self.cost(self.base))
-        if spent > target:
-            costs = f"{format_count(spent)} {self.resource} ({spent:,})"
-            raise BudgetError(f"the backbone costs {costs}, more than the budget of {format_count(target)}.")
+        refuse_above(self.graph, self.base, target, self.resource)
         return target
 
     def rounded(self, factors: dict[str, float], ideal: dict[str, float], target: int) -> Round:
@@ -113,13 +108,11 @@ class Growth:
 
 def shares_of(importance: Numbers, policy: str = "importance") -> dict[str, float]:
     """Equation 5: the share of each group. `winner-take-all` gives everything to the most important one."""
-    total = sum(importance.values())
-    if not importance or not 0 < total < float("inf") or min(importance.values()) < 0:
-        raise ConfigError(f"importance must be zero or positive, and not all zero: {dict(importance)}.")
+    shares = _normalized(importance, "importance")
     if policy == "winner-take-all":
         winner = max(importance, key=lambda group: importance[group])
         return {group: float(group == winner) for group in importance}
-    return {group: value / total for group, value in importance.items()}
+    return shares
 
 
 def reallocate(
@@ -158,7 +151,10 @@ def group_factors(
     """The factor of each group, before rounding."""
     check_choice("solver", solver, SOLVERS)
     solve = _telescoped if solver == "telescoped" else _triangular
-    return solve(growth, _check_shares(growth.graph, shares), target)
+    for group in shares:
+        check_choice("each group of the shares", group, growth.graph.groups)
+    every_share = {group: shares.get(group, 0.0) for group in growth.graph.groups}
+    return solve(growth, _normalized(every_share, "shares"), target)
 
 
 def _telescoped(growth: Growth, shares: Numbers, target: float) -> dict[str, float]:
@@ -204,12 +200,12 @@ def _triangular(growth: Growth, shares: Numbers, target: float) -> dict[str, flo
     for group, ties in graph.groups.items():
         own = {index[tie] for tie in ties}
         costs[group] = CostModel(tuple(term for term in model.terms if term.tie in own)).total
-    start = growth.units(growth.base)
+    start = fractional_units(graph, growth.base)
     pool = target - growth.cost(growth.base)
     factors = dict.fromkeys(graph.groups, 1.0)
 
     def own_cost(group: str, factor: float) -> float:
-        return costs[group](growth.units(growth.scaled({**factors, group: factor})))
+        return costs[group](fractional_units(graph, growth.scaled({**factors, group: factor})))
 
     # One sweep solves a chain of groups. More are needed where a group reads channels of a later one.
     for _ in range(30):
@@ -248,15 +244,9 @@ def _grow(growth: Growth, growing: set[str], grow: Callable[[float, float], floa
     return growth.rounded(factors, ideal, target)
 
 
-def _check_shares(graph: ChannelGraph, shares: Numbers) -> dict[str, float]:
-    """The shares of all groups, which add up to one."""
-    for group, share in shares.items():
-        if group not in graph.groups:
-            known = f"{did_you_mean(group, graph.groups)} The groups are {', '.join(graph.groups)}."
-            raise ConfigError(f"shares: no group is called {group!r}.{known}")
-        if not 0 <= share < float("inf"):
-            raise ConfigError(f"shares: the share of {group} must be zero or positive, not {share!r}.")
-    total = sum(shares.values())
-    if not total > 0:
-        raise ConfigError("shares: no group has a share above zero.")
-    return {group: shares.get(group, 0.0) / total for group in graph.groups}
+def _normalized(values: Numbers, name: str) -> dict[str, float]:
+    """The values divided by their sum."""
+    total = sum(values.values())
+    if not 0 < total < float("inf") or min(values.values()) < 0:
+        raise ConfigError(f"{name} must be zero or positive, and not all zero: {dict(values)}.")
+    return {group: value / total for group, value in values.items()}

@@ -14,7 +14,7 @@ class Gradient:
     """The first-order effect of each channel on the loss, a mean of absolute values over mini-batches.
 
     It is taken at the scales of norm layers and, for ties without norm layers, at the filters. The sum over a
-    group is the effect of scaling the whole group. Layers are not normalised, or all would be alike.
+    group is the effect of scaling the whole group. Layers are not normalized, or all would be alike.
     """
 
     batches: int = 20
