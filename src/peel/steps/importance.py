@@ -60,13 +60,13 @@ class LayerScores:
 def layer_scores(graph: ChannelGraph, place: ChannelAxis, values: Tensor) -> list[LayerScores]:
     """Values along an axis of a parameter as the scores of its ties."""
     by_tie = values_by_tie(graph, place.name, place.axis, values)
-    return [LayerScores(tie, place.layer, part) for tie, part in by_tie.items()]
+    return [LayerScores(tie, place.layer, own) for tie, own in by_tie.items()]
 
 
 class Criterion(Protocol):
     """A measure of importance. A slow one has `each_epoch = False` and is measured after the last epoch only.
 
-    With `needs_held_out = True`, a part of the training images is held out for it.
+    With `needs_held_out = True`, a fraction of the training images is held out for it.
     """
 
     def measure(self, inputs: CriterionInput) -> list[LayerScores]: ...
