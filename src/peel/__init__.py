@@ -12,6 +12,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .cost.budget import parse_budget
+from .cost.widths import Widths
 from .errors import (
     BudgetError,
     ConfigError,
@@ -29,9 +31,7 @@ from .errors import (
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .cost.budget import parse_budget
     from .cost.rounding import round_to_budget, uniform
-    from .cost.widths import Widths
     from .data.datasets import Data, load_data
     from .graph import ChannelGraph, Tie, trace
     from .methods.plan import Plan
@@ -56,11 +56,9 @@ _HOME = {
     "RunRecord": "report.record",
     "Tie": "graph",
     "Verification": "surgery",
-    "Widths": "cost.widths",
     "backbone": "steps.backbone",
     "load": "surgery.serialization",
     "load_data": "data.datasets",
-    "parse_budget": "cost.budget",
     "prune": "run.prune",
     "reallocate": "steps.reallocation",
     "round_to_budget": "cost.rounding",

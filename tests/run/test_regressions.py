@@ -95,7 +95,7 @@ def test_a_backbone_of_given_widths(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"policy": "random", "max_width": 1.0}, "does not use max_width"),
-        ({"policy": "equal", "rounds": 2}, "one round only"),
+        ({"policy": "equal", "rounds": 2}, "does not use rounds"),
         ({"distill": "none", "kd_weight": 0.5}, "kd_weight needs a teacher"),
         ({"hard_weight": 0.5}, "hard_weight needs distill"),
         ({"criterion": ["bn"]}, "has no method `measure"),

@@ -92,7 +92,7 @@ def test_attributes_that_are_not_widths_stay() -> None:
 
 @pytest.mark.parametrize("name", [pytest.param("nf_regnet_b0", marks=pytest.mark.slow), "convnext_atto"])
 @pytest.mark.parametrize(("weights", "factor"), [("fresh", 0.5), ("inherit", 1.25)])
-def test_no_tensor_is_left_uninitialised(name: str, weights: str, factor: float) -> None:
+def test_no_tensor_is_left_uninitialized(name: str, weights: str, factor: float) -> None:
     model, graph = traced_zoo(name, 64)
     widths = {
         tie: max(1, round(width * factor / graph.steps[tie])) * graph.steps[tie]
@@ -144,7 +144,7 @@ def test_given_scores_select_the_channels() -> None:
             peel.slim(net, {"conv2": 2}, graph=graph, weights="inherit", scores=wrong)
 
 
-def test_widening_keeps_old_channels_and_initialises_new_ones() -> None:
+def test_widening_keeps_old_channels_and_initializes_new_ones() -> None:
     net, graph = traced_net(Chain)
     large = peel.slim(net, {"conv1": 10}, graph=graph, weights="inherit")
     assert torch.equal(large.conv1.weight[:8], net.conv1.weight)
@@ -154,7 +154,7 @@ def test_widening_keeps_old_channels_and_initialises_new_ones() -> None:
     assert large.bn.running_var[8:].tolist() == [1.0, 1.0]
 
 
-def test_fresh_weights_are_initialised_as_in_recipes_and_follow_the_seed() -> None:
+def test_fresh_weights_are_initialized_as_in_recipes_and_follow_the_seed() -> None:
     model, graph = traced_zoo("resnet18")
     torch.manual_seed(5)
     first = peel.slim(model, graph.widths, graph=graph)

@@ -90,11 +90,9 @@ class MethodConfig:
         if self.l1_coefficient is not None and self.l1_strength is not None:
             raise ConfigError("l1_coefficient and l1_strength set the same thing: give one of them.")
         if not self.uses_importance:
-            for name in ("max_width", "l1_strength", "l1_coefficient"):
-                if getattr(self, name) is not None:
+            for name in ("max_width", "l1_strength", "l1_coefficient", "rounds"):
+                if getattr(self, name) != getattr(MethodConfig, name):
                     raise ConfigError(f"policy={self.policy!r} does not use {name}: leave it out.")
-            if self.rounds > 1:
-                raise ConfigError(f"policy={self.policy!r} has one round only: leave rounds out.")
         if self.hard_weight and self.distill != "in-place":
             raise ConfigError(f'hard_weight needs distill="in-place", not distill={self.distill!r}.')
         if self.kd_weight is not None and self.distill == "none":

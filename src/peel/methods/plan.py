@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -41,8 +42,8 @@ class Plan:
     l1_coefficient: float | None = None
     """As it was used, also where it follows from `l1_strength`."""
     method: MethodConfig | None = None
-    format: str = "peel-plan"
-    version: int = 2
+    format: Literal["peel-plan"] = "peel-plan"
+    version: Literal[2] = 2
 
     @property
     def widths(self) -> Widths:
@@ -56,13 +57,8 @@ class Plan:
     @property
     def networks(self) -> dict[str, Architecture]:
         """The rows of the table, and the backbone where there is one."""
-        found = {
-            "original": self.original,
-            "backbone": self.backbone,
-            "uniform": self.uniform,
-            "peel": self.slim,
-        }
-        return {name: network for name, network in found.items() if network is not None}
+        backbone = {} if self.backbone is None else {"backbone": self.backbone}
+        return {"original": self.original, **backbone, "uniform": self.uniform, "peel": self.slim}
 
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
@@ -70,14 +66,9 @@ class Plan:
     @classmethod
     def from_json(cls, data: bytes) -> Plan:
         try:
-            plan = msgspec.json.decode(data, type=cls)
+            return msgspec.json.decode(data, type=cls)
         except msgspec.MsgspecError as error:
-            raise CorruptFileError(f"not a plan: {error}.") from error
-        if (plan.format, plan.version) != ("peel-plan", 2):
-            raise CorruptFileError(
-                f"not a plan of this version: format {plan.format!r}, version {plan.version}."
-            )
-        return plan
+            raise CorruptFileError(f"not a plan of this version: {error}.") from error
 
 
 def assemble_plan(

@@ -132,18 +132,19 @@ def in_place_pair(
         wide_widths[name] = max(student_widths[name], round(width * factor / step) * step)
     wide = slim(model, wide_widths, graph=graph)
     student = slim(model, student_widths, graph=graph)
-    units, layouts = graph.units(student_widths), graph.at(wide_widths).layouts
+    layouts, wide_layouts = graph.at(student_widths).layouts, graph.at(wide_widths).layouts
     norms = norm_layers(graph)
     shared = [name for name, _ in student.named_parameters() if name.rpartition(".")[0] not in norms]
-    pair = Pair(wide, student, {name: [_first(runs, units) for runs in layouts[name]] for name in shared})
+    places = {name: list(map(_first, wide_layouts[name], layouts[name])) for name in shared}
+    pair = Pair(wide, student, places)
     attach_info(pair, info_of(student))
     return pair
 
 
-def _first(runs: tuple[Run, ...], units: list[int]) -> list[slice]:
-    """The positions of the first channels of every run of an axis."""
-    lengths = [run.length if run.tie < 0 else units[run.tie] * run.inner for run in runs]
-    return [slice(span.start, span.start + n) for (_, span), n in zip(spans(runs), lengths, strict=True)]
+def _first(wide: tuple[Run, ...], own: tuple[Run, ...]) -> list[slice]:
+    """The positions of the student's channels, the first of every run, on an axis of the wide network."""
+    pairs = zip(spans(wide), own, strict=True)
+    return [slice(span.start, span.start + run.length) for (_, span), run in pairs]
 
 
 def _sliced(tensor: Tensor, places: list[list[slice]]) -> Tensor:
