@@ -75,7 +75,7 @@ def verify(
     name of the next check, the number of checks done and their total.
 
     >>> print(peel.verify(model, torch.randn(1, 3, 224, 224)))
-    passed  full width: outputs are the same (difference 0) ...
+    passed  full width: relative difference of the outputs 0.0e+00 ...
     """
     deadline = time.monotonic() + seconds
     report = progress or (lambda name, done, total: None)
@@ -125,7 +125,7 @@ class _Checker:
 
     def full_width(self) -> Outcome:
         difference = self._cut([])
-        return difference < self.tolerance, f"outputs are the same (difference {difference:.1e})"
+        return difference < self.tolerance, f"relative difference of the outputs {difference:.1e}"
 
     def cut_equals_zeroed(self, deadline: float) -> Outcome:
         ties = list(self.graph.widths)
