@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
@@ -42,8 +41,8 @@ class Plan:
     l1_coefficient: float | None = None
     """As it was used, also where it follows from `l1_strength`."""
     method: MethodConfig | None = None
-    format: Literal["peel-plan"] = "peel-plan"
-    version: Literal[2] = 2
+    format: str = "peel-plan"
+    version: int = 2
 
     @property
     def widths(self) -> Widths:
@@ -66,9 +65,14 @@ class Plan:
     @classmethod
     def from_json(cls, data: bytes) -> Plan:
         try:
-            return msgspec.json.decode(data, type=cls)
+            plan = msgspec.json.decode(data, type=cls)
         except msgspec.MsgspecError as error:
-            raise CorruptFileError(f"not a plan of this version: {error}.") from error
+            raise CorruptFileError(f"not a plan: {error}.") from error
+        if (plan.format, plan.version) != ("peel-plan", 2):
+            raise CorruptFileError(
+                f"not a plan of this version: format {plan.format!r}, version {plan.version}."
+            )
+        return plan
 
 
 def assemble_plan(
