@@ -13,7 +13,7 @@ import torch
 import peel
 from peel import zoo
 from peel.cost.budget import format_count
-from peel.steps.reallocation import Growth, reallocation
+from peel.steps.reallocation import Growth, grow_by_shares
 
 #: Network -> budgets of the paper's tables (multiply-adds).
 BUDGETS = {
@@ -35,7 +35,7 @@ def table(name: str) -> list[str]:
     for budget in BUDGETS[name]:
         backbone = peel.backbone(graph, budget, freeze=freeze)
         growth = Growth(graph, backbone, freeze=frozenset(freeze))
-        plan = reallocation(growth, dict.fromkeys(graph.groups, 1.0), budget)
+        plan = grow_by_shares(growth, dict.fromkeys(graph.groups, 1.0), budget)
         uniform = peel.uniform(graph, budget, freeze=freeze)
         lines += [
             f"**{budget}**: backbone {graph.macs(backbone):,} MACs; plan {graph.macs(plan.widths):,} MACs, "

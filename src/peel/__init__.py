@@ -6,33 +6,33 @@
     small = peel.slim(model, widths, graph=graph)    a new model of the same class
     peel.save(small, "slim"); peel.load("slim")      safetensors and JSON
 
-Names are imported when they are first used, so `import peel` is cheap.
+`import peel` is cheap: it imports neither torch nor numpy.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .cost.budget import parse_budget
+from .cost.widths import Widths
+from .errors import (
+    BudgetError,
+    ConfigError,
+    CorruptFileError,
+    DataError,
+    DivergedError,
+    ModelError,
+    OutOfMemoryError,
+    PeelError,
+    RunError,
+    StoreError,
+    TraceError,
+    WidthsError,
+)
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .cost.budget import parse_budget
     from .cost.rounding import round_to_budget, uniform
-    from .cost.widths import Widths
     from .data.datasets import Data, load_data
-    from .errors import (
-        BudgetError,
-        ConfigError,
-        CorruptFileError,
-        DataError,
-        DivergedError,
-        ModelError,
-        OutOfMemoryError,
-        PeelError,
-        RunError,
-        StoreError,
-        TraceError,
-        WidthsError,
-    )
     from .graph import ChannelGraph, Tie, trace
     from .methods.plan import Plan
     from .report.record import RunRecord
@@ -45,34 +45,20 @@ if TYPE_CHECKING:
     from .surgery.serialization import load, save
     from .train.callbacks import Callback
 
-#: Public name -> the module that defines it.
+#: Public name -> the module that defines it, which is imported when the name is first used.
 _HOME = {
-    "BudgetError": "errors",
     "Callback": "train.callbacks",
     "ChannelGraph": "graph",
     "Config": "run.config",
-    "ConfigError": "errors",
-    "CorruptFileError": "errors",
     "Data": "data.datasets",
-    "DataError": "errors",
-    "DivergedError": "errors",
-    "ModelError": "errors",
-    "OutOfMemoryError": "errors",
-    "PeelError": "errors",
     "Plan": "methods.plan",
     "Result": "run.result",
-    "RunError": "errors",
     "RunRecord": "report.record",
-    "StoreError": "errors",
     "Tie": "graph",
-    "TraceError": "errors",
     "Verification": "surgery",
-    "Widths": "cost.widths",
-    "WidthsError": "errors",
     "backbone": "steps.backbone",
     "load": "surgery.serialization",
     "load_data": "data.datasets",
-    "parse_budget": "cost.budget",
     "prune": "run.prune",
     "reallocate": "steps.reallocation",
     "round_to_budget": "cost.rounding",

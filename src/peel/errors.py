@@ -1,23 +1,11 @@
-"""Every error that a caller can cause, in one tree.
-
-    PeelError
-    ├── TraceError    the model cannot be captured, or the example input does not fit it
-    ├── WidthsError   unknown ties, impossible widths, a fixed tie changed
-    ├── BudgetError   a budget that cannot be read or cannot be reached
-    ├── ModelError    an unknown model name, or a model that cannot be built or pruned
-    ├── StoreError    a saved model that is missing, damaged, unsafe or does not fit
-    ├── ConfigError   an unknown setting or a wrong value
-    ├── DataError     images or labels that are missing, unreadable or do not fit the model
-    ├── RunError      a run folder that cannot be used
-    │   └── CorruptFileError  a damaged file in a run folder
-    ├── DivergedError the loss or the weights are not finite
-    └── OutOfMemoryError  the smallest micro-batch does not fit into memory
+"""Every error that a caller can cause, and the checks that many places share.
 
 A message names the thing, the value and how to fix it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from typing import Any
 
 
 class PeelError(Exception):
@@ -68,7 +56,15 @@ class OutOfMemoryError(PeelError):
     """The smallest micro-batch does not fit into memory."""
 
 
-def did_you_mean(name: str, known: Iterable[str], limit: int = 3) -> str:
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """A hint with the known names closest to a wrong one; empty where none is close."""
-    near = get_close_matches(name, sorted(set(known)), n=limit, cutoff=0.6)
+    near = get_close_matches(str(name), sorted(set(known)))
     return f" Did you mean {' or '.join(near)}?" if near else ""
+
+
+def check_choice(
+    setting: str, value: Any, known: Collection[str], error: type[PeelError] = ConfigError
+) -> None:
+    if value not in known:
+        hint = did_you_mean(value, known)
+        raise error(f"{setting} is one of {', '.join(known)}, not {value!r}.{hint}")

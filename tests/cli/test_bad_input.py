@@ -132,7 +132,7 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--stages", "original,pel"], ["'pel'", "Did you mean peel"]),
     # Budgets
     (["--budget", "half"], ["'half'", "50%"]),
-    (["--budget", "0"], ["the budget must be positive"]),
+    (["--budget", "0"], ["the budget must be finite and at least 1"]),
     (["--budget=-5%"], ["-5%"]),
     (["--budget", "100"], ["100 macs cannot be reached", "the smallest network has"]),
     (["--budget", "2500", "--backbone-ratio", "0.5"], ["0.5", "cannot be reached"]),
@@ -142,7 +142,7 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--train.epochs", "0"], ["epochs", "0"]),
     (["--train.lr", "-1"], ["lr", "-1"]),
     (["--backbone.schedule", "cosin"], ["'cosin'", "Did you mean cosine"]),
-    (["--train.augment", "flip"], ["augment must be one of", "'flip'"]),
+    (["--train.augment", "flip"], ["augment is one of", "'flip'"]),
     (["--train.epochs", "many"], ["many"]),
     # Files
     (["--plan", "missing.json"], ["plan: cannot read missing.json", "No such file"]),

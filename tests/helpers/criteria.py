@@ -12,7 +12,7 @@ import peel
 from helpers.nets import Net
 from peel.data.in_memory import InMemoryImages
 from peel.steps.criteria import find_criterion, measure_layers
-from peel.steps.importance import Criterion, CriterionInput, Importance, LayerScores, summarise
+from peel.steps.importance import Criterion, CriterionInput, Importance, LayerScores, summarize
 from peel.train.engine import Engine
 from peel.train.objective import CrossEntropy
 
@@ -28,8 +28,8 @@ def images(count: int, shape: tuple[int, ...] = (3, 8, 8), seed: int = 0, classe
     )
 
 
-def normalised(split: InMemoryImages) -> tuple[Tensor, Tensor]:
-    """All images of a split, normalised, and their labels."""
+def normalized(split: InMemoryImages) -> tuple[Tensor, Tensor]:
+    """All images of a split, normalized, and their labels."""
     return (split.pixels.permute(0, 3, 1, 2) / 255 - 0.5) / 0.3, split.labels
 
 
@@ -55,7 +55,7 @@ def make_inputs(
 
 
 def importance(criterion: str | Criterion, inputs: CriterionInput, reduce: str = "mean") -> Importance:
-    return summarise(measure_layers(find_criterion(criterion), inputs), inputs.graph, reduce)
+    return summarize(measure_layers(find_criterion(criterion), inputs), inputs.graph, reduce)
 
 
 def by_tie(found: list[LayerScores]) -> dict[tuple[str, str], list[float]]:

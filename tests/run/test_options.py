@@ -205,13 +205,13 @@ def test_ignored_layers_are_not_counted() -> None:
 def test_the_l1_coefficient_is_that_of_the_paper_for_bn_and_zero_for_others() -> None:
     assert planned().l1_coefficient == 1e-4
     assert planned(criterion="weight").l1_coefficient == 0
-    assert "sparsity" in run(stages=("backbone", "plan")).history["backbone"][0].train
-    assert "sparsity" not in run(stages=("backbone", "plan"), criterion="weight").history["backbone"][0].train
+    assert "l1" in run(stages=("backbone", "plan")).history["backbone"][0].train
+    assert "l1" not in run(stages=("backbone", "plan"), criterion="weight").history["backbone"][0].train
     given = run(stages=("backbone", "plan"), criterion="weight", l1_coefficient=0.01)
     # All scales start at 1, so the term starts at the coefficient times their number.
     assert given.plan is not None
     channels = sum(backbone_of(given.plan).widths.values())
-    assert given.history["backbone"][0].train["sparsity"] == pytest.approx(0.01 * channels, rel=0.1)
+    assert given.history["backbone"][0].train["l1"] == pytest.approx(0.01 * channels, rel=0.1)
 
 
 def test_the_l1_strength_becomes_the_coefficient_that_has_it_over_the_schedule() -> None:
@@ -300,8 +300,8 @@ def test_winner_take_all_gives_everything_to_the_most_important_group() -> None:
     assert found.factors[winner] > planned().rounds[0].factors[winner]
 
 
-def test_the_uniform_policy_adds_the_same_number_of_channels_and_trains_no_backbone() -> None:
-    result = run(stages=("backbone", "plan"), policy="uniform")
+def test_the_equal_policy_adds_the_same_number_of_channels_and_trains_no_backbone() -> None:
+    result = run(stages=("backbone", "plan"), policy="equal")
     assert result.history == {}
     assert result.plan is not None
     backbone = backbone_of(result.plan).widths

@@ -95,7 +95,7 @@ def test_a_backbone_of_given_widths(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"policy": "random", "max_width": 1.0}, "does not use max_width"),
-        ({"policy": "uniform", "rounds": 2}, "one round only"),
+        ({"policy": "equal", "rounds": 2}, "does not use rounds"),
         ({"distill": "none", "kd_weight": 0.5}, "kd_weight needs a teacher"),
         ({"hard_weight": 0.5}, "hard_weight needs distill"),
         ({"criterion": ["bn"]}, "has no method `measure"),
@@ -126,7 +126,7 @@ def test_the_state_file_says_how_to_feed_the_network(tmp_path: Path) -> None:
 def test_the_saved_input_spec_gives_the_reported_accuracy(tmp_path: Path) -> None:
     result = small_run(output=tmp_path / "run")
     network = peel.load(tmp_path / "run" / "slim", model=Small()).eval()
-    told = network.peel_record.input
+    told = network.peel_info.input
     assert told["classes"] == list(few_digits().classes)
     test = few_digits().test
     assert isinstance(test, InMemoryImages)

@@ -18,7 +18,7 @@ from helpers.nets import NETS, AuxiliaryHead, Chain, ChannelsLast, Dense, Depthw
 from peel.data.batch import Batch
 from peel.data.in_memory import InMemoryImages
 from peel.steps.distillation import Distillation, InPlace, Pair, in_place_pair, soft_loss
-from peel.surgery import record_of
+from peel.surgery import info_of
 from peel.train.engine import Engine
 from peel.train.loop import fit
 from peel.train.objective import CrossEntropy
@@ -152,7 +152,7 @@ def widths_of(graph: peel.ChannelGraph) -> dict[str, int]:
 
 def first_channels(pair: Pair, graph: peel.ChannelGraph, widths: dict[str, int]) -> nn.Module:
     """The wide network cut to its first channels."""
-    wide = graph.at(record_of(pair.wide).widths)
+    wide = graph.at(info_of(pair.wide).widths)
     order = {tie: -torch.arange(width, dtype=torch.float32) for tie, width in wide.widths.items()}
     return peel.slim(pair.wide, widths, graph=wide, weights="inherit", scores=order)
 
@@ -315,6 +315,6 @@ def test_training_the_pair_does_not_change_a_copied_student() -> None:
 
 def test_a_pair_has_the_record_of_its_student_and_checks_its_widths() -> None:
     net, graph = traced_net(Chain)
-    assert record_of(in_place_pair(net, graph, {"conv1": 3})).widths == {"conv1": 3, "conv2": 12}
+    assert info_of(in_place_pair(net, graph, {"conv1": 3})).widths == {"conv1": 3, "conv2": 12}
     with pytest.raises(peel.WidthsError, match="conv9"):
         in_place_pair(net, graph, {"conv9": 3})

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import peel
-from helpers.criteria import CPU, TwoBranches, by_tie, filled, images, importance, make_inputs, normalised
+from helpers.criteria import CPU, TwoBranches, by_tie, filled, images, importance, make_inputs, normalized
 from helpers.graphs import traced_net
 from helpers.nets import NETS, Chain, ChannelsLast, Decoder, Dense, Grouped, MapNorm, Net
 from peel.data.batch import Batch
 from peel.data.in_memory import InMemoryImages
+from peel.graph.parameters import norm_scales
 from peel.steps.criteria import find_criterion, measure_layers
 from peel.steps.criteria.gradient import Gradient
 from peel.steps.criteria.legr import Legr
@@ -25,8 +26,7 @@ from peel.steps.importance import (
     LayerScores,
     WithL1,
     l1_coefficient_for,
-    norm_scales,
-    summarise,
+    summarize,
 )
 from peel.train.loop import fit
 from peel.train.objective import CrossEntropy
@@ -152,7 +152,7 @@ def test_filters_of_a_transposed_convolution_are_along_its_second_axis() -> None
 
 def loss(net: nn.Module, split: InMemoryImages) -> float:
     with torch.no_grad():
-        pictures, labels = normalised(split)
+        pictures, labels = normalized(split)
         return float(F.cross_entropy(net(pictures).double(), labels))
 
 
@@ -246,7 +246,7 @@ def test_the_note_says_whether_groups_can_be_told_apart(reduce: str) -> None:
     )
 
     def found(large: list[float], small: list[float]) -> Importance:
-        return summarise(
+        return summarize(
             [
                 LayerScores("large", "large", torch.tensor(large)),
                 LayerScores("small", "small", torch.tensor(small)),
@@ -311,12 +311,12 @@ def test_weight_and_gradient_work_on_all_networks(kind: type[Net]) -> None:
 def test_the_l1_term_is_the_coefficient_times_the_sum_of_absolute_scales() -> None:
     net = normed()
     inputs = make_inputs(net, NORMED)
-    pictures, labels = normalised(images(16))
+    pictures, labels = normalized(images(16))
     scales = list(norm_scales(net, inputs.graph))
     plain = CrossEntropy(0.1)(net, Batch(pictures, labels))
     whole = WithL1(CrossEntropy(0.1), scales, 0.01)(net, Batch(pictures, labels))
     assert float((whole.total - plain.total).detach()) == pytest.approx(0.01 * (10 + 2 + 1 + 3), rel=1e-5)
-    assert float(whole.terms["sparsity"]) == pytest.approx(0.16)
+    assert float(whole.terms["l1"]) == pytest.approx(0.16)
     assert float(whole.terms["cross_entropy"]) == float(plain.total.detach())
     with_term, without = (torch.autograd.grad(losses.total, net.bn1.weight)[0] for losses in (whole, plain))
     assert torch.allclose(with_term - without, 0.01 * torch.tensor([1.0, -1.0, 1.0, -1.0]), atol=1e-6)
@@ -354,7 +354,7 @@ def test_l1_strength_is_how_far_scales_move_over_the_schedule(changed: dict[str,
     filled(net.bn.weight, [1.0, -1.0, 1.0])
     fit(
         net,
-        WithL1(CrossEntropy(), ["bn.weight"], l1_coefficient_for(l1_strength, recipe, 8)),
+        WithL1(CrossEntropy(), ["bn.weight"], l1_coefficient_for(l1_strength, [recipe], 8)),
         split,
         recipe,
         engine=CPU,
@@ -367,6 +367,6 @@ def test_l1_strength_is_how_far_scales_move_over_the_schedule(changed: dict[str,
 
 def test_the_coefficient_of_the_paper_has_a_strength_of_12_5() -> None:
     steps = 1_281_167 // 512
-    assert l1_coefficient_for(12.5, backbone_recipe("imagenet-resnet"), steps) == pytest.approx(
+    assert l1_coefficient_for(12.5, [backbone_recipe("imagenet-resnet")], steps) == pytest.approx(
         1e-4, rel=0.01
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.criteria import TwoBranches, by_tie, images, importance, make_inputs, normalised
+from helpers.criteria import TwoBranches, by_tie, images, importance, make_inputs, normalized
 from peel.data.in_memory import InMemoryImages
 from peel.steps.criteria.legr import Legr
 from peel.steps.importance import CriterionInput
@@ -18,7 +18,7 @@ def two_branches(branch: str, seed: int = 0, train_seed: int = 7) -> CriterionIn
     net = TwoBranches().eval()
     split = images(64, seed=1)
     held_out = InMemoryImages(
-        split.pixels, net.predictions(normalised(split)[0], branch), split.mean, split.std
+        split.pixels, net.predictions(normalized(split)[0], branch), split.mean, split.std
     )
     return make_inputs(
         net, {"large": ["large"], "small": ["small"]}, images(8, seed=train_seed), held_out, seed

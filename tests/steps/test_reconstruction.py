@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from helpers.criteria import by_tie, filled, images, make_inputs, normalised
+from helpers.criteria import by_tie, filled, images, make_inputs, normalized
 from helpers.nets import Chain, Flattened, Net
 from peel.steps.criteria.reconstruction import Reconstruction
 
@@ -126,7 +126,7 @@ def test_greedy_removal_is_nearly_as_good_as_the_best_half(seed: int) -> None:
     split = images(12, Flattened.shape, seed)
     inputs = make_inputs(net, train=split, shape=Flattened.shape)
     with torch.no_grad():
-        parts = F.relu(net.hidden(net.conv(normalised(split)[0]).flatten(1))) * net.fc.weight[0]
+        parts = F.relu(net.hidden(net.conv(normalized(split)[0]).flatten(1))) * net.fc.weight[0]
     whole = float(parts.sum(1).square().sum())
     halves = [
         float(parts[:, list(half)].sum(1).square().sum()) / whole

@@ -28,14 +28,14 @@ def more(graph: ChannelGraph, channels: int) -> peel.Widths:
 
 
 def train(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, steps: int = 4) -> list[float]:
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
     losses = []
     model.train()
     for _ in range(steps):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         losses.append(loss.item())
     return losses
 

@@ -21,7 +21,7 @@ from helpers.nets import (
     Residual,
     SplitByAttribute,
 )
-from peel.surgery import record_of
+from peel.surgery import info_of
 
 
 @pytest.mark.parametrize("kind", NETS, ids=lambda kind: kind.__name__)
@@ -92,7 +92,7 @@ def test_attributes_that_are_not_widths_stay() -> None:
 
 @pytest.mark.parametrize("name", [pytest.param("nf_regnet_b0", marks=pytest.mark.slow), "convnext_atto"])
 @pytest.mark.parametrize(("weights", "factor"), [("fresh", 0.5), ("inherit", 1.25)])
-def test_no_tensor_is_left_uninitialised(name: str, weights: str, factor: float) -> None:
+def test_no_tensor_is_left_uninitialized(name: str, weights: str, factor: float) -> None:
     model, graph = traced_zoo(name, 64)
     widths = {
         tie: max(1, round(width * factor / graph.steps[tie])) * graph.steps[tie]
@@ -144,7 +144,7 @@ def test_given_scores_select_the_channels() -> None:
             peel.slim(net, {"conv2": 2}, graph=graph, weights="inherit", scores=wrong)
 
 
-def test_widening_keeps_old_channels_and_initialises_new_ones() -> None:
+def test_widening_keeps_old_channels_and_initializes_new_ones() -> None:
     net, graph = traced_net(Chain)
     large = peel.slim(net, {"conv1": 10}, graph=graph, weights="inherit")
     assert torch.equal(large.conv1.weight[:8], net.conv1.weight)
@@ -154,7 +154,7 @@ def test_widening_keeps_old_channels_and_initialises_new_ones() -> None:
     assert large.bn.running_var[8:].tolist() == [1.0, 1.0]
 
 
-def test_fresh_weights_are_initialised_as_in_recipes_and_follow_the_seed() -> None:
+def test_fresh_weights_are_initialized_as_in_recipes_and_follow_the_seed() -> None:
     model, graph = traced_zoo("resnet18")
     torch.manual_seed(5)
     first = peel.slim(model, graph.widths, graph=graph)
@@ -174,12 +174,12 @@ def test_a_slim_model_can_be_slimmed_again() -> None:
     again = peel.slim(once, {"stem": 2}, graph=peel.trace(once, torch.randn(1, 3, 8, 8)))
     assert again.stem.out_channels == 2
     assert again.inner.weight.shape == (3, 2, 1, 1)
-    record = record_of(again)
+    record = info_of(again)
     assert record.source == {"class": "helpers.nets:Residual"}
     assert record.widths == {"stem": 2, "inner": 3}
     assert record.modules["inner"]["out_channels"] == 3
     assert record.costs["params"] == sum(parameter.numel() for parameter in again.parameters())
-    assert record_of(net).widths == {}
+    assert info_of(net).widths == {}
 
 
 def test_mode_device_dtype_and_trainability_are_kept() -> None:
@@ -201,7 +201,7 @@ def test_a_graph_of_another_model_is_refused() -> None:
 @pytest.mark.parametrize("weights", ["random", None])
 def test_an_unknown_value_of_weights_is_refused(weights: object) -> None:
     net, graph = traced_net(Chain)
-    with pytest.raises(peel.WidthsError, match='"fresh" or "inherit"'):
+    with pytest.raises(peel.WidthsError, match="weights is one of fresh, inherit"):
         peel.slim(net, graph.widths, graph=graph, weights=weights)  # type: ignore[arg-type]
 
 

@@ -7,11 +7,8 @@ from ..errors import BudgetError
 
 Budget = str | int | float
 
-RESOURCES: dict[str, str] = {
-    "macs": "multiply-adds of one sample",
-    "params": "number of parameters",
-    "memory": "bytes of activations at the peak of a forward pass (an estimate)",
-}
+#: Multiply-adds of one sample, number of parameters, bytes of activations at their peak (an estimate).
+RESOURCES = ("macs", "params", "memory")
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 _NUMBER = re.compile(
@@ -46,13 +43,10 @@ def parse_budget(budget: Budget, original: int) -> int:
         value = budget * original if budget <= 1 else budget
     else:
         raise BudgetError(f"{budget!r} is neither a fraction from 0 to 1 nor a whole number. {_HELP}")
-    if not 0 < value < math.inf:
-        raise BudgetError(f"the budget must be positive and finite, not {budget!r}.")
+    if not 1 - 1e-6 <= value < math.inf:
+        raise BudgetError(f"the budget must be finite and at least 1, not {budget!r}.")
     # Round down: the budget is never exceeded. The small addition takes back what floating point lost.
-    whole = math.floor(value + 1e-6) if value < 1e15 else int(value)
-    if whole < 1:
-        raise BudgetError(f"the budget must be at least 1, not {budget!r}.")
-    return whole
+    return math.floor(value + 1e-6) if value < 1e15 else int(value)
 
 
 def format_count(count: float) -> str:

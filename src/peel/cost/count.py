@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-)  # has no public name
+from torch.utils._python_dispatch import TorchDispatchMode  # has no public name
 from torch.utils.flop_counter import flop_registry
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from ..errors import BudgetError, did_you_mean
+from ..errors import BudgetError, check_choice, did_you_mean
 from ..utils.bisection import solve_increasing
 from .budget import RESOURCES, Budget, format_count, parse_budget
 from .widths import Widths
@@ -44,15 +44,23 @@ def cost_of(graph: Costed, resource: str) -> Cost:
         raise BudgetError(
             f"the first argument must be a ChannelGraph from peel.trace, not a {type(graph).__name__}."
         )
-    if resource not in RESOURCES:
-        hint = did_you_mean(str(resource), RESOURCES)
-        raise BudgetError(f"unknown resource {resource!r}; choose one of {', '.join(RESOURCES)}.{hint}")
+    check_choice("resource", resource, RESOURCES, BudgetError)
     return graph.cost(resource)
 
 
 def resolve_budget(graph: Costed, budget: Budget, resource: str = "macs") -> int:
     """The budget as a whole number of the resource."""
     return parse_budget(budget, int(cost_of(graph, resource)(graph.units())))
+
+
+def fractional_units(graph: Costed, widths: Mapping[str, float]) -> list[float]:
+    """As `graph.units`, of widths that need not be whole."""
+    return [widths[name] / step for name, step in graph.steps.items()]
+
+
+def name_set(names: str | Iterable[str]) -> frozenset[str]:
+    """A set from one name or several."""
+    return frozenset([names] if isinstance(names, str) else names)
 
 
 def uniform(
@@ -100,7 +108,7 @@ def round_to_budget(
     `uniform`.
     """
     rounding = _Rounding(graph, budget, resource, divisor, freeze, max_width, at_least)
-    return rounding.widths(rounding.clamp([ideal[name] / step for name, step in graph.steps.items()]))
+    return rounding.widths(rounding.clamp(fractional_units(graph, ideal)))
 
 
 class _Rounding:
@@ -123,7 +131,7 @@ class _Rounding:
             raise BudgetError(f"divisor must be a whole number of at least 1, not {divisor!r}.")
         if max_width is not None and not max_width > 0:
             raise BudgetError(f"max_width must be positive or None, not {max_width!r}.")
-        frozen = {freeze} if isinstance(freeze, str) else set(freeze)
+        frozen = name_set(freeze)
         for name in frozen - set(graph.widths):
             raise BudgetError(f"freeze: no free tie is called {name!r}.{did_you_mean(name, graph.widths)}")
         original = graph.units()
@@ -164,12 +172,10 @@ class _Rounding:
 
     def _fill(self, ideal: Sequence[float]) -> list[int]:
         """Round down, then add single steps within the budget, first to ties far below their ideal."""
-        units = [
-            min(max(low, floor(u / step + 1e-9) * step), int(min(high, 2**62)))
-            for u, step, low, high in zip(ideal, self.step, self.low, self.high, strict=True)
-        ]
+        limits = zip(ideal, self.step, self.low, strict=True)
+        units = [max(low, floor(u / step + 1e-9) * step) for u, step, low in limits]
         while self.cost(units) > self.target:
-            # Ties at their lower limit cost more than their share. The tie most above its ideal gives way.
+            # Ties at their lower limit cost more than their ideal. The tie most above its ideal shrinks.
             able = [i for i, u in enumerate(units) if u - self.step[i] >= self.low[i]]
             i = max(able, key=lambda i: units[i] / max(ideal[i], 1e-9))
             units[i] -= self.step[i]

@@ -1,13 +1,12 @@
 """The settings of the method: every choice that the paper makes or leaves open."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta
 
 from ..cost.budget import RESOURCES
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError, check_choice
 from ..steps.backbone import BACKBONE_INITS
 from ..steps.distillation import DISTILLATIONS
 from ..steps.reallocation import POLICIES, SOLVERS
@@ -44,7 +43,7 @@ class MethodConfig:
     evaluations: Count = 400
     """Step 2: candidates that legr evaluates."""
     policy: str = "importance"
-    """Step 4: importance, winner-take-all, uniform or random."""
+    """Step 4: importance, winner-take-all, equal (the same number of channels) or random."""
     solver: str = "telescoped"
     """Step 4: telescoped or triangular."""
     rounds: Count = 1
@@ -83,7 +82,7 @@ class MethodConfig:
 
     @property
     def uses_importance(self) -> bool:
-        """Whether a backbone is trained and measured; the policies uniform and random need none."""
+        """Whether a backbone is trained and measured; the policies equal and random need none."""
         return self.policy in ("importance", "winner-take-all")
 
     def _check_combinations(self) -> None:
@@ -91,19 +90,10 @@ class MethodConfig:
         if self.l1_coefficient is not None and self.l1_strength is not None:
             raise ConfigError("l1_coefficient and l1_strength set the same thing: give one of them.")
         if not self.uses_importance:
-            for name in ("max_width", "l1_strength", "l1_coefficient"):
-                if getattr(self, name) is not None:
+            for name in ("max_width", "l1_strength", "l1_coefficient", "rounds"):
+                if getattr(self, name) != getattr(MethodConfig, name):
                     raise ConfigError(f"policy={self.policy!r} does not use {name}: leave it out.")
-            if self.rounds > 1:
-                raise ConfigError(f"policy={self.policy!r} has one round only: leave rounds out.")
         if self.hard_weight and self.distill != "in-place":
             raise ConfigError(f'hard_weight needs distill="in-place", not distill={self.distill!r}.')
         if self.kd_weight is not None and self.distill == "none":
             raise ConfigError('kd_weight needs a teacher, but distill="none".')
-
-
-def check_choice(name: str, value: Any, known: Mapping[str, str] | tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(
-            f"{name} is one of {', '.join(known)}, not {value!r}.{did_you_mean(str(value), known)}"
-        )

@@ -14,6 +14,7 @@ from ..cost.widths import Widths
 from ..data.datasets import Split, hold_out
 from ..errors import ConfigError, did_you_mean
 from ..graph import ChannelGraph
+from ..graph.parameters import norm_scales
 from ..steps.backbone import backbone
 from ..steps.criteria import find_criterion, measure_layers
 from ..steps.importance import (
@@ -23,24 +24,16 @@ from ..steps.importance import (
     LayerScores,
     WithL1,
     l1_coefficient_for,
-    norm_scales,
-    summarise,
+    summarize,
 )
-from ..steps.reallocation import (
-    Growth,
-    Reallocation,
-    add_evenly,
-    grow_at_random,
-    reallocation,
-    shares_of,
-)
+from ..steps.reallocation import Growth, Round, grow_at_random, grow_by_shares, grow_equally, shares_of
 from ..surgery import slim
 from ..train.callbacks import Callback
 from ..train.objective import CrossEntropy, Objective
 from ..train.recipe import Recipe
 from ..utils.rng import derive_seed, seed_everything
 from .config import MethodConfig
-from .plan import Plan, Round, assemble_plan
+from .plan import Plan, assemble_plan
 from .problem import Problem
 
 #: Fraction of the training images held out for criteria with `needs_held_out`.
@@ -58,24 +51,22 @@ def make_plan(
     problem: Problem, config: MethodConfig, train_backbone: TrainBackbone, criterion: Criterion | None = None
 ) -> Plan:
     """Steps 1 to 4: backbone, importance, groups, reallocation; in one round or several."""
-    return _run_rounds(_Planner(problem, config, train_backbone, criterion))
+    return _Planner(problem, config, train_backbone, criterion).run()
 
 
 def equal_share_plan(problem: Problem, config: MethodConfig) -> Plan:
     """The plan with the same importance for every group: what is known before training."""
     planner = _Planner(problem, config, _untrained)
     equal = dict.fromkeys(problem.graph.groups, 1.0)
-    importance = None
-    if config.uses_importance:
-        importance = Importance(equal, {}, False, "Nothing was trained: every group counts the same.")
-    return planner.finish([planner.reallocate(planner.backbone, importance, problem.budget)])
+    importance = Importance(equal, {}, False, "Nothing was trained: every group counts the same.")
+    return planner.plan([planner.reallocate(planner.backbone, importance, problem.budget)])
 
 
 def check_feasible(problem: Problem, config: MethodConfig, criterion: Criterion | None = None) -> None:
     """Run steps 1 to 4 on an untrained backbone and 8 images, to find errors before training."""
     few = problem.data.train.subset(torch.arange(min(8, problem.data.train.size)))
     small = replace(problem, data=replace(problem.data, train=few), engine=replace(problem.engine, workers=0))
-    _run_rounds(_Planner(small, replace(config, evaluations=1), _untrained, criterion, is_dry=True))
+    _Planner(small, replace(config, evaluations=1), _untrained, criterion).run()
 
 
 def stage_of_round(number: int) -> str:
@@ -83,26 +74,9 @@ def stage_of_round(number: int) -> str:
 
 
 def recipe_of_round(problem: Problem, config: MethodConfig, number: int) -> Recipe:
-    """The first round uses the whole backbone recipe, later rounds a part of its epochs."""
+    """The first round uses the whole backbone recipe, later rounds a fraction of its epochs."""
     recipe = problem.backbone_recipe
     return recipe if number == 0 else recipe.changed(epochs=max(1, round(recipe.epochs / config.rounds)))
-
-
-def _run_rounds(planner: _Planner) -> Plan:
-    problem, config = planner.problem, planner.config
-    if not config.uses_importance:
-        return planner.finish([planner.reallocate(planner.backbone, None, problem.budget)])
-    pool = problem.budget - problem.cost(planner.backbone)
-    before = widths = planner.backbone
-    network: nn.Module | None = None
-    rounds: list[Round] = []
-    for number in range(config.rounds):
-        network = planner.widen(network, before, widths)
-        network, importance = planner.train_and_measure(number, network, problem.graph.at(widths))
-        spent = pool * (number + 1) // config.rounds
-        rounds.append(planner.reallocate(widths, importance, problem.budget - pool + spent))
-        before, widths = widths, Widths(rounds[-1].widths)
-    return planner.finish(rounds)
 
 
 def _untrained(stage: str, network: nn.Module, *_: Any) -> nn.Module:
@@ -119,20 +93,19 @@ class _ImportanceLog(Callback):
         return {"importance": dict(self.importance_of(model).groups)}
 
 
+@dataclass
 class _Planner:
-    def __init__(
-        self,
-        problem: Problem,
-        config: MethodConfig,
-        train_backbone: TrainBackbone,
-        criterion: Criterion | None = None,
-        *,
-        is_dry: bool = False,
-    ) -> None:
-        self.problem, self.config, self.train_backbone, self.is_dry = problem, config, train_backbone, is_dry
+    problem: Problem
+    config: MethodConfig
+    train_backbone: TrainBackbone
+    own_criterion: Criterion | None = None
+    l1_coefficient: float | None = None
+
+    def __post_init__(self) -> None:
+        problem, config = self.problem, self.config
         settings = {"evaluations": config.evaluations} if config.criterion == "legr" else {}
-        self.criterion = find_criterion(config.criterion if criterion is None else criterion, **settings)
-        self.l1_coefficient: float | None = None
+        given = config.criterion if self.own_criterion is None else self.own_criterion
+        self.criterion = find_criterion(given, **settings)
         may_grow = problem.budget * config.backbone_ratio > problem.cost(problem.graph.widths)
         self.backbone = backbone(
             problem.graph,
@@ -145,7 +118,33 @@ class _Planner:
             max_width=None if may_grow else 1.0,
         )
 
-    def widen(self, network: nn.Module | None, before: Widths, widths: Widths) -> nn.Module:
+    def run(self) -> Plan:
+        problem, config = self.problem, self.config
+        pool = problem.budget - problem.cost(self.backbone)
+        before = widths = self.backbone
+        network: nn.Module | None = None
+        importance: Importance | None = None
+        rounds: list[Round] = []
+        for number in range(config.rounds):
+            if config.uses_importance:
+                network = self._widen(network, before, widths)
+                network, importance = self._train_and_measure(number, network, problem.graph.at(widths))
+            spent = pool * (number + 1) // config.rounds
+            rounds.append(self.reallocate(widths, importance, problem.budget - pool + spent))
+            before, widths = widths, Widths(rounds[-1].widths)
+        return self.plan(rounds)
+
+    def plan(self, rounds: Sequence[Round]) -> Plan:
+        return assemble_plan(
+            self.problem,
+            rounds[-1].widths,
+            backbone=self.backbone,
+            rounds=tuple(rounds),
+            l1_coefficient=self.l1_coefficient,
+            config=self.config,
+        )
+
+    def _widen(self, network: nn.Module | None, before: Widths, widths: Widths) -> nn.Module:
         """The backbone of a round: fresh in the first, widened with its weights kept in later ones."""
         problem = self.problem
         seed_everything(derive_seed("backbone", problem.seed))
@@ -157,7 +156,7 @@ class _Planner:
                 scale.fill_(self.config.gamma_init)
         return fresh
 
-    def train_and_measure(
+    def _train_and_measure(
         self, number: int, network: nn.Module, graph: ChannelGraph
     ) -> tuple[nn.Module, Importance]:
         """Step 2: train the backbone, then measure its importance."""
@@ -171,8 +170,12 @@ class _Planner:
 
         def importance_of(model: nn.Module) -> Importance:
             inputs = CriterionInput(model, graph, train, held_out, objective, problem.engine, problem.seed)
-            scores = measure_layers(self.criterion, inputs, is_trained=not self.is_dry)
-            return summarise(self._without_ignored(scores), graph, config.reduce)
+            is_trained = self.train_backbone is not _untrained
+            scores = measure_layers(self.criterion, inputs, is_trained=is_trained)
+            kept = self._without_ignored(scores)
+            if not is_trained:
+                kept = [replace(item, values=torch.ones_like(item.values)) for item in kept]
+            return summarize(kept, graph, config.reduce)
 
         callbacks = [_ImportanceLog(importance_of)] if getattr(self.criterion, "each_epoch", True) else []
         with_l1 = WithL1(objective, list(norm_scales(network, graph)), self.l1_coefficient)
@@ -186,13 +189,13 @@ class _Planner:
         config = self.config
         if config.l1_strength is not None:
             rounds = [recipe_of_round(self.problem, config, number) for number in range(config.rounds)]
-            return l1_coefficient_for(config.l1_strength, rounds[0], steps_per_epoch, *rounds[1:])
+            return l1_coefficient_for(config.l1_strength, rounds, steps_per_epoch)
         if config.l1_coefficient is not None:
             return config.l1_coefficient
         return L1_COEFFICIENT if config.criterion == "bn" else 0.0
 
     def _without_ignored(self, scores: list[LayerScores]) -> list[LayerScores]:
-        """Without the layers that `ignore` names. In a dry run, all values are one."""
+        """Without the layers that `ignore` names."""
         layers = [item.layer for item in scores]
         for pattern in self.config.ignore:
             matches = [layer for layer in layers if fnmatch(layer, pattern)]
@@ -202,55 +205,24 @@ class _Planner:
                 )
             if len(matches) == len(layers):
                 raise ConfigError(f"ignore: {pattern!r} matches every layer, so nothing is left to measure.")
-        kept = [item for item in scores if not any(fnmatch(item.layer, name) for name in self.config.ignore)]
-        if self.is_dry:
-            return [replace(item, values=torch.ones_like(item.values)) for item in kept]
-        return kept
+        return [item for item in scores if not any(fnmatch(item.layer, name) for name in self.config.ignore)]
 
     def reallocate(self, widths: Widths, importance: Importance | None, budget: int) -> Round:
         """Step 4."""
         problem, config = self.problem, self.config
-        growth = Growth(
-            problem.graph,
-            widths,
-            problem.resource,
-            problem.divisor,
-            frozenset(problem.freeze),
-            config.max_width,
-        )
-        if config.policy == "uniform":
-            return _round(add_evenly(growth, budget), budget)
+        freeze = frozenset(problem.freeze)
+        growth = Growth(problem.graph, widths, problem.resource, problem.divisor, freeze, config.max_width)
+        if config.policy == "equal":
+            return grow_equally(growth, budget)
         if config.policy == "random":
-            return _round(grow_at_random(growth, budget, problem.seed), budget)
+            return grow_at_random(growth, budget, problem.seed)
         assert importance is not None
         shares = shares_of(importance.groups, config.policy)
-        found = reallocation(growth, shares, budget, config.solver)
         return replace(
-            _round(found, budget),
+            grow_by_shares(growth, shares, budget, config.solver),
             shares=shares,
             importance=dict(importance.groups),
             tie_importance=dict(importance.ties),
             distinct=importance.distinct,
             note=importance.note,
         )
-
-    def finish(self, rounds: Sequence[Round]) -> Plan:
-        return assemble_plan(
-            self.problem,
-            rounds[-1].widths,
-            backbone=self.backbone,
-            rounds=tuple(rounds),
-            l1_coefficient=self.l1_coefficient,
-            config=self.config,
-        )
-
-
-def _round(found: Reallocation, budget: int) -> Round:
-    return Round(
-        dict(found.widths),
-        dict(found.factors),
-        dict(found.ideal),
-        found.ideal_cost,
-        found.spent,
-        budget - found.spent,
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import msgspec
 
 from ..cost.widths import Widths
 from ..errors import CorruptFileError
+from ..steps.reallocation import Round
 from .config import MethodConfig
 from .problem import Problem
 
@@ -24,28 +24,6 @@ class Architecture:
     cost: int
     """In units of the budget's resource."""
     macs_by_group: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Round:
-    """One round of reallocation (step 4)."""
-
-    widths: dict[str, int]
-    factors: dict[str, float]
-    """Group -> the factor that its widths grow by."""
-    ideal_widths: dict[str, float]
-    """Before rounding to whole channels."""
-    ideal_cost: float
-    cost: int
-    unspent: int
-    shares: dict[str, float] | None = None
-    """Group -> its share of the pool."""
-    importance: dict[str, float] | None = None
-    """Group -> its importance (step 2)."""
-    tie_importance: dict[str, float] = dataclasses.field(default_factory=dict)
-    distinct: bool = True
-    """Whether the importance tells the groups apart; `note` explains it."""
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,13 +56,8 @@ class Plan:
     @property
     def networks(self) -> dict[str, Architecture]:
         """The rows of the table, and the backbone where there is one."""
-        found = {
-            "original": self.original,
-            "backbone": self.backbone,
-            "uniform": self.uniform,
-            "peel": self.slim,
-        }
-        return {name: network for name, network in found.items() if network is not None}
+        backbone = {} if self.backbone is None else {"backbone": self.backbone}
+        return {"original": self.original, **backbone, "uniform": self.uniform, "peel": self.slim}
 
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"

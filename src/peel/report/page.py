@@ -9,7 +9,8 @@ from typing import Any
 
 from ..cost.budget import format_count
 from ..errors import PeelError
-from ..methods.plan import Plan, Round
+from ..methods.plan import Plan
+from ..steps.reallocation import Round
 from ..utils.text import flatten, format_duration
 from .charts import curves_chart, groups_chart, importance_chart, label, widths_chart
 from .record import RunRecord

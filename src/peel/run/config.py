@@ -11,8 +11,8 @@ import msgspec
 import tomli_w
 from msgspec import Meta
 
-from ..errors import ConfigError, did_you_mean
-from ..methods.config import MethodConfig, check_choice
+from ..errors import ConfigError, check_choice, did_you_mean
+from ..methods.config import MethodConfig
 from ..train.engine import COMPILE
 from ..train.recipe import FIELDS, Recipe
 

@@ -18,7 +18,7 @@ from ..data.in_memory import InMemoryImages
 from ..errors import ConfigError, CorruptFileError, DataError, ModelError
 from ..graph import ChannelGraph
 from ..methods.plan import Plan
-from ..surgery.record import record_of
+from ..surgery.info import info_of
 from ..train.objective import get_logits
 from ..train.recipe import Recipe, backbone_recipe, named_recipe
 from .config import Config
@@ -132,7 +132,7 @@ def resolve_recipes(config: Config, data: Data, network: nn.Module) -> tuple[Rec
     """The recipe of the final training and that of the backbone."""
     name = config.recipe
     if name == "auto":
-        source = str(record_of(network).source.get("zoo", type(network).__name__)).lower()
+        source = str(info_of(network).source.get("zoo", type(network).__name__)).lower()
         is_mobile = any(word in source for word in ("mobile", "efficient", "mnas", "ghost", "shuffle"))
         if data.name == "digits":
             name = "digits"
@@ -154,7 +154,7 @@ def resolve_recipes(config: Config, data: Data, network: nn.Module) -> tuple[Rec
 def frozen_ties(network: nn.Module, graph: ChannelGraph, freeze: tuple[str, ...] | None) -> tuple[str, ...]:
     if freeze is not None:
         return freeze
-    source = record_of(network).source.get("zoo", "")
+    source = info_of(network).source.get("zoo", "")
     return tuple(tie for tie in zoo.FROZEN.get(source, ()) if tie in graph.widths)
 
 

@@ -14,10 +14,10 @@ from ..methods.peel import HELD_OUT, check_feasible, equal_share_plan, make_plan
 from ..methods.plan import Plan, assemble_plan
 from ..methods.problem import Problem
 from ..steps.criteria import find_criterion
-from ..steps.distillation import Distillation, InPlace, in_place_pair
+from ..steps.distillation import DISTILLATIONS, Distillation, InPlace, in_place_pair
 from ..steps.importance import Criterion
 from ..surgery import slim
-from ..surgery.record import attach_record, record_of
+from ..surgery.info import attach_info, info_of
 from ..train.distributed import World
 from ..train.history import Metrics
 from ..train.loop import evaluate
@@ -261,10 +261,9 @@ class Pipeline:
         problem, config = self.problem, self.config
         seed_everything(derive_seed("init", name, problem.seed))
         objective: Objective = CrossEntropy(self.recipe.label_smoothing)
-        weight = config.kd_weight
+        weight = DISTILLATIONS[config.distill] if config.kd_weight is None else config.kd_weight
         if config.distill == "in-place":
             pair = in_place_pair(problem.model, problem.graph, widths)
-            weight = 1.0 if weight is None else weight
             return self._train(
                 name, pair, InPlace(objective, weight, config.hard_weight, config.temperature), widths
             )
@@ -273,7 +272,7 @@ class Pipeline:
             return self._train(name, network, objective, widths)
         assert teacher is not None
         problem.engine.prepare(teacher).eval().requires_grad_(False)
-        objective = Distillation(objective, teacher, 0.1 if weight is None else weight, config.temperature)
+        objective = Distillation(objective, teacher, weight, config.temperature)
         images = self._with_teacher_logits(teacher)
         return self._train(name, network, objective, widths, images)
 
@@ -333,7 +332,7 @@ class Pipeline:
 
     def _write_result(self, folder: RunFolder, rows: list[Row], slimmed: nn.Module | None) -> None:
         if slimmed is not None:
-            attach_record(slimmed, replace(record_of(slimmed), input=self.problem.data.input_spec()))
+            attach_info(slimmed, replace(info_of(slimmed), input=self.problem.data.input_spec()))
             folder.save_model("slim", slimmed)
         records = [
             self.trainer.records[name] for name in self._backbone_stages() if name in self.trainer.records

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import DataError, RunError, StoreError
 from ..methods.problem import Problem
-from ..surgery.record import record_of
+from ..surgery.info import info_of
 from ..surgery.serialization import load
 from ..train.objective import get_logits
 from ..utils.fingerprint import fingerprint
@@ -62,7 +62,7 @@ def weights_hash(model: nn.Module) -> str:
 
 def _refuse_slim(teacher: Teacher, problem: Problem) -> None:
     """A slim network would appear in the table with the costs of the original."""
-    stored = record_of(teacher.model).widths
+    stored = info_of(teacher.model).widths
     for tie, width in problem.graph.widths.items():
         if stored.get(tie, width) != width:
             raise DataError(

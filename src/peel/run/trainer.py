@@ -12,8 +12,8 @@ from ..errors import CorruptFileError
 from ..methods.problem import Problem
 from ..steps.distillation import Pair
 from ..surgery import slim
+from ..surgery.info import info_of
 from ..surgery.padding import Padded, fast_widths, pad
-from ..surgery.record import record_of
 from ..train.callbacks import Callback
 from ..train.checkpoint import non_persistent_buffers
 from ..train.history import EpochRecord
@@ -152,7 +152,7 @@ class Trainer:
 
 
 def _widths_of(network: nn.Module) -> Widths:
-    return Widths(record_of(network).widths)
+    return Widths(info_of(network).widths)
 
 
 @dataclass

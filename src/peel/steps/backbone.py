@@ -3,16 +3,13 @@
 from collections.abc import Iterable, Mapping
 
 from ..cost.budget import Budget, format_count
-from ..cost.rounding import cost_of, resolve_budget, round_to_budget, uniform
+from ..cost.rounding import fractional_units, name_set, resolve_budget, round_to_budget, uniform
 from ..cost.widths import Widths
-from ..errors import BudgetError, ConfigError
+from ..errors import BudgetError, ConfigError, check_choice
 from ..graph import ChannelGraph
 from ..utils.bisection import solve_increasing
 
-BACKBONE_INITS: dict[str, str] = {
-    "uniform": "every tie at the same fraction of its original width",
-    "equal": "the same number of channels in every tie",
-}
+BACKBONE_INITS = ("uniform", "equal")
 
 
 def backbone(
@@ -37,41 +34,43 @@ def backbone(
     """
     if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
         raise ConfigError(f"the backbone ratio (lambda) must be above 0 and at most 1, not {ratio!r}.")
-    cost = cost_of(graph, resource)
     target = resolve_budget(graph, budget, resource)
     if isinstance(init, Mapping):
         given = graph.check(init)
-        spent = int(cost(graph.units(given)))
-        if spent > target:
-            raise BudgetError(
-                f"the given backbone costs {format_count(spent)} {resource}, more than the budget of "
-                f"{format_count(target)}. Give narrower widths or a larger budget."
-            )
+        refuse_above(graph, given, target, resource)
         return given
-    if init not in BACKBONE_INITS:
-        raise ConfigError(f"init is {' or '.join(map(repr, BACKBONE_INITS))}, or widths, not {init!r}.")
-    part = max(1, int(target * ratio))
-    frozen = {freeze} if isinstance(freeze, str) else set(freeze)
+    check_choice("init", init, BACKBONE_INITS)
+    allowed, frozen = max(1, int(target * ratio)), name_set(freeze)
     try:
         if init == "uniform":
             return uniform(
-                graph, part, resource=resource, divisor=divisor, freeze=frozen, max_width=max_width
+                graph, allowed, resource=resource, divisor=divisor, freeze=frozen, max_width=max_width
             )
-        ideal = _equal(graph, part, resource, frozen)
-        return round_to_budget(graph, ideal, part, resource=resource, divisor=divisor, freeze=frozen)
+        ideal = _equal(graph, allowed, resource, frozen)
+        return round_to_budget(graph, ideal, allowed, resource=resource, divisor=divisor, freeze=frozen)
     except BudgetError as error:
         raise BudgetError(f"the backbone, which may cost {ratio:g} of the budget: {error}") from error
 
 
-def _equal(graph: ChannelGraph, target: int, resource: str, frozen: set[str]) -> dict[str, float]:
+def refuse_above(graph: ChannelGraph, widths: Mapping[str, float], target: int, resource: str) -> None:
+    """Refuse a backbone that costs more than the budget."""
+    spent = int(graph.cost(resource)(fractional_units(graph, widths)))
+    if spent > target:
+        raise BudgetError(
+            f"the backbone costs {format_count(spent)} {resource} ({spent:,}), more than the budget of "
+            f"{format_count(target)}. Give narrower widths or a larger budget."
+        )
+
+
+def _equal(graph: ChannelGraph, target: int, resource: str, frozen: frozenset[str]) -> dict[str, float]:
     """The same number of channels in every tie, as many as the target allows, as fractional widths."""
-    cost = cost_of(graph, resource)
+    cost = graph.cost(resource)
 
     def ideal(channels: float) -> dict[str, float]:
         widths = graph.widths.items()
         return {name: w if name in frozen else max(channels, graph.steps[name]) for name, w in widths}
 
     def spent(channels: float) -> float:
-        return cost([width / graph.steps[name] for name, width in ideal(channels).items()])
+        return cost(fractional_units(graph, ideal(channels)))
 
     return ideal(solve_increasing(spent, target, 1.0)[0])

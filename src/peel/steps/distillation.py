@@ -19,14 +19,11 @@ from ..graph import ChannelGraph
 from ..graph.channel_graph import Run
 from ..graph.parameters import norm_layers, spans
 from ..graph.rebuild import tensors_of
-from ..surgery import attach_record, record_of, slim
+from ..surgery import attach_info, info_of, slim
 from ..train.objective import Losses, Objective, get_logits
 
-DISTILLATIONS: dict[str, str] = {
-    "teacher": "labels, and the class probabilities of the original network",
-    "in-place": "a wider network that shares its weights with the student and trains with it is the teacher",
-    "none": "labels only",
-}
+#: Kind of distillation -> default weight of its term.
+DISTILLATIONS = {"teacher": 0.1, "in-place": 1.0, "none": 0.0}
 
 #: Width of the in-place teacher, relative to the original.
 IN_PLACE_WIDTH = 1.5
@@ -45,7 +42,7 @@ class Distillation:
 
     objective: Objective
     teacher: nn.Module
-    weight: float = 0.1
+    weight: float = DISTILLATIONS["teacher"]
     temperature: float = 1.0
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
@@ -108,7 +105,7 @@ class InPlace:
     """The wide network learns from the labels, the student from it (with `hard_weight`, from both)."""
 
     objective: Objective
-    weight: float = 1.0
+    weight: float = DISTILLATIONS["in-place"]
     hard_weight: float = 0.0
     temperature: float = 1.0
 
@@ -135,18 +132,19 @@ def in_place_pair(
         wide_widths[name] = max(student_widths[name], round(width * factor / step) * step)
     wide = slim(model, wide_widths, graph=graph)
     student = slim(model, student_widths, graph=graph)
-    units, layouts = graph.units(student_widths), graph.at(wide_widths).layouts
+    layouts, wide_layouts = graph.at(student_widths).layouts, graph.at(wide_widths).layouts
     norms = norm_layers(graph)
     shared = [name for name, _ in student.named_parameters() if name.rpartition(".")[0] not in norms]
-    pair = Pair(wide, student, {name: [_first(runs, units) for runs in layouts[name]] for name in shared})
-    attach_record(pair, record_of(student))
+    places = {name: list(map(_first, wide_layouts[name], layouts[name])) for name in shared}
+    pair = Pair(wide, student, places)
+    attach_info(pair, info_of(student))
     return pair
 
 
-def _first(runs: tuple[Run, ...], units: list[int]) -> list[slice]:
-    """The positions of the first channels of every run of an axis."""
-    lengths = [run.length if run.tie < 0 else units[run.tie] * run.inner for run in runs]
-    return [slice(span.start, span.start + n) for (_, span), n in zip(spans(runs), lengths, strict=True)]
+def _first(wide: tuple[Run, ...], own: tuple[Run, ...]) -> list[slice]:
+    """The positions of the student's channels, the first of every run, on an axis of the wide network."""
+    pairs = zip(spans(wide), own, strict=True)
+    return [slice(span.start, span.start + run.length) for (_, span), run in pairs]
 
 
 def _sliced(tensor: Tensor, places: list[list[slice]]) -> Tensor:

@@ -17,15 +17,13 @@ from ..data.batch import Batch
 from ..data.datasets import Split
 from ..errors import ConfigError
 from ..graph import ChannelGraph
-from ..graph.parameters import ChannelAxis
-from ..graph.parameters import norm_scales as norm_scales
-from ..graph.parameters import values_by_tie as values_by_tie
+from ..graph.parameters import ChannelAxis, values_by_tie
 from ..train.engine import Engine
 from ..train.objective import Losses, Objective
 from ..train.recipe import Recipe
 from ..utils.rng import epoch_order
 
-#: Groups cannot be told apart where no share differs from an equal share by more than this part of it.
+#: Groups cannot be told apart where no share differs from an equal share by more than this fraction.
 ALIKE = 0.05
 
 
@@ -62,13 +60,13 @@ class LayerScores:
 def layer_scores(graph: ChannelGraph, place: ChannelAxis, values: Tensor) -> list[LayerScores]:
     """Values along an axis of a parameter as the scores of its ties."""
     by_tie = values_by_tie(graph, place.name, place.axis, values)
-    return [LayerScores(tie, place.layer, part) for tie, part in by_tie.items()]
+    return [LayerScores(tie, place.layer, own) for tie, own in by_tie.items()]
 
 
 class Criterion(Protocol):
     """A measure of importance. A slow one has `each_epoch = False` and is measured after the last epoch only.
 
-    With `needs_held_out = True`, a part of the training images is held out for it.
+    With `needs_held_out = True`, a fraction of the training images is held out for it.
     """
 
     def measure(self, inputs: CriterionInput) -> list[LayerScores]: ...
@@ -84,7 +82,7 @@ class Importance:
     """The same in words."""
 
 
-def summarise(measured: Sequence[LayerScores], graph: ChannelGraph, reduce: str = "mean") -> Importance:
+def summarize(measured: Sequence[LayerScores], graph: ChannelGraph, reduce: str = "mean") -> Importance:
     """Equation 4: the importance of a group is the mean over its channels, or, as a setting, their sum."""
     by_tie: dict[str, list[Tensor]] = {tie: [] for tie in graph.widths}
     for item in measured:
@@ -112,14 +110,14 @@ def _compare(groups: Mapping[str, float], errors: Mapping[str, float]) -> tuple[
         return False, "There is one group only." if len(groups) < 2 else "Every group has importance zero."
     shares = ", ".join(f"{group} {value / total:.1%}" for group, value in groups.items())
     equal = 1 / len(groups)
+    low, high = min(groups, key=lambda g: groups[g]), max(groups, key=lambda g: groups[g])
     if all(abs(value / total / equal - 1) < ALIKE for value in groups.values()):
         reason = f"are within {ALIKE:.0%} of equal ones. A longer schedule or stronger L1 term may help"
-        return False, f"The groups cannot be told apart: their shares ({shares}) {reason}."
-    low, high = min(groups, key=lambda g: groups[g]), max(groups, key=lambda g: groups[g])
-    if groups[high] - groups[low] < 2 * math.hypot(errors[low], errors[high]):
+    elif groups[high] - groups[low] < 2 * math.hypot(errors[low], errors[high]):
         reason = "differ by less than the spread of their channels. Other plans are as good as this one"
-        return False, f"The groups cannot be told apart: their shares ({shares}) {reason}."
-    return True, f"The groups differ: {shares}."
+    else:
+        return True, f"The groups differ: {shares}."
+    return False, f"The groups cannot be told apart: their shares ({shares}) {reason}."
 
 
 @dataclass(frozen=True)
@@ -137,13 +135,13 @@ class WithL1:
             return losses
         scales = torch.cat([model.get_parameter(name).flatten() for name in self.scales])
         term = self.l1_coefficient * scales.abs().sum()
-        return Losses(losses.total + term, {**losses.terms, "sparsity": term.detach()}, losses.logits)
+        return Losses(losses.total + term, {**losses.terms, "l1": term.detach()}, losses.logits)
 
 
-def l1_coefficient_for(l1_strength: float, recipe: Recipe, steps_per_epoch: int, *later: Recipe) -> float:
-    """The coefficient with which the L1 term moves a scale by `l1_strength` over the whole schedule.
+def l1_coefficient_for(l1_strength: float, recipes: Sequence[Recipe], steps_per_epoch: int) -> float:
+    """The coefficient with which the L1 term moves a scale by `l1_strength` over the recipes of all rounds.
 
-    The paper's 1e-4 is a strength of about 12.5. `later` are the recipes of the rounds after the first.
+    The paper's 1e-4 is a strength of about 12.5.
     """
-    rates = sum(part.lr_sum(steps_per_epoch) for part in (recipe, *later))
-    return l1_strength * (1 - recipe.momentum) / rates
+    rates = sum(recipe.lr_sum(steps_per_epoch) for recipe in recipes)
+    return l1_strength * (1 - recipes[0].momentum) / rates

@@ -9,45 +9,47 @@ input, so it may become narrower than in the backbone.
 import operator
 import random
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from ..cost.budget import Budget, format_count
+from ..cost.budget import Budget
 from ..cost.polynomial import CostModel
-from ..cost.rounding import resolve_budget, round_to_budget
+from ..cost.rounding import fractional_units, name_set, resolve_budget, round_to_budget
 from ..cost.widths import Widths
-from ..errors import BudgetError, ConfigError, did_you_mean
+from ..errors import ConfigError, check_choice
 from ..graph import ChannelGraph
 from ..utils.bisection import solve_increasing
+from .backbone import refuse_above
 
-POLICIES: dict[str, str] = {
-    "importance": "each group by its importance",
-    "winner-take-all": "everything to the most important group",
-    "uniform": "the same number of channels to every tie",
-    "random": "half of the ties, drawn at random, grow by a common factor",
-}
+POLICIES = ("importance", "winner-take-all", "equal", "random")
 
-SOLVERS: dict[str, str] = {
-    "telescoped": "each group adds its share to the cost of the whole network",
-    "triangular": "each group adds its share to the cost of the layers that write its channels",
-}
+SOLVERS = ("telescoped", "triangular")
 
 Numbers = Mapping[str, float]
 """One number per tie or per group."""
 
 
 @dataclass(frozen=True)
-class Reallocation:
-    """The result of step 4, before and after rounding."""
+class Round:
+    """One round of reallocation."""
 
-    factors: Numbers
-    """Group -> its factor over the backbone, before rounding."""
-    ideal: Numbers
-    """Tie -> width before rounding."""
-    widths: Widths
+    widths: dict[str, int]
+    factors: dict[str, float]
+    """Group -> the factor that its widths grow by, before rounding."""
+    ideal_widths: dict[str, float]
+    """Before rounding to whole channels."""
     ideal_cost: float
-    spent: int
+    cost: int
+    unspent: int
+    shares: dict[str, float] | None = None
+    """Group -> its share of the pool."""
+    importance: dict[str, float] | None = None
+    """Group -> its importance (step 2)."""
+    tie_importance: dict[str, float] = field(default_factory=dict)
+    distinct: bool = True
+    """Whether the importance tells the groups apart; `note` explains it."""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,8 @@ class Growth:
     freeze: frozenset[str] = frozenset()
     max_width: float | None = None
 
-    def units(self, widths: Numbers) -> list[float]:
-        return [widths[name] / step for name, step in self.graph.steps.items()]
-
     def cost(self, widths: Numbers) -> float:
-        return self.graph.cost(self.resource)(self.units(widths))
+        return self.graph.cost(self.resource)(fractional_units(self.graph, widths))
 
     def can_grow(self, group: str) -> bool:
         return any(tie not in self.freeze for tie in self.graph.groups[group])
@@ -85,35 +84,35 @@ class Growth:
     def target(self, budget: Budget) -> int:
         """The budget as a number; an error where the backbone costs more."""
         target = resolve_budget(self.graph, budget, self.resource)
-        spent = int(self.cost(self.base))
-        if spent > target:
-            costs = f"{format_count(spent)} {self.resource} ({spent:,})"
-            raise BudgetError(f"the backbone costs {costs}, more than the budget of {format_count(target)}.")
+        refuse_above(self.graph, self.base, target, self.resource)
         return target
 
-    def rounded(self, factors: Numbers, ideal: Numbers, target: int, at_least: Numbers) -> Reallocation:
+    def rounded(self, factors: dict[str, float], ideal: dict[str, float], target: int) -> Round:
+        """Whole widths, none below the backbone's. Only the triangular solver makes some of them narrower."""
+        at_least = {}
+        for name, step in self.graph.steps.items():
+            at_least[name] = int(min(self.base[name], max(step, ideal[name] // step * step)))
         widths = round_to_budget(
             self.graph,
             ideal,
             target,
             resource=self.resource,
             divisor=self.divisor,
-            at_least=self.graph.check(at_least),  # type: ignore[arg-type]
+            at_least=at_least,
             freeze=self.freeze,
             max_width=self.max_width,
         )
-        return Reallocation(factors, ideal, widths, self.cost(ideal), int(self.cost(widths)))
+        cost = int(self.cost(widths))
+        return Round(dict(widths), factors, ideal, self.cost(ideal), cost, target - cost)
 
 
 def shares_of(importance: Numbers, policy: str = "importance") -> dict[str, float]:
     """Equation 5: the share of each group. `winner-take-all` gives everything to the most important one."""
-    total = sum(importance.values())
-    if not importance or not 0 < total < float("inf") or min(importance.values()) < 0:
-        raise ConfigError(f"importance must be zero or positive, and not all zero: {dict(importance)}.")
+    shares = _normalized(importance, "importance")
     if policy == "winner-take-all":
         winner = max(importance, key=lambda group: importance[group])
         return {group: float(group == winner) for group in importance}
-    return {group: value / total for group, value in importance.items()}
+    return shares
 
 
 def reallocate(
@@ -135,32 +134,27 @@ def reallocate(
 
     >>> peel.reallocate(graph, backbone, {"56x56": 0.4, "28x28": 0.3, "14x14": 0.2, "7x7": 0.1}, "50%")
     """
-    frozen = frozenset([freeze] if isinstance(freeze, str) else freeze)
-    growth = Growth(graph, graph.check(backbone), resource, divisor, frozen, max_width)
-    return reallocation(growth, shares, budget, solver).widths
+    growth = Growth(graph, graph.check(backbone), resource, divisor, name_set(freeze), max_width)
+    return Widths(grow_by_shares(growth, shares, budget, solver).widths)
 
 
-def reallocation(growth: Growth, shares: Numbers, budget: Budget, solver: str = "telescoped") -> Reallocation:
-    """As `reallocate`, with the factors and the effect of rounding."""
+def grow_by_shares(growth: Growth, shares: Numbers, budget: Budget, solver: str = "telescoped") -> Round:
+    """The policies `importance` and `winner-take-all`: all ties of a group grow by one factor."""
     target = growth.target(budget)
     factors = group_factors(growth, shares, target, solver)
-    ideal = growth.scaled(factors)
-    at_least = dict(growth.base)
-    if solver == "triangular":  # groups may become narrower
-        for name, step in growth.graph.steps.items():
-            at_least[name] = min(at_least[name], max(step, ideal[name] // step * step))
-    return growth.rounded(factors, ideal, target, at_least)
+    return growth.rounded(factors, growth.scaled(factors), target)
 
 
 def group_factors(
     growth: Growth, shares: Numbers, target: float, solver: str = "telescoped"
 ) -> dict[str, float]:
     """The factor of each group, before rounding."""
-    if solver not in SOLVERS:
-        known = " or ".join(map(repr, SOLVERS))
-        raise ConfigError(f"solver is {known}, not {solver!r}.{did_you_mean(solver, SOLVERS)}")
+    check_choice("solver", solver, SOLVERS)
     solve = _telescoped if solver == "telescoped" else _triangular
-    return solve(growth, _check_shares(growth.graph, shares), target)
+    for group in shares:
+        check_choice("each group of the shares", group, growth.graph.groups)
+    every_share = {group: shares.get(group, 0.0) for group in growth.graph.groups}
+    return solve(growth, _normalized(every_share, "shares"), target)
 
 
 def _telescoped(growth: Growth, shares: Numbers, target: float) -> dict[str, float]:
@@ -206,12 +200,12 @@ def _triangular(growth: Growth, shares: Numbers, target: float) -> dict[str, flo
     for group, ties in graph.groups.items():
         own = {index[tie] for tie in ties}
         costs[group] = CostModel(tuple(term for term in model.terms if term.tie in own)).total
-    start = growth.units(growth.base)
+    start = fractional_units(graph, growth.base)
     pool = target - growth.cost(growth.base)
     factors = dict.fromkeys(graph.groups, 1.0)
 
     def own_cost(group: str, factor: float) -> float:
-        return costs[group](growth.units(growth.scaled({**factors, group: factor})))
+        return costs[group](fractional_units(graph, growth.scaled({**factors, group: factor})))
 
     # One sweep solves a chain of groups. More are needed where a group reads channels of a later one.
     for _ in range(30):
@@ -224,21 +218,19 @@ def _triangular(growth: Growth, shares: Numbers, target: float) -> dict[str, flo
     return factors
 
 
-def add_evenly(growth: Growth, budget: Budget) -> Reallocation:
-    """The `uniform` policy: the same number of channels is added to every tie."""
+def grow_equally(growth: Growth, budget: Budget) -> Round:
+    """The policy `equal`: the same number of channels is added to every tie."""
     return _grow(growth, set(growth.base) - growth.freeze, operator.add, budget)
 
 
-def grow_at_random(growth: Growth, budget: Budget, seed: int = 0) -> Reallocation:
-    """The `random` policy: half of the ties, drawn at random, grow by a common factor."""
+def grow_at_random(growth: Growth, budget: Budget, seed: int = 0) -> Round:
+    """The policy `random`: half of the ties, drawn at random, grow by a common factor."""
     free = [name for name in growth.base if name not in growth.freeze]
     drawn = random.Random(seed).sample(free, -(-len(free) // 2))
     return _grow(growth, set(drawn), lambda width, amount: width * (1 + amount), budget)
 
 
-def _grow(
-    growth: Growth, growing: set[str], grow: Callable[[float, float], float], budget: Budget
-) -> Reallocation:
+def _grow(growth: Growth, growing: set[str], grow: Callable[[float, float], float], budget: Budget) -> Round:
     """Grow some ties by the one amount that spends the budget."""
     target, base = growth.target(budget), growth.base
 
@@ -249,18 +241,12 @@ def _grow(
     factors = {}
     for group, ties in growth.graph.groups.items():
         factors[group] = sum(ideal[tie] for tie in ties) / sum(base[tie] for tie in ties)
-    return growth.rounded(factors, ideal, target, base)
+    return growth.rounded(factors, ideal, target)
 
 
-def _check_shares(graph: ChannelGraph, shares: Numbers) -> dict[str, float]:
-    """The shares of all groups, which add up to one."""
-    for group, share in shares.items():
-        if group not in graph.groups:
-            known = f"{did_you_mean(str(group), graph.groups)} The groups are {', '.join(graph.groups)}."
-            raise ConfigError(f"shares: no group is called {group!r}.{known}")
-        if not 0 <= share < float("inf"):
-            raise ConfigError(f"shares: the share of {group} must be zero or positive, not {share!r}.")
-    total = sum(shares.values())
-    if not total > 0:
-        raise ConfigError("shares: no group has a share above zero.")
-    return {group: shares.get(group, 0.0) / total for group in graph.groups}
+def _normalized(values: Numbers, name: str) -> dict[str, float]:
+    """The values divided by their sum."""
+    total = sum(values.values())
+    if not 0 < total < float("inf") or min(values.values()) < 0:
+        raise ConfigError(f"{name} must be zero or positive, and not all zero: {dict(values)}.")
+    return {group: value / total for group, value in values.items()}

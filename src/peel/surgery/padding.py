@@ -5,6 +5,7 @@ gradient of zero, so it stays zero during training. This holds for batch norm, R
 fails for layer norm or a sigmoid in the stream, so `pad` tries it on a copy first.
 """
 
+import copy
 import logging
 from dataclasses import dataclass
 from math import lcm
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cost.widths import Widths
-from ..graph.capture import untouched
+from ..graph.capture import computed_tensors, untouched
 from ..graph.channel_graph import ChannelGraph
 from ..graph.rebuild import empty_as, rebuild
 from .selection import select_channels
@@ -84,7 +85,7 @@ def pad(model: nn.Module, graph: ChannelGraph, raised: Widths) -> Padded | None:
     """
     if raised == graph.widths:
         return None
-    trial = _trial_copy(model, graph)
+    trial = _trial_copy(model)
     return _with_zeros(model, graph, raised) if _is_same(trial, _with_zeros(trial, graph, raised)) else None
 
 
@@ -97,23 +98,19 @@ def _with_zeros(model: nn.Module, graph: ChannelGraph, raised: Widths) -> Padded
     return Padded(padded, graph.at(raised), graph)
 
 
-def _trial_copy(model: nn.Module, graph: ChannelGraph) -> nn.Module:
+def _trial_copy(model: nn.Module) -> nn.Module:
     """A copy in double precision whose constant parameters (scales of zero or one, zero biases) are changed.
 
     A branch scaled by zero would hide an error. In double precision the effect of one channel among hundreds
     is larger than rounding errors.
     """
+    trial = copy.deepcopy(model, computed_tensors(model)).double()
     generator = torch.Generator().manual_seed(0)
-
-    def copied(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-        new = tensor.detach().to(torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
-        if not isinstance(tensor, nn.Parameter):
-            return new
-        if new.is_floating_point() and new.numel() and bool((new == new.flatten()[0]).all()):
-            new += (0.25 + 0.5 * torch.rand(shape, generator=generator)).to(new)
-        return nn.Parameter(new, requires_grad=tensor.requires_grad)
-
-    return rebuild(model, graph, graph.units(), copied)
+    for parameter in trial.parameters():
+        values = parameter.data
+        if values.is_floating_point() and values.numel() and bool((values == values.flatten()[0]).all()):
+            values += (0.25 + 0.5 * torch.rand(values.shape, generator=generator)).to(values)
+    return trial
 
 
 def _is_same(model: nn.Module, padded: Padded) -> bool:
@@ -160,7 +157,7 @@ def _try(network: nn.Module, graph: ChannelGraph) -> tuple[Tensor, dict[str, Ten
         logits = output[0] if isinstance(output, tuple) else output
         if not isinstance(logits, Tensor):
             return None
-        # Random weights: a sum or a sum of squares may have no gradient (normalised logits).
+        # Random weights: a sum or a sum of squares may have no gradient (normalized logits).
         mixed = (logits * torch.randn(logits.shape, generator=generator).to(logits)).mean()
         found = torch.autograd.grad(mixed, list(named.values()), allow_unused=True, materialize_grads=True)
     return logits.detach(), dict(zip(named, found, strict=True))

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from ..errors import StoreError
 from ..graph.capture import computed_tensors
 from ..graph.rebuild import set_attributes, tensors_of
-from ..utils.files import write_bytes
+from ..utils.files import parse_object, write_bytes
 from ..version import __version__
-from .record import SlimRecord, attach_record, record_of
+from .info import SlimInfo, attach_info, info_of
 
 FORMAT = "peel-model"
 VERSION = 1
@@ -40,18 +40,18 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     """
     weights_path, json_path = _paths(path)
     model = _unwrapped(model)
-    record = record_of(model)
+    info = info_of(model)
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors_of(model).items()}
     data = dump_tensors(tensors, metadata={"format": "pt"})
     document: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
-        "model": record.source,
-        "widths": dict(record.widths),
-        "modules": record.modules,
+        "model": info.source,
+        "widths": dict(info.widths),
+        "modules": info.modules,
         "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
-        "costs": record.costs,
-        **({"input": record.input} if record.input is not None else {}),
+        "costs": info.costs,
+        **({"input": info.input} if info.input is not None else {}),
         "weights": {"file": weights_path.name, "sha256": hashlib.sha256(data).hexdigest()},
         "made_by": {"peel": __version__, "torch": torch.__version__.split("+")[0]},
     }
@@ -61,7 +61,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
         write_bytes(weights_path, data)
         write_bytes(json_path, json.dumps(document, indent=1).encode())
     except TypeError as error:
-        raise StoreError(f"{record.source} cannot be written as JSON: {error}.") from error
+        raise StoreError(f"{info.source} cannot be written as JSON: {error}.") from error
     except OSError as error:
         raise StoreError(f"cannot write {error.filename or json_path}: {error.strerror}.") from error
     return json_path
@@ -81,7 +81,7 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
         kept = {key: document[key] for key in ("widths", "modules", "costs")}
     except (KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"{json_path} is malformed: {type(error).__name__}: {error}.") from error
-    attach_record(built, SlimRecord(record_of(original).source, **kept, input=document.get("input")))
+    attach_info(built, SlimInfo(info_of(original).source, **kept, input=document.get("input")))
     return built
 
 
@@ -172,10 +172,10 @@ def _read(path: Path) -> bytes:
 
 def _read_document(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
+        document = parse_object(_read(path))
+    except ValueError as error:
         raise StoreError(f"{path} is damaged or is not a file of peel: {error}.") from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
+    if document.get("format") != FORMAT:
         raise StoreError(f"{path} is not a model saved by peel.")
     if document.get("version") != VERSION:
         raise StoreError(f"{path} has format version {document.get('version')!r}, not {VERSION}.")

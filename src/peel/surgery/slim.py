@@ -1,7 +1,7 @@
 """`slim`: a new model at other widths, made from the user's own class and code. The given one is not changed.
 
 The new model is a deep copy whose parameters and buffers have new shapes; attributes that mirror widths are
-set afterwards. Only the initialisation of fresh weights knows about kinds of layers.
+set afterwards. Only the initialization of fresh weights knows about kinds of layers.
 """
 
 import math
@@ -12,10 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..errors import WidthsError
+from ..cost.widths import Widths
+from ..errors import WidthsError, check_choice
 from ..graph.channel_graph import ChannelGraph
 from ..graph.rebuild import empty_as, evaluate, new_shapes, rebuild, tensors_of
-from .record import SlimRecord, attach_record, record_of
+from .info import SlimInfo, attach_info, info_of
 from .selection import KeptChannels, select_best
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -34,21 +35,18 @@ def slim(
 ) -> nn.Module:
     """A new model at the given widths, smaller or larger.
 
-    `weights="fresh"` initialises as training recipes from scratch do. `weights="inherit"` keeps, per tie, the
+    `weights="fresh"` initializes as training recipes from scratch do. `weights="inherit"` keeps, per tie, the
     channels with the highest scores (by default the scales of their norm layers, else the norms of their
-    filters) and initialises channels beyond the original width. `scores` maps tie names to one score per
+    filters) and initializes channels beyond the original width. `scores` maps tie names to one score per
     channel, in the order of the tie's first layer.
 
     >>> graph = peel.trace(model, torch.randn(1, 3, 224, 224))
     >>> small = peel.slim(model, peel.uniform(graph, "50%"), graph=graph)
     """
-    if weights not in ("fresh", "inherit"):
-        raise WidthsError(f'weights is "fresh" or "inherit", not {weights!r}.')
+    check_choice("weights", weights, ("fresh", "inherit"), WidthsError)
     is_fresh = weights == "fresh"
     if scores is not None and is_fresh:
-        raise WidthsError(
-            'scores select the channels to keep; fresh weights keep none. Use weights="inherit".'
-        )
+        raise WidthsError('scores select the channels to keep. Use them with weights="inherit".')
     if not isinstance(graph, ChannelGraph):
         raise WidthsError(f"graph is a ChannelGraph from peel.trace, not a {type(graph).__name__}.")
     _check_fits(model, graph)
@@ -57,24 +55,20 @@ def slim(
         kept = None if is_fresh else select_best(model, graph, units, scores)
         small = rebuild(model, graph, units, empty_as)
         grows = any(new > old for new, old in zip(units, graph.units(), strict=True))
-        drawn = initialise(small) if is_fresh or grows else set()
+        drawn = initialize(small) if is_fresh or grows else set()
         copy_weights(model, small, graph, kept, drawn)
-    attach_record(small, _record(record_of(model), graph, units))
+    attach_info(small, _info(info_of(model), graph, graph.check(widths)))
     return small
 
 
-def _record(before: SlimRecord, graph: ChannelGraph, units: list[int]) -> SlimRecord:
-    """The record of the slim model. It keeps what an earlier `slim` recorded for other ties and modules."""
+def _info(before: SlimInfo, graph: ChannelGraph, widths: Widths) -> SlimInfo:
+    """How the slim model was made. It keeps what an earlier `slim` noted about other ties and modules."""
     modules = dict(before.modules)
-    for name, attributes in evaluate(graph.attributes, units).items():
+    for name, attributes in evaluate(graph.attributes, graph.units(widths)).items():
         modules[name] = {**modules.get(name, {}), **attributes}
-    widths = {name: unit * step for unit, (name, step) in zip(units, graph.steps.items(), strict=True)}
-    costs = {
-        "macs": graph.mac_cost.total(units),
-        "params": graph.param_cost.total(units),
-        "input_shapes": graph.input_shapes,
-    }
-    return SlimRecord(before.source, {**before.widths, **widths}, modules, costs)
+    macs, params = graph.macs(widths), graph.params(widths)
+    costs = {"macs": macs, "params": params, "input_shapes": graph.input_shapes}
+    return SlimInfo(before.source, {**before.widths, **widths}, modules, costs)
 
 
 def _check_fits(model: nn.Module, graph: ChannelGraph) -> None:
@@ -88,22 +82,19 @@ def _check_fits(model: nn.Module, graph: ChannelGraph) -> None:
             )
 
 
-def initialise(model: nn.Module) -> set[int]:
+def initialize(model: nn.Module) -> set[int]:
     """Draw weights as training recipes do. Returns the ids of the tensors that were drawn."""
     drawn: set[int] = set()
     for module in model.modules():
-        tensors = {
-            **dict(module.named_buffers(recurse=False)),
-            **dict(module.named_parameters(recurse=False)),
-        }
-        for name, draw in _initialisers(module).items():
+        tensors = dict([*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)])
+        for name, draw in _initializers(module).items():
             if name in tensors:
                 draw(tensors[name])
                 drawn.add(id(tensors[name]))
     return drawn
 
 
-def _initialisers(module: nn.Module) -> dict[str, Callable[[Tensor], Any]]:
+def _initializers(module: nn.Module) -> dict[str, Callable[[Tensor], Any]]:
     """He (fan-out) for convolutions, torch's default for linear layers, 1 and 0 for norm layers."""
     if isinstance(module, CONVOLUTIONS):
         fan_out = math.prod(module.kernel_size) * module.out_channels // module.groups

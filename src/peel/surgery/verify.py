@@ -23,7 +23,7 @@ from ..graph.probe import output_shapes
 from ..graph.rebuild import empty_as, rebuild
 from ..graph.trace import trace
 from .selection import KeptChannels, select_channels
-from .slim import copy_weights, initialise
+from .slim import copy_weights, initialize
 
 #: Whether a check passed (None: skipped), and the detail.
 Outcome = tuple[bool | None, str]
@@ -75,7 +75,7 @@ def verify(
     name of the next check, the number of checks done and their total.
 
     >>> print(peel.verify(model, torch.randn(1, 3, 224, 224)))
-    passed  full width: outputs are the same (difference 0) ...
+    passed  full width: relative difference of the outputs 0.0e+00 ...
     """
     deadline = time.monotonic() + seconds
     report = progress or (lambda name, done, total: None)
@@ -104,7 +104,7 @@ class _Checker:
 
     def __init__(self, model: nn.Module, graph: ChannelGraph, example_input: Any) -> None:
         self.graph = graph
-        self.model = _randomised(copy.deepcopy(model, computed_tensors(model)).double().eval())
+        self.model = _randomized(copy.deepcopy(model, computed_tensors(model)).double().eval())
         self.tolerance = TOLERANCE
         self.one_sample = tree_map(_double, with_batch(example_input, 1))
         self.args, self.kwargs = tree_map(_double, with_batch(example_input, 2))
@@ -125,7 +125,7 @@ class _Checker:
 
     def full_width(self) -> Outcome:
         difference = self._cut([])
-        return difference < self.tolerance, f"outputs are the same (difference {difference:.1e})"
+        return difference < self.tolerance, f"relative difference of the outputs {difference:.1e}"
 
     def cut_equals_zeroed(self, deadline: float) -> Outcome:
         ties = list(self.graph.widths)
@@ -156,7 +156,7 @@ class _Checker:
         factors = low + (high - low) * torch.rand(len(self.graph.widths))
         units = [max(1, round(u * float(f))) for u, f in zip(self.graph.units(), factors, strict=True)]
         small = rebuild(self.model, self.graph, units, empty_as)
-        copy_weights(self.model, small, self.graph, None, initialise(small))
+        copy_weights(self.model, small, self.graph, None, initialize(small))
         try:
             macs, outputs = count_macs(small, *self.one_sample), self.run(small)
         except Exception as error:
@@ -181,8 +181,8 @@ def _double(value: Any) -> Any:
 
 
 @torch.no_grad()
-def _randomised(model: nn.Module) -> nn.Module:
-    """Draw scales, shifts and statistics: a parameter initialised at zero hides errors."""
+def _randomized(model: nn.Module) -> nn.Module:
+    """Draw scales, shifts and statistics: a parameter initialized at zero hides errors."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_floating_point() and sum(size > 1 for size in tensor.shape) <= 1:
             if name.endswith(("bias", "running_mean")):

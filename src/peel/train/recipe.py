@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_type_hints
 
 from msgspec import Meta
 
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError, check_choice, did_you_mean
 
 #: `auto` depends on the data: crop for digits, crop-flip for small photographs, imagenet for large ones.
 AUGMENTATIONS = ("auto", "none", "crop", "crop-flip", "imagenet")
@@ -43,11 +43,7 @@ class Recipe:
         if self.nesterov and self.momentum == 0:
             raise ConfigError("nesterov needs a momentum above 0.")
         for name, known in (("augment", AUGMENTATIONS), ("schedule", SCHEDULES)):
-            value = getattr(self, name)
-            if value not in known:
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(known)}, not {value!r}.{did_you_mean(value, known)}"
-                )
+            check_choice(name, getattr(self, name), known)
 
     def lr_at(self, step: int, steps_per_epoch: int) -> float:
         """Learning rate of a step, counted from 0 over the whole training."""

@@ -2,17 +2,18 @@
 
 import contextlib
 import os
-import random
 from collections.abc import Iterator
 
-import numpy as np
 import torch
+
+from .rng import get_rng_state, set_rng_state
 
 
 @contextlib.contextmanager
 def preserve_process_state() -> Iterator[None]:
     """Restores random states, deterministic and precision flags, dtype, threads, variables, current GPU."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cpu = torch.device("cpu")
+    random_state = get_rng_state(cpu)
     has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     gpus = torch.cuda.get_rng_state_all() if has_cuda else []
     device = torch.cuda.current_device() if has_cuda else 0
@@ -25,9 +26,7 @@ def preserve_process_state() -> Iterator[None]:
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
+        set_rng_state(random_state, cpu)
         if has_cuda:
             torch.cuda.set_rng_state_all(gpus)
             torch.cuda.set_device(device)

@@ -48,18 +48,14 @@ def epoch_order(size: int, seed: int, epoch: int) -> Tensor:
 
 def hashed_uniform(index: Tensor, seed: int, draws: int) -> Tensor:
     """For each index, `draws` random numbers in [0, 1) by splitmix64, on the device of `index`."""
-    step, first, second = (_signed(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+    # The constants as signed integers: int64 arithmetic of torch wraps around, as splitmix64 needs.
+    step, first, second = (n - 2**64 for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
     start = torch.arange(1, draws + 1, device=index.device) * step
     state = (index.to(torch.int64)[:, None] * draws * step + start) ^ seed
     state = (state ^ _shift(state, 30)) * first
     state = (state ^ _shift(state, 27)) * second
     state = state ^ _shift(state, 31)
     return _shift(state, 40).to(torch.float32) * 2.0**-24
-
-
-def _signed(number: int) -> int:
-    """The same 64 bits as a signed integer: int64 arithmetic of torch wraps around, as splitmix64 needs."""
-    return number - 2**64 if number >= 2**63 else number
 
 
 def _shift(value: Tensor, bits: int) -> Tensor:

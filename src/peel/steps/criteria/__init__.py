@@ -77,7 +77,7 @@ def _check_scores(scores: object, criterion: str, graph: ChannelGraph, is_traine
     for item in scores:
         where, tie = f"the criterion {criterion}, layer {item.layer}:", item.tie
         if tie not in graph.widths:
-            raise ConfigError(f"{where} no free tie is called {tie!r}.{did_you_mean(str(tie), graph.widths)}")
+            raise ConfigError(f"{where} no free tie is called {tie!r}.{did_you_mean(tie, graph.widths)}")
         values, width = item.values, graph.widths[tie]
         count = len(values) if isinstance(values, Tensor) and values.ndim == 1 else 0
         # A flattened layer has several values per channel, a grouped one has one for several channels.

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from ...graph.parameters import ChannelAxis, filter_axes, scale_axes
+from ...graph.parameters import filter_axes, scale_axes
 from ..importance import CriterionInput, LayerScores, layer_scores
 
 
@@ -14,7 +13,7 @@ class Gradient:
     """The first-order effect of each channel on the loss, a mean of absolute values over mini-batches.
 
     It is taken at the scales of norm layers and, for ties without norm layers, at the filters. The sum over a
-    group is the effect of scaling the whole group. Layers are not normalised, or all would be alike.
+    group is the effect of scaling the whole group. Layers are not normalized, or all would be alike.
     """
 
     batches: int = 20
@@ -26,20 +25,18 @@ class Gradient:
         # A norm layer removes the effect of a filter's size, so only filters without one count.
         filters = filter_axes(inputs.model, inputs.graph)
         places += [place for place in filters if not scaled & place.ties(inputs.graph)]
-        found = []
-        for place, effects in zip(places, self._effects(inputs, places), strict=True):
-            found += layer_scores(inputs.graph, place, effects)
-        return found
-
-    def _effects(self, inputs: CriterionInput, places: list[ChannelAxis]) -> list[Tensor]:
-        tensors = [place.tensor for place in places]
-        sums = [torch.zeros(place.tensor.shape[place.axis], device=place.tensor.device) for place in places]
+        effects = [
+            torch.zeros(place.tensor.shape[place.axis], device=place.tensor.device) for place in places
+        ]
         count = 0
         for batch in inputs.batches(self.batches * self.batch_size, self.batch_size):
             loss = inputs.objective(inputs.model, batch).total
-            gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
-            for total, gradient, place in zip(sums, gradients, places, strict=True):
+            gradients = torch.autograd.grad(loss, [place.tensor for place in places], allow_unused=True)
+            for effect, gradient, place in zip(effects, gradients, places, strict=True):
                 if gradient is not None:
-                    total += place.reduce(gradient * place.tensor.detach(), torch.sum).abs()
+                    effect += place.reduce(gradient * place.tensor.detach(), torch.sum).abs()
             count += 1
-        return [total / max(1, count) for total in sums]
+        found = []
+        for place, effect in zip(places, effects, strict=True):
+            found += layer_scores(inputs.graph, place, effect / max(1, count))
+        return found

@@ -19,7 +19,7 @@ from ...surgery import slim
 from ...train.loop import evaluate
 from ..importance import CriterionInput, LayerScores, layer_scores
 
-#: Every tie keeps at least this part of its channels.
+#: Every tie keeps at least this fraction of its channels.
 MIN_KEPT = 0.1
 
 Genes = tuple[tuple[float, ...], tuple[float, ...]]
@@ -37,9 +37,9 @@ class Legr:
     population: int = 64
     tournament: int = 16
     target: float = 0.5
-    """The part of the backbone's MACs that candidates are pruned to."""
+    """The fraction of the backbone's MACs that candidates are pruned to."""
     mutated: float = 0.1
-    """The part of the layers that a mutation changes."""
+    """The fraction of the layers that a mutation changes."""
     images: int = 2000
     """Held-out images that judge a candidate."""
 
@@ -98,7 +98,7 @@ def _transformed(norms: list[LayerScores], genes: Genes) -> list[LayerScores]:
 def _prune(
     graph: ChannelGraph, layers: list[LayerScores], target: float
 ) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Prune the lowest channels of all layers down to a part of the MACs: widths, and scores per tie."""
+    """Prune the lowest channels of all layers down to a fraction of the MACs: widths, and scores per tie."""
     scores = {tie: torch.zeros(width) for tie, width in graph.widths.items()}
     for layer in layers:
         tie, values = layer.tie, layer.values

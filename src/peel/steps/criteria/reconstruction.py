@@ -1,7 +1,8 @@
 """The reconstruction error (ThiNet): how much the next layer's output changes without half of the channels.
 
-At random places of its output, a layer sums one part per input channel. Channels are removed greedily, always
-the one that changes the sum least, until half are gone. The relative error that remains is the importance.
+At random places of its output, a layer sums one contribution per input channel. Channels are removed
+greedily, always the one that changes the sum least, until half are gone. The relative error that remains is
+the importance.
 """
 
 import math
@@ -35,14 +36,14 @@ class Reconstruction:
         rng = torch.Generator().manual_seed(derive_seed("reconstruction", inputs.seed))
         found = []
         for name, (layer, layer_input) in self._read(inputs).items():
-            parts = _parts(layer, layer_input, self.places, rng)
+            contributions = _contributions(layer, layer_input, self.places, rng)
             columns: dict[int, list[Tensor]] = {}
             for run, span in spans(inputs.graph.layouts[f"{name}.weight"][1]):
                 if run.tie >= 0:
-                    channels = parts[:, span].reshape(len(parts), run.size, run.inner).sum(2)
+                    channels = contributions[:, span].reshape(len(contributions), run.size, run.inner).sum(2)
                     columns.setdefault(run.tie, []).append(channels)
             for tie, pieces in columns.items():
-                error = _error_without_half(torch.cat(pieces, 1), parts.sum(1))
+                error = _error_without_half(torch.cat(pieces, 1), contributions.sum(1))
                 found.append(LayerScores(names[tie], name, error[None]))
         return found
 
@@ -65,7 +66,7 @@ class Reconstruction:
 
 
 def _readers(inputs: CriterionInput) -> dict[str, Reader]:
-    """Layers that sum over channels of a free tie, without grouped convolutions, which read parts of it."""
+    """Layers that sum over all channels of a free tie, so no grouped convolutions."""
     layers: dict[str, Reader] = {}
     for name, module in inputs.model.named_modules():
         weight = f"{name}.weight"
@@ -76,8 +77,8 @@ def _readers(inputs: CriterionInput) -> dict[str, Reader]:
     return layers
 
 
-def _parts(layer: Reader, inputs: Tensor, places: int, rng: torch.Generator) -> Tensor:
-    """For random entries of the output (rows), the part that each input channel contributes."""
+def _contributions(layer: Reader, inputs: Tensor, places: int, rng: torch.Generator) -> Tensor:
+    """For random entries of the output (rows), what each input channel contributes."""
     weight = layer.weight.detach().float()
 
     def draw(high: int, count: int) -> Tensor:
@@ -101,13 +102,13 @@ def _parts(layer: Reader, inputs: Tensor, places: int, rng: torch.Generator) -> 
     return (windows[image, :, top, left] * chosen).sum((2, 3))
 
 
-def _error_without_half(parts: Tensor, output: Tensor) -> Tensor:
+def _error_without_half(contributions: Tensor, output: Tensor) -> Tensor:
     """The squared contribution of the half of the channels that matters least, relative to the output."""
-    products = (parts.T @ parts).double()
+    products = (contributions.T @ contributions).double()
     alone = products.diagonal().clone()
     moved = torch.zeros_like(alone)
     removed = torch.zeros_like(alone, dtype=torch.bool)
-    error = torch.zeros((), dtype=torch.float64, device=parts.device)
+    error = torch.zeros((), dtype=torch.float64, device=contributions.device)
     for _ in range(len(alone) // 2):
         change = (alone + 2 * moved).masked_fill(removed, math.inf)
         channel = int(change.argmin())

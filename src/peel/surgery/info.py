@@ -1,4 +1,4 @@
-"""The record of a slim model: how it was made. `slim` and `load` attach it, `save` writes it."""
+"""How a slim model was made. `slim` and `load` attach this to the model, `save` writes it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class SlimRecord:
+class SlimInfo:
     """How a model was made, as plain values that can be written as JSON."""
 
     source: Mapping[str, Any]
@@ -20,17 +20,17 @@ class SlimRecord:
     costs: Mapping[str, Any] = field(default_factory=dict)
     """MACs, parameters, and the input shapes that they were counted for."""
     input: Mapping[str, Any] | None = None
-    """Of a trained model: its classes, and the shape and normalisation of the images."""
+    """Of a trained model: its classes, and the shape and normalization of the images."""
 
 
-def record_of(model: nn.Module) -> SlimRecord:
-    """The record of a model. A model that was never slimmed has only a source."""
-    record = getattr(model, "peel_record", None)
-    if isinstance(record, SlimRecord):
-        return record
+def info_of(model: nn.Module) -> SlimInfo:
+    """How a model was made. A model that was never slimmed has only a source."""
+    info = getattr(model, "peel_info", None)
+    if isinstance(info, SlimInfo):
+        return info
     named = getattr(model, "peel_source", None)  # zoo.create sets it
-    return SlimRecord(named or {"class": f"{type(model).__module__}:{type(model).__qualname__}"})
+    return SlimInfo(named or {"class": f"{type(model).__module__}:{type(model).__qualname__}"})
 
 
-def attach_record(model: nn.Module, record: SlimRecord) -> None:
-    model.peel_record = record  # type: ignore[assignment]
+def attach_info(model: nn.Module, info: SlimInfo) -> None:
+    model.peel_info = info  # type: ignore[assignment]
