@@ -5,24 +5,28 @@
     nvidia-cuda-mps-control -d     # several trainings share the GPU
     python -m experiments.allocation run --images images.pt --results results.jsonl --lanes 8
     python -m experiments.allocation analyse --results results.jsonl
+    python -m experiments.allocation simulate --results results.jsonl
     python -m experiments.allocation plot --results results.jsonl --picture map.png
 
 `prepare` splits the training images into 45,000 to train on and 5,000 held out, 50 of each class. It does not
 read the test images. `run` trains the stages of jobs.py: first every allocation with a short schedule, then
-some with a long one. Each training adds one line to the results. Jobs that are in the results are skipped, so
-the same command resumes an interrupted run. The allocations are described in allocations.py.
+some with a long one, then the trials of searches (trial.py) and their plans. Each training adds one line to
+the results. Jobs that are in the results are skipped, so the same command resumes an interrupted run. The
+allocations are described in allocations.py. `simulate` compares designs of searches without training.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 from .images import prepare
 from .jobs import STAGES
 from .plot import PICTURE, plot
 from .results import RESULTS
+from .simulate import simulate
 from .tables import analyse
 from .train import measure, run
 
@@ -51,10 +55,18 @@ def main() -> None:
         "--deadline", type=float, default=math.inf, help="start nothing that would end after so many seconds"
     )
     commands.add_parser("analyse", parents=[results], help="print the tables")
+    commands.add_parser("simulate", parents=[results], help="compare designs of searches by trials")
     command = commands.add_parser("plot", parents=[results], help="draw the picture")
     command.add_argument("--picture", type=Path, default=PICTURE)
     options = vars(parser.parse_args())
-    functions = {"prepare": prepare, "time": measure, "run": run, "analyse": analyse, "plot": plot}
+    functions: dict[str, Callable[..., None]] = {
+        "prepare": prepare,
+        "time": measure,
+        "run": run,
+        "analyse": analyse,
+        "simulate": simulate,
+        "plot": plot,
+    }
     functions[options.pop("command")](**options)
 
 

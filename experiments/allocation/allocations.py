@@ -13,6 +13,12 @@ MobileNetV2 has more, with other groups:
     fine stream-8/0.8   per resolution, the hidden (expanded) channels apart from the residual stream
     kind hidden/0.7     all hidden channels, or the whole residual stream; also with lambda 0.5
     free uniform        the last convolution, frozen in all others, is free and a group of its own
+    fine balanced-00    finer groups, all of them wide or narrow (see trial.py)
+    fine fitted         the best point of the fit with finer groups
+
+Plans of searches by short trainings (see trial.py), one for every two seeds or one in all:
+
+    trial-4             from trials of four epochs; fine trial-8: finer groups, eight epochs
 """
 
 from __future__ import annotations
@@ -37,6 +43,9 @@ CLASSES = 100
 
 #: Allocations with random shares, and the parameter of their Dirichlet distribution.
 RANDOM, CONCENTRATION = 14, 0.7
+
+#: Names of balanced trials begin with this.
+BALANCED = "fine balanced"
 
 
 class Network(NamedTuple):

@@ -13,7 +13,16 @@ import numpy as np
 import peel
 from peel.graph import ChannelGraph
 
-from .allocations import Candidate, candidate, coarse, groups_by_resolution, network, uniform
+from .allocations import (
+    BALANCED,
+    Candidate,
+    candidate,
+    coarse,
+    fine_groups,
+    groups_by_resolution,
+    network,
+    uniform,
+)
 from .results import Line, by_allocation
 
 Array = np.ndarray[Any, Any]
@@ -22,6 +31,10 @@ Groups = Mapping[str, Sequence[str]]
 
 #: Exponents to choose from.
 POWERS = (0.25, 0.5, 1.0, 2.0)
+
+#: Seeds of the long trainings of the map, and the allocation that follows from them with finer groups.
+MAP_SEEDS = range(4, 9)
+FINE = "fine fitted"
 
 
 class Fit(NamedTuple):
@@ -96,6 +109,7 @@ def predictions(
 ) -> list[float]:
     """The loss of each allocation (name -> widths) by the fit of the trainings of all other allocations."""
     found, base = by_allocation(lines, name, budget, epochs), uniform(name, budget).widths
+    found = {one: some for one, some in found.items() if not one.startswith(BALANCED)}
     groups = groups_by_resolution(name)
     predicted = []
     for allocation, its_widths in widths.items():
@@ -124,24 +138,61 @@ def fitted(lines: Sequence[Line], name: str, budget: str, epochs: int) -> list[C
 @cache
 def _fitted(name: str, budget: str, losses: tuple[tuple[str, float], ...]) -> Candidate:
     """No group becomes narrower than half of the way, in logarithms, to its narrowest width in a training."""
-    net, groups, base = network(name), groups_by_resolution(name), uniform(name, budget)
+    groups, base = groups_by_resolution(name), uniform(name, budget)
     widths = {one.allocation: one.widths for one in coarse(name, budget)}
     lines = [{"allocation": one, "widths": widths[one], "loss": loss} for one, loss in losses]
     logs = samples_of(groups, lines, base.widths).logs
     limits = np.stack([logs.min(0) / 2, logs.max(0)])
+    fit = fit_loss(groups, lines, base.widths)
+    return candidate(name, budget, "fitted", point_with_lowest_loss(name, budget, groups, fit, limits))
+
+
+def fine_fitted(lines: Sequence[Line], name: str, budget: str, epochs: int) -> list[Candidate]:
+    """The best point of the fit with finer groups, from the long trainings of the map."""
+    if not network(name).freeze:
+        return []
+    found = by_allocation(lines, name, budget, epochs)
+    chosen = [line for some in found.values() for line in some if line["seed"] in MAP_SEEDS]
+    rows = [(tuple(line["widths"].items()), line["loss"]) for line in chosen if line["allocation"] != FINE]
+    return [_fine_fitted(name, budget, tuple(rows))]
+
+
+@cache
+def _fine_fitted(
+    name: str, budget: str, rows: tuple[tuple[tuple[tuple[str, int], ...], float], ...]
+) -> Candidate:
+    """The last convolution stays as it is."""
+    groups, base = fine_groups(name), uniform(name, budget)
+    lines = [{"allocation": str(widths), "widths": dict(widths), "loss": loss} for widths, loss in rows]
+    logs = samples_of(groups, lines, base.widths).logs
+    limits = np.stack([logs.min(0) / 2, logs.max(0)])
+    limits[:, list(groups).index("last")] = 0.0
+    fit = fit_loss(groups, lines, base.widths)
+    return candidate(name, budget, FINE, point_with_lowest_loss(name, budget, groups, fit, limits))
+
+
+def on_budget(name: str, budget: str, groups: Groups, logs: Array) -> Array:
+    """Each row of log ratios, shifted by one number so that it spends the budget."""
+    no_limit = np.full(logs.shape[1], math.inf)
+    return shifted(logs, cost_function(name, budget, groups), -no_limit, no_limit)
+
+
+def point_with_lowest_loss(name: str, budget: str, groups: Groups, fit: Fit, limits: Array) -> dict[str, int]:
+    """The widths at the best point of the fit, rounded to the budget."""
+    net, base = network(name), uniform(name, budget)
     place = {tie: i for i, ties in enumerate(groups.values()) for tie in ties}
-    best = best_point(fit_loss(groups, lines, base.widths), _cost(net.graph, base, place), limits)
+    best = best_point(fit, cost_function(name, budget, groups), limits)
     factors = {tie: math.exp(best[place[tie]]) if tie in place else 1.0 for tie in net.graph.widths}
     ideal = {tie: base.widths[tie] * factor for tie, factor in factors.items()}
-    return candidate(
-        name, budget, "fitted", peel.round_to_budget(net.graph, ideal, budget, freeze=net.freeze)
-    )
+    return dict(peel.round_to_budget(net.graph, ideal, budget, freeze=net.freeze))
 
 
-def _cost(graph: ChannelGraph, base: Candidate, place: Mapping[str, int]) -> Callable[[Array], Array]:
-    """A function from rows of log ratios to costs over the budget. A tie without a place keeps its width."""
+def cost_function(name: str, budget: str, groups: Groups) -> Callable[[Array], Array]:
+    """A function from rows of log ratios to costs over the budget. A tie of no group keeps its width."""
+    graph, base = network(name).graph, uniform(name, budget)
+    place = {tie: i for i, ties in enumerate(groups.values()) for tie in ties}
     units = {tie: base.widths[tie] / graph.steps[tie] for tie in graph.widths}
-    target = peel.parse_budget(base.budget, graph.macs())
+    target = peel.parse_budget(budget, graph.macs())
 
     def cost(logs: Array) -> Array:
         columns = []
@@ -155,24 +206,31 @@ def _cost(graph: ChannelGraph, base: Candidate, place: Mapping[str, int]) -> Cal
     return cost
 
 
-def best_point(fit: Fit, cost: Callable[[Array], Array], limits: Array) -> Array:
+def best_point(
+    fit: Fit, cost: Callable[[Array], Array], limits: Array, rounds: int = 60, count: int = 400
+) -> Array:
     """The log ratios with the lowest fitted loss and a cost of at most 1, by the cross-entropy method."""
     rng = np.random.default_rng(0)
     mean, spread = np.zeros(len(fit.weights)), np.full(len(fit.weights), 0.3)
     low, high = limits
-    for _ in range(60):
-        drawn = mean + spread * rng.standard_normal((400, len(mean)))
-        # Bisection: the shift of all groups that spends the budget.
-        below, above = np.full(len(drawn), -3.0), np.full(len(drawn), 3.0)
-        for _ in range(30):
-            middle = (below + above) / 2
-            fits = cost(np.clip(drawn + middle[:, None], low, high)) <= 1
-            below, above = np.where(fits, middle, below), np.where(fits, above, middle)
-        logs = np.clip(drawn + below[:, None], low, high)
+    for _ in range(rounds):
+        drawn = mean + spread * rng.standard_normal((count, len(mean)))
+        logs = shifted(drawn, cost, low, high)
         loss = np.where(cost(logs) <= 1, fit.predict(logs), np.inf)
-        best = logs[np.argsort(loss)[:40]]
+        best = logs[np.argsort(loss)[: count // 10]]
         mean, spread = best.mean(0), best.std(0) + 1e-3
     result: Array = best[0]
+    return result
+
+
+def shifted(logs: Array, cost: Callable[[Array], Array], low: Array, high: Array) -> Array:
+    """Each row shifted by the number that spends the budget, found by bisection, within the limits."""
+    below, above = np.full(len(logs), -3.0), np.full(len(logs), 3.0)
+    for _ in range(30):
+        middle = (below + above) / 2
+        fits = cost(np.clip(logs + middle[:, None], low, high)) <= 1
+        below, above = np.where(fits, middle, below), np.where(fits, above, middle)
+    result: Array = np.clip(logs + below[:, None], low, high)
     return result
 
 

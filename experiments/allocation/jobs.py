@@ -1,24 +1,22 @@
 """What is trained, and in which order.
 
 A stage is written `NAME:EPOCHS:BUDGET:SEEDS` or `NAME:EPOCHS:BUDGET:SEEDS:NETWORK`, as `coarse:8:all:0` or
-`uniform:24:10%:4-6:resnet`. The names are those of `jobs_of`.
+`uniform:24:10%:4-6:resnet`. The names are those of `candidates`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .allocations import BUDGETS, NETWORKS, Candidate, broad, coarse, fine, uniform
-from .fit import fitted
-from .results import Line, mean_scores
-
-#: Epochs of the short trainings, from which `picked` and `fitted` choose.
-SHORT = 8
+from .allocations import BUDGETS, NETWORKS, Candidate, broad, coarse, fine, network, uniform
+from .fit import fine_fitted, fitted
+from .results import LONG, SHORT, Line, mean_scores
+from .trial import balanced, balanced_plans, plans, trials
 
 #: Of the short trainings: how many of the best get a long one, and how many from there to the worst.
 BEST, SPREAD = 3, 5
@@ -39,6 +37,20 @@ STAGES = [
     "fitted:24:10%:8-9:resnet",
     "picked:24:10%:5:mobilenet",
     "uniform:24:10%:8-9:mobilenet",
+    # Searches by trials, and more seeds for what the map suggests
+    "trials:4:10%:0-9:resnet",
+    "trials:2:10%:0-9:resnet",
+    "uniform:24:10%:0-3:resnet",
+    "last:24:10%:0-3:resnet",
+    "fitted:24:10%:0-3:resnet",
+    "last:24:10%:6-9:resnet",
+    "uniform:24:25%:0-7:resnet",
+    "fitted:24:25%:0-7:resnet",
+    "finefitted:24:10%:0-6:mobilenet",
+    "uniform:24:10%:0-3:mobilenet",
+    "balanced:8:10%:0:mobilenet",
+    "trial-4:24:10%:0-9:resnet",
+    "finetrial-8:24:10%:0-3:mobilenet",
 ]
 
 
@@ -76,18 +88,48 @@ def parse_stage(text: str) -> Stage:
 
 def jobs_of(stage: Stage, lines: Sequence[Line]) -> list[Job]:
     """The jobs of a stage. Networks and budgets alternate, so that the first jobs are a balanced part."""
-    candidates: dict[str, Callable[[str, str], Sequence[Candidate]]] = {
-        "uniform": lambda name, budget: [uniform(name, budget)],
-        "coarse": lambda name, budget: coarse(name, budget)[1:],
-        "broad": broad,
-        "fine": fine,
-        "picked": lambda name, budget: picked(lines, name, budget),
-        "fitted": lambda name, budget: fitted(lines, name, budget, SHORT),
-    }
-    cells = itertools.product(stage.networks, stage.budgets)
-    rows = itertools.zip_longest(*(candidates[stage.name](*cell) for cell in cells))
-    chosen = [one for row in rows for one in row if one is not None]
-    return [Job(one, stage.epochs, seed) for seed in stage.seeds for one in chosen]
+    jobs = []
+    for seed in stage.seeds:
+        cells = itertools.product(stage.networks, stage.budgets)
+        rows = itertools.zip_longest(*(candidates(stage.name, *cell, seed, lines) for cell in cells))
+        jobs += [Job(one, stage.epochs, seed) for row in rows for one in row if one is not None]
+    return jobs
+
+
+def candidates(stage: str, name: str, budget: str, seed: int, lines: Sequence[Line]) -> Sequence[Candidate]:
+    """The allocations of a stage. `trial-4` is the plan of the search with trials of four epochs."""
+    match stage.split("-"):
+        case ["uniform"]:
+            return [uniform(name, budget)]
+        case ["coarse"]:
+            return coarse(name, budget)[1:]
+        case ["broad"]:
+            return broad(name, budget)
+        case ["fine"]:
+            return fine(name, budget)
+        case ["picked"]:
+            return picked(lines, name, budget)
+        case ["fitted"]:
+            return fitted(lines, name, budget, SHORT)
+        case ["finefitted"]:
+            return fine_fitted(lines, name, budget, LONG)
+        case ["last"]:
+            return last_group(name, budget)
+        case ["trials"]:
+            return trials(name, budget)
+        case ["balanced"]:
+            return balanced(name, budget)
+        case ["finetrial", epochs]:
+            return balanced_plans(lines, name, budget, int(epochs))
+        case ["trial", epochs]:
+            return plans(lines, name, budget, int(epochs), seed)
+    raise ValueError(f"no stage {stage!r}")
+
+
+def last_group(name: str, budget: str) -> list[Candidate]:
+    """Winner-take-all: the whole pool to the last group, lambda 0.5."""
+    wanted = f"{list(network(name).graph.groups)[-1]}/0.5"
+    return [one for one in coarse(name, budget) if one.allocation == wanted]
 
 
 def picked(lines: Sequence[Line], name: str, budget: str) -> list[Candidate]:

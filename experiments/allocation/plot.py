@@ -10,10 +10,20 @@ from typing import Any
 
 from .allocations import BUDGETS, NETWORKS, coarse, groups_by_resolution, uniform
 from .fit import predictions, worths
-from .results import Line, by_allocation, mean_scores, read, schedules, seed_noise
-from .tables import OTHER_GROUPS, correlation_text
+from .results import LONG, SHORT, Line, by_allocation, mean_scores, read, seed_noise
+from .tables import correlation_text, gain
 
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "allocation.png"
+
+#: Long trainings that are compared with uniform in the second picture: network, budget, allocation, label.
+GAINS = (
+    (NETWORKS[0], "10%", "fitted", "best point of the fit"),
+    (NETWORKS[0], "10%", "trial-4", "searches by trials"),
+    (NETWORKS[0], "10%", "4x4/0.5", "all to the last group"),
+    (NETWORKS[0], "25%", "fitted", "best point of the fit"),
+    (NETWORKS[1], "10%", "fine fitted", "best point, finer groups"),
+    (NETWORKS[1], "10%", "fine trial-8", "search by balanced trials"),
+)
 
 COLORS = {"uniform": "black", "fitted": "magenta", "0.5": "tab:blue", "0.3": "tab:orange"}
 
@@ -30,12 +40,11 @@ def plot(results: Path, picture: Path) -> None:
     import matplotlib.pyplot as plt
 
     lines = read(results)
-    short, *longer = schedules(lines)
     figure, axes = plt.subplots(2, 4, figsize=(15, 7.5), constrained_layout=True)
     for axis, (name, budget) in zip(axes[0], itertools.product(NETWORKS, BUDGETS), strict=True):
-        draw_map(axis, lines, name, budget, short)
+        draw_map(axis, lines, name, budget, SHORT)
     for name, (left, right) in zip(NETWORKS, (axes[1, :2], axes[1, 2:]), strict=True):
-        draw_prediction(left, lines, name, BUDGETS[0], short, longer[-1])
+        draw_prediction(left, lines, name, BUDGETS[0], SHORT, LONG)
         draw_worths(right, lines, name)
     handles = [
         plt.Line2D([], [], color=color, marker="o", linestyle="", label=kind)
@@ -44,11 +53,36 @@ def plot(results: Path, picture: Path) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), title="lambda", fontsize=8)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=80)
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3), sharey=True, layout="constrained")
+    for axis, field, unit in zip(axes, ("top1", "loss"), (100, 1), strict=True):
+        draw_gains(axis, lines, field, unit)
+    figure.savefig(picture.with_stem(picture.stem + "-gains"), dpi=80)
+
+
+def draw_gains(axis: Any, lines: Sequence[Line], field: str, unit: float) -> None:
+    """Long trainings minus uniform, with 95 % intervals; each dot is one seed minus the mean of uniform."""
+    labels = []
+    for place, (name, budget, allocation, text) in enumerate(GAINS):
+        found = by_allocation(lines, name, budget, LONG)
+        some, base = ([unit * line[field] for line in found[one]] for one in (allocation, "uniform"))
+        center, half = gain(some, base)
+        axis.scatter([value - sum(base) / len(base) for value in some], [place] * len(some), s=8, c="0.7")
+        axis.errorbar(center, place, xerr=half, fmt="o", markersize=5, color=f"C{NETWORKS.index(name)}")
+        labels.append(f"{name.removeprefix('cifar_')}, {budget}: {text} ({len(some)})")
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.set_yticks(range(len(labels)), labels, fontsize=8)
+    axis.locator_params(axis="x", nbins=5)
+    if field == "top1":
+        axis.invert_yaxis()
+    axis.set_xlabel(
+        "top-1 minus uniform, points" if field == "top1" else "held-out loss minus uniform", fontsize=8
+    )
 
 
 def draw_map(axis: Any, lines: Sequence[Line], name: str, budget: str, epochs: int) -> None:
     """All allocations, ranked by their loss."""
-    scores = mean_scores(lines, name, budget, epochs)
+    known = {one.allocation for one in coarse(name, budget)}
+    scores = {one: score for one, score in mean_scores(lines, name, budget, epochs).items() if one in known}
     ranked = sorted(scores, key=lambda allocation: scores[allocation].loss)
     zero, noise = scores["uniform"].loss, seed_noise(lines, name, epochs, "loss")[0]
     axis.axhspan(-2 * noise, 2 * noise, color="0.9")
@@ -68,7 +102,8 @@ def draw_prediction(axis: Any, lines: Sequence[Line], name: str, budget: str, sh
     """Accuracies of long trainings over the loss that the fit of the other short trainings predicts."""
     scores = mean_scores(lines, name, budget, long)
     found = by_allocation(lines, name, budget, long)
-    widths = {one: some[0]["widths"] for one, some in found.items() if one.split()[0] not in OTHER_GROUPS}
+    known = {one.allocation for one in coarse(name, budget)} | {"fitted"}
+    widths = {one: some[0]["widths"] for one, some in found.items() if one in known}
     predicted = dict(zip(widths, predictions(lines, name, budget, short, widths), strict=True))
     noise = seed_noise(lines, name, long, "top1")[0]
     axis.axhline(0, color="black", linewidth=0.8)
@@ -89,7 +124,7 @@ def draw_worths(axis: Any, lines: Sequence[Line], name: str) -> None:
     """Worth over cost of the groups by resolution, with intervals."""
     groups = groups_by_resolution(name)
     axis.axhline(1, color="black", linewidth=0.8)
-    cells = [(budget, epochs) for epochs in schedules(lines) for budget in BUDGETS]
+    cells = [(budget, epochs) for epochs in (SHORT, LONG) for budget in BUDGETS]
     names = {one.allocation for one in coarse(name, BUDGETS[0])} | {"fitted"}
     for shift, (budget, epochs) in enumerate(cells):
         found = by_allocation(lines, name, budget, epochs)

@@ -14,6 +14,9 @@ from .allocations import BUDGETS
 Line = Mapping[str, Any]
 """A line of the results."""
 
+#: Epochs of the short trainings of the map, from which allocations are chosen, and of the long ones.
+SHORT, LONG = 8, 24
+
 RESULTS = Path(__file__).parents[1] / "results" / "allocation.jsonl"
 
 
@@ -63,11 +66,14 @@ def mean_scores(lines: Iterable[Line], name: str, budget: str, epochs: int) -> d
 
 
 def seed_noise(lines: Iterable[Line], name: str, epochs: int, field: str) -> tuple[float, int]:
-    """The standard deviation over seeds, pooled over allocations and budgets, and its degrees of freedom."""
+    """The standard deviation over seeds, pooled over allocations and budgets, and its degrees of freedom.
+
+    Plans of searches are left out if they differ between seeds.
+    """
     squares, freedom = 0.0, 0
     for budget in BUDGETS:
         for some in by_allocation(lines, name, budget, epochs).values():
-            if len(some) > 1:
+            if len(some) > 1 and all(line["widths"] == some[0]["widths"] for line in some):
                 squares += (len(some) - 1) * statistics.variance(line[field] for line in some)
                 freedom += len(some) - 1
     return (math.sqrt(squares / freedom) if freedom else math.nan), freedom

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from .allocations import BUDGETS, NETWORKS, coarse, fine_groups, groups_by_resolution, uniform
+from .allocations import BALANCED, BUDGETS, NETWORKS, coarse, fine_groups, groups_by_resolution, uniform
 from .fit import fit_loss, predictions, worths
-from .results import Line, by_allocation, mean_scores, read, schedules, seed_noise
+from .results import SHORT, Line, by_allocation, mean_scores, read, schedules, seed_noise
+from .trial import print_balanced, print_searches
 
 #: Kinds of allocations with other groups than the method's: the first word of their names.
 OTHER_GROUPS = ("fine", "kind", "free")
@@ -36,6 +37,9 @@ def analyse(results: Path) -> None:
             print_worths(lines, name, budget, epochs)
     if len(schedules(lines)) > 1:
         print_prediction(lines)
+    for epochs, name, budget in itertools.product(schedules(lines), NETWORKS, BUDGETS):
+        print_searches(lines, name, budget, epochs)
+        print_balanced(lines, name, budget, epochs)
 
 
 def print_summary(lines: Sequence[Line], name: str, budget: str, epochs: int) -> None:
@@ -48,7 +52,8 @@ def print_summary(lines: Sequence[Line], name: str, budget: str, epochs: int) ->
         zero = statistics.mean(base)
         text = f"uniform {abs(zero):.4f}, deviation {statistics.stdev(base):.4f} over {len(base)} seeds"
         print(f"- {field}: {text}; {noise:.4f} over all ({freedom} degrees of freedom)")
-        once = [unit * some[0][field] for one, some in found.items() if one != "uniform" and len(some) == 1]
+        alone = [some[0] for one, some in found.items() if len(some) == 1 and not one.startswith(BALANCED)]
+        once = [unit * line[field] for line in alone if line["allocation"] != "uniform"]
         if len(once) < 6:
             continue
         variance = statistics.variance(once)
@@ -87,7 +92,15 @@ def print_allocations(lines: Sequence[Line], name: str, budget: str, epochs: int
         print(f"\n{len(hidden)} others lie between.")
 
 
-def t_quantile(freedom: int) -> float:
+def gain(some: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
+    """The difference of the means, and half of its 95 % interval (Welch: each has its own variance)."""
+    parts = [statistics.variance(values) / len(values) for values in (some, base)]
+    squares = [part**2 / (len(values) - 1) for part, values in zip(parts, (some, base), strict=True)]
+    half = t_quantile(sum(parts) ** 2 / sum(squares)) * math.sqrt(sum(parts))
+    return statistics.mean(some) - statistics.mean(base), half
+
+
+def t_quantile(freedom: float) -> float:
     """The 97.5 % quantile of Student's t, by the first terms of its expansion around the normal one."""
     z = statistics.NormalDist().inv_cdf(0.975)
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
@@ -116,7 +129,7 @@ def print_worths(lines: Sequence[Line], name: str, budget: str, epochs: int) -> 
 
 def print_prediction(lines: Sequence[Line]) -> None:
     """How well short trainings, and their fit, rank allocations as long trainings do."""
-    short, *longer = schedules(lines)
+    short, longer = SHORT, [epochs for epochs in schedules(lines) if epochs > SHORT]
     print("\n## How well short trainings predict long ones: rank correlations (95 %)\n")
     print("| network, budget | allocations | epochs | by | of losses | of top-1 |\n|---|---|---|---|---|---|")
     for epochs, name, budget in itertools.product(longer, NETWORKS, BUDGETS):

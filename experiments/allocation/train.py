@@ -132,11 +132,11 @@ def next_job(
 
 
 def expected_seconds(job: Job, lines: Sequence[Line]) -> float:
-    """From the last trainings of the same network and budget, if there are any, with a reserve of 15 %."""
-    cell = job.candidate.network, job.candidate.budget
-    alike = [line for line in lines if (line["network"], line["budget"]) == cell] or lines
+    """From the last trainings of the same network and schedule, if there are any, with a reserve of 10 %."""
+    kind = job.candidate.network, job.epochs
+    alike = [line for line in lines if (line["network"], line["epochs"]) == kind] or lines
     per_epoch = [line["seconds"] / line["epochs"] for line in alike[-20:]]
-    return 1.15 * job.epochs * statistics.median(per_epoch) if per_epoch else 0.0
+    return 1.1 * job.epochs * statistics.median(per_epoch) if per_epoch else 0.0
 
 
 def report(line: Line, elapsed: float) -> None:
