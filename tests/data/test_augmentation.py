@@ -17,10 +17,10 @@ from helpers.images import images_of
 from helpers.small import few_digits
 from peel.data.augmentation import (
     View,
-    color_jitter,
     color_jitter_and_flip,
     count_windows,
     crop_windows,
+    draw_color_jitter,
     draw_crop,
     draw_windows,
     padding_of,
@@ -76,23 +76,27 @@ def test_the_kernels_agree_with_the_cpu() -> None:
     assert result.stdout.split("\n")[:-1] == ["equal crops", "equal colors"], result.stderr
 
 
-def test_color_jitter_equals_that_of_torchvision_in_every_order() -> None:
+def test_the_drawn_changes_are_made_in_the_drawn_order() -> None:
     generator = torch.Generator().manual_seed(0)
-    images = torch.rand(24, 3, 20, 30, generator=generator) * 255
+    images = torch.randint(0, 256, (200, 3, 20, 30), dtype=torch.uint8, generator=generator)
     images[0, :, :5] = 100  # gray has no hue
+    index = torch.arange(200)
+    jitter = draw_color_jitter(index, 5)
+    assert {tuple(order) for order in jitter.order.tolist()} == set(itertools.permutations(range(4)))
     adjust = [
         reference.adjust_brightness,
         reference.adjust_contrast,
         reference.adjust_saturation,
         reference.adjust_hue,
     ]
-    for image, order in zip(images, itertools.permutations(range(4))):
-        factors = (0.8 + 0.4 * torch.rand(3, generator=generator)).tolist()
-        strengths = [*factors, float(0.2 * torch.rand(1, generator=generator) - 0.1)]
+    for image, seen, strengths, order, is_flipped in zip(
+        images, color_jitter_and_flip(images, index, 5), *(part.tolist() for part in jitter), strict=True
+    ):
         expected = image / 255
         for kind in order:
             expected = adjust[kind](expected, strengths[kind])
-        assert torch.allclose(color_jitter(image, strengths, order), expected * 255, atol=0.01), order
+        expected = expected.flip(2) if is_flipped else expected
+        assert torch.allclose(seen, expected * 255, atol=0.51), order
 
 
 def test_color_jitter_and_flip_depend_only_on_seed_and_index() -> None:

@@ -170,7 +170,7 @@ import sys
 sys.modules["torchvision"] = None
 import torch, peel
 data = peel.load_data("digits")
-view = peel.data.augmentation.View("imagenet")
+view = peel.data.augmentation.View("crop-flip")
 assert len(list(data.train.batches(torch.arange(8), 4, view, torch.device("cpu")))) == 2
 for name in ("cifar10", sys.argv[1]):
     try:

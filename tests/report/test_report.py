@@ -262,7 +262,6 @@ def test_every_tie_is_named_in_chart_and_table(count: int) -> None:
         PLAN, groups=groups, original=network, uniform=network, slim=network, backbone=network, rounds=()
     )
     page = render(record(plan=plan))
-    assert page.count(">% of the channels</text>") == -(-count // 40), "one row of bars for 40 ties"
     for tie in ties:
         assert_all_in([f">{tie}</text>", f'<td class="words">{tie}</td>'], page)
 

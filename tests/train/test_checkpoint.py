@@ -218,8 +218,8 @@ def write_half_and_die(folder: Path, after: bool) -> None:
 def test_a_kill_during_a_write_leaves_no_incomplete_checkpoint(
     target: Any, after: bool, expected: int, tmp_path: Path
 ) -> None:
-    with RunFolder(tmp_path / "run"):
-        pass
+    with RunFolder(tmp_path / "run") as run:
+        run.write_json("state.json", {})
     folder = tmp_path / "run" / "checkpoints"
     checkpoints, _ = saved(folder, 1, 2)
     assert exit_code(start(target, folder, after)) == -signal.SIGKILL

@@ -23,8 +23,6 @@ DRAWS = 3
 AREA, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 #: Color jitter: largest change of the first three, and largest rotation of the hue (1 is a full turn).
 BRIGHTNESS, CONTRAST, SATURATION, HUE = 0.2, 0.2, 0.2, 0.1
-#: Weights of red, green and blue in the gray value of a pixel.
-LUMA = (0.2989, 0.587, 0.114)
 #: Center crop: the short side is resized to this multiple of the crop, as 256 for 224.
 RESIZE = 256 / 224
 
@@ -174,36 +172,18 @@ def draw_color_jitter(index: Tensor, seed: int) -> ColorJitter:
 
 def color_jitter_and_flip(images: Tensor, index: Tensor, seed: int) -> Tensor:
     """Color jitter (RGB only) and flip of uint8 images (images x channels x height x width), as float32."""
+    from torchvision.transforms.v2 import functional
+
+    adjust = (
+        functional.adjust_brightness,
+        functional.adjust_contrast,
+        functional.adjust_saturation,
+        functional.adjust_hue,
+    )
     changes = (part.tolist() for part in draw_color_jitter(index, seed))
     changed = []
-    for image, strengths, order, is_flipped in zip(images.float(), *changes, strict=True):
-        if len(image) == 3:
-            image = color_jitter(image, strengths, order).round_()
+    for image, strengths, order, is_flipped in zip(images.float() / 255, *changes, strict=True):
+        for kind in order if len(image) == 3 else ():
+            image = adjust[kind](image, strengths[kind])
         changed.append(image.flip(2) if is_flipped else image)
-    return torch.stack(changed)
-
-
-def color_jitter(image: Tensor, strengths: Sequence[float], order: Sequence[int]) -> Tensor:
-    """Change brightness, contrast, saturation and hue (0 to 3) of an RGB image (channels first)."""
-    for kind in order:
-        if kind == 3:
-            image = _rotate_hue(image, strengths[3])
-            continue
-        red, green, blue = image[:1], image[1:2], image[2:]
-        gray = LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue
-        # Mean by row first: the bits of the mean do not depend on the number of threads.
-        target = (0.0, gray.mean(2, keepdim=True).mean(1, keepdim=True), gray)[kind]
-        image = (strengths[kind] * image + (1 - strengths[kind]) * target).clamp_(0, 255)
-    return image
-
-
-def _rotate_hue(image: Tensor, turn: float) -> Tensor:
-    """Rotate the hue. The largest and the smallest of red, green and blue keep their values."""
-    red, green, blue = image
-    largest = image.amax(0)
-    chroma = largest - image.amin(0)
-    safe = chroma + (chroma == 0)
-    not_red = torch.where(largest == green, 2 + (blue - red) / safe, 4 + (red - green) / safe)
-    sixth = torch.where(largest == red, (green - blue) / safe, not_red) + 6 * turn
-    place = (torch.tensor([5, 3, 1])[:, None, None] + sixth) % 6
-    return largest - chroma * torch.minimum(place, 4 - place).clamp(0, 1)
+    return (torch.stack(changed) * 255).round_()

@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .augmentation import LUMA, ColorJitter
+from .augmentation import ColorJitter
 
 #: Pixels per program.
 BLOCK = tl.constexpr(1024)
-_RED, _GREEN, _BLUE = (tl.constexpr(part) for part in LUMA)
+#: The gray value of a pixel.
+_RED, _GREEN, _BLUE = tl.constexpr(0.2989), tl.constexpr(0.587), tl.constexpr(0.114)
 
 
 def fused_color_jitter(images: Tensor, changes: ColorJitter, mean: Tensor, scale: Tensor) -> Tensor:
@@ -61,7 +62,7 @@ def _from_hue(largest, chroma, sixth, start: tl.constexpr):
 
 @triton.jit
 def _change(red, green, blue, kind, strength, mean_gray):
-    """One of the four changes of `augmentation.color_jitter`."""
+    """One of the four changes of `augmentation.color_jitter_and_flip`."""
     if kind == 3:
         largest = tl.maximum(tl.maximum(red, green), blue)
         chroma = largest - tl.minimum(tl.minimum(red, green), blue)

@@ -25,9 +25,6 @@ _DASHES = {"original": "-", "backbone": ":", "uniform": "--", "peel": "-"}
 _SEQUENCE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#000000")
 _MARKERS = "os^DvPX"
 _WIDTH = 9.6
-_TIES_PER_ROW = 40
-_LEVEL_NAMES = 16  # more ties in a row than this have their names and numbers upright
-_NAME_LENGTH = 26
 
 
 def label(stage: str) -> str:
@@ -36,96 +33,48 @@ def label(stage: str) -> str:
 
 
 def widths_chart(widths: Mapping[str, Mapping[str, int]], groups: Mapping[str, Sequence[str]]) -> str:
-    """The part of each tie that the networks keep, group by group.
+    """The fraction of its channels that each tie keeps, group by group.
 
     Bars show fractions, so that layers of 8 and of 2048 channels are equally visible; numbers are text.
     """
-    ties = [(group, tie) for group, members in groups.items() for tie in members]
-    rows = math.ceil(len(ties) / _TIES_PER_ROW)
-    size = math.ceil(len(ties) / rows)
-    with _figure((3.6 if size > _LEVEL_NAMES else 2.9) * rows) as figure:
-        for row, axes in enumerate(figure.subplots(rows, 1, squeeze=False)[:, 0]):
-            _widths_row(axes, widths, ties[row * size : (row + 1) * size], size)
-        by_name = dict(zip(*reversed(figure.axes[0].get_legend_handles_labels()), strict=True))
-        figure.legend(
-            [by_name[label(network)] for network in widths],
-            map(label, widths),
-            loc="outside upper right",
-            ncols=len(widths),
-        )
+    ties = [tie for members in groups.values() for tie in members]
+    before, after = widths["original"], widths["peel"]
+    kept = {name: [100 * of_tie[tie] / before[tie] for tie in ties] for name, of_tie in widths.items()}
+    places = range(len(ties))
+    with _figure(0.8 + 0.24 * len(ties)) as figure:
+        axes = figure.subplots()
+        axes.barh(places, kept["original"], height=0.84, color="#d9d9d9", label="original")
+        for network in (name for name in widths if name not in ("original", "peel")):
+            half = 0.42 if network == "uniform" else 0.3
+            ends = [place - half for place in places], [place + half for place in places]
+            # Over bars of any color: a line in the color of the network with a white edge.
+            axes.vlines(kept[network], *ends, color="white", linewidth=3.4, zorder=3)
+            axes.vlines(kept[network], *ends, color=_COLORS[network], linewidth=1.8, zorder=4, label=network)
+        axes.barh(places, kept["peel"], height=0.6, color=_COLORS["peel"], label="PEEL")
+        for place, tie in enumerate(ties):
+            axes.text(1, place, str(after[tie]), color="white", va="center", fontsize=7.5, zorder=5)
+            end = max(100, kept["peel"][place]) + 1
+            axes.text(end, place, f"of {before[tie]}", color="#555555", va="center", fontsize=7.5)
+        _mark_groups(axes, groups)
+        axes.set_yticks(places, ties, fontsize=7.5)
+        axes.set_ylim(len(ties) - 0.5, -0.5)
+        axes.margins(x=0.08)
+        axes.set_xlabel("% of the channels")
+        axes.tick_params(axis="y", length=0)
+        figure.legend(loc="outside upper right", ncols=len(widths))
         return _svg(figure, "widths", "Channels of each tie in each network")
 
 
-def _widths_row(
-    axes: Axes,
-    widths: Mapping[str, Mapping[str, int]],
-    ties: Sequence[tuple[str, str]],
-    size: int,
-) -> None:
-    before, after = widths["original"], widths["peel"]
-    shares = {
-        network: [100 * of_tie[tie] / before[tie] for _, tie in ties] for network, of_tie in widths.items()
-    }
-    places = range(len(ties))
-    axes.bar(places, shares["original"], width=0.84, color="#d9d9d9", label="original")
-    axes.bar(places, shares["peel"], width=0.6, color=_COLORS["peel"], label="PEEL")
-    for network in (name for name in widths if name not in ("original", "peel")):
-        half = 0.42 if network == "uniform" else 0.3
-        ends = [place - half for place in places], [place + half for place in places]
-        # Over bars of any color: a line in the color of the network with a white edge.
-        axes.hlines(shares[network], *ends, color="white", linewidth=3.4, zorder=3)
-        axes.hlines(shares[network], *ends, color=_COLORS[network], linewidth=1.8, zorder=4, label=network)
-    _mark_groups(axes, [group for group, _ in ties], size)
-    steep = size > _LEVEL_NAMES
-    small: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 7.5, "rotation": 90 if steep else 0}
-    for place, (_, tie) in enumerate(ties):
-        share = shares["peel"][place]
-        axes.text(place, max(100, share) + 3, str(before[tie]), color="#555555", **small)
-        inside = share > 30
-        axes.text(
-            place,
-            4 if inside else share + 3,
-            str(after[tie]),
-            color="white" if inside else "black",
-            zorder=5,
-            **small,
-        )
-    names = [tie if len(tie) <= _NAME_LENGTH else f"…{tie[1 - _NAME_LENGTH :]}" for _, tie in ties]
-    axes.set_xticks(
-        places,
-        names,
-        rotation=90 if steep else 30,
-        ha="center" if steep else "right",
-        rotation_mode="default" if steep else "anchor",
-    )
-    axes.tick_params(axis="x", length=0, labelsize=7.5)
-    axes.set_xlim(-0.5, size - 0.5)
-    top = max(100, *shares["peel"])
-    axes.set_ylim(0, top * (1.32 if steep else 1.12))
-    axes.set_yticks([tick for tick in axes.get_yticks() if tick <= top])
-    axes.set_ylabel("% of the channels")
-
-
-def _mark_groups(axes: Axes, groups: Sequence[str], size: int) -> None:
-    """Shade every second group and write its name above; names that would overlap are stacked."""
-    starts = [place for place, group in enumerate(groups) if place == 0 or group != groups[place - 1]]
-    free_from: dict[int, float] = {}
-    for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(groups)], strict=True)):
-        axes.axvspan(
-            start - 0.5, end - 0.5, color="#f3f3f0" if number % 2 else "#fbfbfa", zorder=-2, linewidth=0
-        )
-        level = next(level for level in range(len(starts)) if free_from.get(level, -1.0) <= start)
-        # One character is about 0.085 inches wide at this size.
-        free_from[level] = start + (len(groups[start]) + 1) * 0.085 * size / _WIDTH
-        place = (start - 0.42, 1.02 + 0.09 * level)
-        axes.text(
-            *place,
-            groups[start],
-            transform=axes.get_xaxis_transform(),
-            fontsize=8.5,
-            fontweight="bold",
-            color="#444444",
-        )
+def _mark_groups(axes: Axes, groups: Mapping[str, Sequence[str]]) -> None:
+    """Shade every second group and write its name at the right edge."""
+    start = -0.5
+    for number, (group, ties) in enumerate(groups.items()):
+        shade = "#f3f3f0" if number % 2 else "#fbfbfa"
+        axes.axhspan(start, start + len(ties), color=shade, zorder=-2, linewidth=0)
+        style = {"fontsize": 8.5, "fontweight": "bold", "color": "#444444", "va": "center"}
+        middle = start + len(ties) / 2
+        axes.text(1.01, middle, group, transform=axes.get_yaxis_transform(), **style)  # type: ignore[arg-type]
+        start += len(ties)
 
 
 def groups_chart(
