@@ -80,47 +80,50 @@ def test_uniform_is_within_a_thousandth_below_the_budget(name: str, share: float
     assert 0.999 * budget <= cost <= budget
 
 
+SMALL = ["cifar_resnet20", "cifar_resnet56", "mobilenet_v3_small"]
+
+
 @given(
-    st.sampled_from(NETWORKS),
+    st.sampled_from([*NETWORKS, *SMALL]),
     st.floats(0.1, 0.95),
-    st.sampled_from([1, 4, 8, 16]),
+    st.sampled_from([1, 4, 8, 16, 32]),
     st.sampled_from(["macs", "params"]),
 )
-def test_one_more_step_exceeds_the_budget(name: str, share: float, divisor: int, resource: str) -> None:
+@example("mobilenet_v3_small", 0.5, 1, "macs")
+@example("cifar_resnet20", 0.5, 8, "macs")
+def test_uniform_is_one_factor_rounded_by_less_than_a_step(
+    name: str, fraction: float, divisor: int, resource: str
+) -> None:
     _, graph = traced_zoo(name)
-    count = getattr(graph, resource)
-    budget = int(count() * share)
-    widths = peel.uniform(graph, budget, resource=resource, divisor=divisor)
-    assert count(widths) <= budget
-    for tie, width in widths.items():
-        if width + divisor <= graph.widths[tie]:
-            assert width % divisor == 0
-            assert count(widths.replace({tie: width + divisor})) > budget
+    budget = int(getattr(graph, resource)() * fraction)
+    try:
+        widths = peel.uniform(graph, budget, resource=resource, divisor=divisor)
+    except peel.BudgetError as error:
+        assert divisor > 1
+        assert "smallest network" in str(error)
+        return
+    steps = {tie: min(divisor, width) for tie, width in graph.widths.items()}
+    # The factors that each tie allows, if it is not at its smallest width.
+    wider = [tie for tie, step in steps.items() if widths[tie] > step]
+    least = max([0.0, *((widths[tie] - steps[tie]) / graph.widths[tie] for tie in wider)])
+    most = min((widths[tie] + step) / graph.widths[tie] for tie, step in steps.items())
+    assert least < most
+    middle = (least + most) / 2
+    ideal = {tie: max(steps[tie], middle * width) for tie, width in graph.widths.items()}
+    assert getattr(graph, resource)(widths) <= budget
+    assert all(abs(widths[tie] - ideal[tie]) < steps[tie] for tie in widths)
 
 
-@given(st.sampled_from(NETWORKS), st.floats(0.1, 1.0))
-def test_uniform_scales_all_ties_alike(name: str, share: float) -> None:
-    _, graph = traced_zoo(name)
-    widths = peel.uniform(graph, share)
-    factors = [width / graph.widths[tie] for tie, width in widths.items() if graph.widths[tie] >= 64]
-    assert max(factors) - min(factors) < 0.06
-
-
-@given(st.sampled_from(["cifar_resnet20", "cifar_resnet56"]), st.floats(0.02, 1.0))
-@example("cifar_resnet20", 0.03125)
-@example("cifar_resnet20", 0.99999)
-def test_small_networks_are_within_a_thousandth_or_one_step(name: str, share: float) -> None:
-    """Just below the whole network, one channel of any tie may be more than a thousandth."""
-    _, graph = traced_zoo(name)
-    budget = int(graph.macs() * share)
-    channel = min(
-        graph.macs() - graph.macs({tie: width - graph.steps[tie]}) for tie, width in graph.widths.items()
-    )
-    assert (
-        budget - max(0.001 * budget, channel if budget > graph.macs() - channel else 0)
-        <= graph.macs(peel.uniform(graph, budget))
-        <= budget
-    )
+@pytest.mark.parametrize("divisor", [8, 32])
+def test_uniform_and_reallocate_agree_on_the_smallest_network(divisor: int) -> None:
+    _, graph = traced_zoo("mobilenet_v2")
+    smallest = {tie: min(divisor, width) for tie, width in graph.widths.items()}
+    budget = graph.macs(smallest)
+    assert peel.uniform(graph, budget, divisor=divisor) == smallest
+    shares = dict.fromkeys(graph.groups, 1.0)
+    assert peel.reallocate(graph, smallest, shares, budget, divisor=divisor) == smallest
+    with pytest.raises(peel.BudgetError, match=f"smallest network has .*{budget:,}"):
+        peel.uniform(graph, budget - 1, divisor=divisor)
 
 
 def test_uniform_meets_a_memory_budget() -> None:
@@ -158,13 +161,18 @@ def test_layers_grow_without_max_width() -> None:
     assert 1.9 * graph.macs() < graph.macs(widths) <= 2 * graph.macs()
 
 
-def test_rounding_keeps_the_lower_limit() -> None:
+def test_rounding_keeps_the_lower_limit_and_does_not_spend_more_than_the_ideal() -> None:
     _, graph = traced_zoo("resnet18")
     floor = peel.uniform(graph, "40%")
     ideal = {tie: width * 1.2 if tie.startswith("layer4") else float(width) for tie, width in floor.items()}
     widths = round_to_budget(graph, ideal, "50%", at_least=floor)
-    assert all(widths[tie] >= floor[tie] for tie in floor)
-    assert 0.999 * 0.5 * graph.macs() <= graph.macs(widths) <= 0.5 * graph.macs()
+    assert all(floor[tie] <= widths[tie] < ideal[tie] + 1 for tie in floor)
+
+
+def test_an_ideal_that_costs_too_much_is_scaled_down() -> None:
+    _, graph = traced_zoo("resnet18")
+    widths = round_to_budget(graph, {tie: 2.0 * width for tie, width in graph.widths.items()}, "50%")
+    assert widths == peel.uniform(graph, "50%")
 
 
 @pytest.mark.parametrize("budget", ["0.0001%", 10])

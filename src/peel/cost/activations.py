@@ -8,7 +8,9 @@ Ratios between widths are what it is good for.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from .polynomial import Form
 
@@ -27,15 +29,16 @@ class ActivationCost:
     activations: tuple[Activation, ...]
 
     def total(self, units: Sequence[float]) -> float:
-        """Bytes alive at the peak. Units may be fractions."""
+        """Bytes alive at the peak. Units may be fractions, and arrays of many candidates."""
         end = max((activation.last for activation in self.activations), default=0)
-        change: list[float] = [0] * (end + 2)
+        change: list[Any] = [0] * (end + 2)
         for forms, element_bytes, first, last in self.activations:
             size = prod((form.value(units) for form in forms), start=element_bytes)
             change[first] += size
             change[last + 1] -= size
-        peak = alive = 0.0
+        peak: Any = 0.0
+        alive: Any = 0.0
         for delta in change:
-            alive += delta
-            peak = max(peak, alive)
-        return peak
+            alive = alive + delta
+            peak = np.maximum(peak, alive)
+        return peak  # type: ignore[no-any-return]

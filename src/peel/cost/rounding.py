@@ -1,12 +1,11 @@
 """Whole widths that meet a budget: the uniform network, and the rounding that every plan uses.
 
-Both functions promise: the cost never exceeds the budget, and no tie can take one more step that costs
-anything.
+Both functions promise: every tie ends within one step of its ideal width, and the cost never exceeds the
+budget. What single steps cannot spend stays unspent.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import permutations
-from math import floor, inf, lcm, prod
+from math import floor, inf, lcm
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -14,13 +13,14 @@ import numpy as np
 from ..errors import BudgetError, check_choice, did_you_mean
 from ..utils.bisection import solve_increasing
 from .budget import RESOURCES, Budget, format_count, parse_budget
+from .polynomial import IntArray
 from .widths import Widths
 
-#: The fraction of the budget that may stay unused where smaller steps could use it.
-_GAP = 1e-3
+#: Rounding is good enough when it leaves this fraction of the budget unspent.
+GAP = 1e-3
 
-#: At most this many combinations are tried by `_nearest`.
-_MAX_COMBINATIONS = 3**12
+#: Up to this many ties, all ways to round them are compared.
+MAX_TIES = 14
 
 Cost = Callable[[Sequence[float]], float]
 """Units of the ties -> cost. Exact for whole units, continuous between them."""
@@ -82,13 +82,7 @@ def uniform(
     Widths(conv1=45, layer1.0.conv1=45, ...)
     """
     rounding = _Rounding(graph, budget, resource, divisor, freeze, max_width)
-    original = graph.units()
-
-    def ideal(factor: float) -> list[float]:
-        return rounding.clamp([units * factor for units in original])
-
-    factor, _ = solve_increasing(lambda factor: rounding.cost(ideal(factor)), rounding.target, 0.0)
-    return rounding.widths(ideal(factor))
+    return rounding.widths(rounding.scaled(graph.units()))
 
 
 def round_to_budget(
@@ -102,13 +96,14 @@ def round_to_budget(
     freeze: Iterable[str] = (),
     max_width: float | None = None,
 ) -> Widths:
-    """Whole widths near `ideal`: none below `at_least`, together within the budget and close to it.
+    """Whole widths within one step of `ideal`, together within the budget; none below `at_least`.
 
-    Ties in `freeze` keep their width: the one in `at_least`, or the original one. Other options as in
-    `uniform`.
+    An ideal that costs more than the budget is scaled down first. Ties in `freeze` keep their width: the one
+    in `at_least`, or the original one. Other options as in `uniform`.
     """
     rounding = _Rounding(graph, budget, resource, divisor, freeze, max_width, at_least)
-    return rounding.widths(rounding.clamp(fractional_units(graph, ideal)))
+    units = rounding.clamp(fractional_units(graph, ideal))
+    return rounding.widths(units if rounding.cost(units) <= rounding.target else rounding.scaled(units))
 
 
 class _Rounding:
@@ -136,18 +131,19 @@ class _Rounding:
             raise BudgetError(f"freeze: no free tie is called {name!r}.{did_you_mean(name, graph.widths)}")
         original = graph.units()
         smallest = graph.units(at_least) if at_least is not None else [0] * len(original)
-        self.step = [lcm(step, divisor) // step for step in graph.steps.values()]
-        self.low = [max(step, -(-u // step) * step) for u, step in zip(smallest, self.step, strict=True)]
+        # A tie that is narrower than the divisor keeps multiples of its own width.
+        steps = zip(graph.steps.values(), original, strict=True)
+        self.step = [min(lcm(step, divisor) // step, units) for step, units in steps]
+        self.low = [max(step, u // step * step) for u, step in zip(smallest, self.step, strict=True)]
         self.high: list[float] = [inf] * len(original)
         for i, (name, step) in enumerate(zip(graph.widths, self.step, strict=True)):
             if max_width is not None:
-                self.high[i] = floor(max_width * original[i] / step + 1e-9) * step
-            if name in frozen or self.high[i] < self.low[i]:
-                # Frozen, or narrower than the divisor: only one width is allowed.
+                self.high[i] = max(self.low[i], floor(max_width * original[i] / step + 1e-9) * step)
+            if name in frozen:
                 self.low[i] = self.high[i] = smallest[i] or original[i]
-        self._check_reachable(resource)
+        self._check_reachable(resource, max_width)
 
-    def _check_reachable(self, resource: str) -> None:
+    def _check_reachable(self, resource: str, max_width: float | None) -> None:
         target, smallest = format_count(self.target), int(self.cost(self.low))
         if self.target < smallest:
             divisor = " at multiples of the divisor" if max(self.step) > 1 else ""
@@ -155,7 +151,10 @@ class _Rounding:
                 f"a budget of {target} {resource} cannot be reached: the smallest network has "
                 f"{format_count(smallest)} ({smallest:,}){divisor}."
             )
-        if inf not in self.high and self.target > (largest := int(self.cost([int(u) for u in self.high]))):
+        if max_width is None:
+            return
+        widest = [max(low, floor(max_width * u)) for low, u in zip(self.low, self.graph.units(), strict=True)]
+        if self.target > (largest := int(self.cost(widest))):
             raise BudgetError(
                 f"a budget of {target} {resource} is more than these widths can use: "
                 f"{format_count(largest)} ({largest:,}). Pass a larger max_width, or max_width=None, "
@@ -165,77 +164,66 @@ class _Rounding:
     def clamp(self, units: Sequence[float]) -> list[float]:
         return [min(max(u, low), high) for u, low, high in zip(units, self.low, self.high, strict=True)]
 
+    def scaled(self, units: Sequence[float]) -> list[float]:
+        """The units times the one factor with which they cost the budget, within their limits."""
+
+        def ideal(factor: float) -> list[float]:
+            return self.clamp([u * factor for u in units])
+
+        return ideal(solve_increasing(lambda factor: self.cost(ideal(factor)), self.target, 0.0)[0])
+
     def widths(self, ideal: Sequence[float]) -> Widths:
-        """Whole widths near the ideal units."""
-        units = self._exchange(self._fill(ideal), ideal)
-        return Widths({name: units[i] * step for i, (name, step) in enumerate(self.graph.steps.items())})
+        """Whole widths near the ideal units, which cost no more than the budget."""
+        down = [
+            max(low, floor(u / step + 1e-9) * step)
+            for u, step, low in zip(ideal, self.step, self.low, strict=True)
+        ]
+        # What rounding up adds: nothing where the ideal is whole.
+        step = [step if u - d > 1e-6 else 0 for u, d, step in zip(ideal, down, self.step, strict=True)]
+        units = self._improve(self._fill(down, step, ideal), down, step, ideal)
+        return Widths({name: units[i] * unit for i, (name, unit) in enumerate(self.graph.steps.items())})
 
-    def _fill(self, ideal: Sequence[float]) -> list[int]:
-        """Round down, then add single steps within the budget, first to ties far below their ideal."""
-        limits = zip(ideal, self.step, self.low, strict=True)
-        units = [max(low, floor(u / step + 1e-9) * step) for u, step, low in limits]
-        while self.cost(units) > self.target:
-            # Ties at their lower limit cost more than their ideal. The tie most above its ideal shrinks.
-            able = [i for i, u in enumerate(units) if u - self.step[i] >= self.low[i]]
-            i = max(able, key=lambda i: units[i] / max(ideal[i], 1e-9))
-            units[i] -= self.step[i]
+    def _fill(self, down: Sequence[int], step: Sequence[int], ideal: Sequence[float]) -> list[int]:
+        """Round ties up while the budget allows it, first those that would be furthest below their ideal."""
+        units, spent = list(down), self.cost(down)
+        for i in sorted(range(len(units)), key=lambda i: (down[i] - ideal[i]) / ideal[i]):
+            units[i] += step[i]
+            cost = self.cost(units)
+            # A step that costs nothing (a head only used in training) is only taken towards the ideal.
+            if cost > self.target or (cost == spent and ideal[i] - down[i] < step[i] / 2):
+                units[i] -= step[i]
+            else:
+                spent = cost
+        return units
+
+    def _improve(
+        self, units: list[int], down: Sequence[int], step: Sequence[int], ideal: Sequence[float]
+    ) -> list[int]:
+        """Where a gap is left, round other ties up and down while that spends more."""
         spent = self.cost(units)
-        grown = True
-        while grown:
-            grown = False
-            for i in sorted(range(len(units)), key=lambda i: (units[i] - ideal[i]) / max(ideal[i], 1e-9)):
-                if units[i] + self.step[i] > self.high[i]:
-                    continue
-                is_short = units[i] + self.step[i] / 2 <= ideal[i]
-                units[i] += self.step[i]
-                new = self.cost(units)
-                # A step that costs nothing (a head only used in training) is only taken towards the ideal.
-                if new <= self.target and (new > spent or is_short):
-                    grown, spent = True, new
-                else:
-                    units[i] -= self.step[i]
+        while self.target - spent > self.target * GAP:
+            columns: Any = _alternatives(np.array(units), np.array(down), np.array(step))
+            costs = np.where((found := np.asarray(self.cost(columns))) <= self.target, found, -1)
+            if costs.max(initial=-1) <= spent:
+                break
+            # Of those that leave no gap, the nearest to the ideal; else the one that spends most.
+            distance = (((columns.T - ideal) / ideal) ** 2).sum(1)
+            is_good = costs >= self.target * (1 - GAP)
+            best = int(np.argmin(np.where(is_good, distance, inf)) if is_good.any() else np.argmax(costs))
+            units, spent = [int(u) for u in columns[:, best]], costs[best]
         return units
 
-    def _exchange(self, units: list[int], ideal: Sequence[float]) -> list[int]:
-        """Where a gap is left (in very small networks), move steps between ties while that helps."""
-        for _ in range(len(units)):
-            if self.target - self.cost(units) <= self.target * _GAP:
-                return units
-            best, best_cost = units, self.cost(units)
-            for i, j in permutations(range(len(units)), 2):
-                tried = list(units)
-                tried[i] -= self.step[i]
-                tried[j] += self.step[j]
-                allowed = tried[i] >= self.low[i] and tried[j] <= self.high[j]
-                if allowed and best_cost < (tried_cost := self.cost(tried)) <= self.target:
-                    best, best_cost = tried, tried_cost
-            if best is units:
-                return self._nearest(ideal) or units
-            units = best
-        return units
 
-    def _nearest(self, ideal: Sequence[float]) -> list[int] | None:
-        """Of all roundings by at most one step up or down, the one nearest to the ideal that leaves no gap.
-
-        None if there is none, if there are too many, or if the cost cannot be computed for many at once.
-        """
-        choices = []
-        for u, step, low, high in zip(ideal, self.step, self.low, self.high, strict=True):
-            down = floor(u / step + 1e-9) * step
-            options = {int(min(max(value, low), high)) for value in (down - step, down, down + step)}
-            choices.append(sorted(options))
-        if prod(map(len, choices)) > _MAX_COMBINATIONS:
-            return None
-        columns: list[Any] = [grid.ravel() for grid in np.meshgrid(*map(np.array, choices), indexing="ij")]
-        try:
-            spent = np.asarray(self.cost(columns))
-        except ValueError:  # the peak of memory is a maximum, which does not take arrays
-            return None
-        fits = np.flatnonzero((spent <= self.target) & (spent >= self.target * (1 - _GAP)))
-        if len(fits) == 0:
-            return None
-        distance = sum(
-            ((column[fits] - u) / max(u, 1e-9)) ** 2 for column, u in zip(columns, ideal, strict=True)
-        )
-        best = fits[np.argmin(distance)]
-        return [int(column[best]) for column in columns]
+def _alternatives(units: IntArray, down: IntArray, step: IntArray) -> IntArray:
+    """Other ways to round, one per column: all of them for a few ties, else those of one or two changes."""
+    ties = np.flatnonzero(step)
+    if len(ties) <= MAX_TIES:
+        is_up = np.arange(2 ** len(ties)) >> np.arange(len(ties))[:, None] & 1
+    else:
+        is_up = ((units - down) // step.clip(1))[ties]
+        raised = [np.eye(len(ties), dtype=np.int64)[i] for i in np.flatnonzero(is_up == 0)]
+        lowered = [np.eye(len(ties), dtype=np.int64)[i] for i in np.flatnonzero(is_up)]
+        is_up = np.array([is_up + up - back for up in raised for back in (*lowered, 0)]).T
+    columns = np.repeat(down[:, None], is_up.shape[-1], axis=1)
+    columns[ties] += is_up * step[ties][:, None]
+    return columns

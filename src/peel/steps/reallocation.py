@@ -77,7 +77,8 @@ class Growth:
                 if tie not in self.freeze:
                     widths[tie] *= factors[group]
                 if self.max_width is not None:
-                    limit = self.max_width * self.graph.widths[tie]
+                    step = self.graph.steps[tie]
+                    limit = self.max_width * self.graph.widths[tie] // step * step
                     widths[tie] = max(self.base[tie], min(widths[tie], limit))
         return widths
 
@@ -214,8 +215,8 @@ def _triangular(growth: Growth, shares: Numbers, target: float) -> dict[str, flo
             wanted = costs[group](start) + pool * shares[group]
             factors[group], _ = solve_increasing(partial(own_cost, group), wanted, 1e-6)
         if all(abs(factors[group] - before[group]) < 1e-9 for group in factors):
-            break
-    return factors
+            return factors
+    raise ConfigError('these groups have no triangular solution: use solver="telescoped".')
 
 
 def grow_equally(growth: Growth, budget: Budget) -> Round:

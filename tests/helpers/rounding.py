@@ -1,0 +1,29 @@
+"""The promises of rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import peel
+
+
+def assert_rounded(
+    graph: peel.ChannelGraph,
+    widths: Mapping[str, int],
+    ideal: Mapping[str, float],
+    budget: int,
+    *,
+    resource: str = "macs",
+    divisor: int = 1,
+) -> None:
+    """Within the budget, every tie within one step of its ideal width, no gap that could be spent."""
+    count = getattr(graph, resource)
+    steps = {tie: min(max(divisor, graph.steps[tie]), width) for tie, width in graph.widths.items()}
+    assert count(widths) <= budget
+    for tie, width in widths.items():
+        assert abs(width - ideal[tie]) < steps[tie] + 1e-6, (tie, width, ideal[tie])
+        assert width % steps[tie] == 0
+    if count(widths) < 0.999 * budget:
+        for tie, width in widths.items():
+            more = count({**widths, tie: width + steps[tie]})
+            assert width >= ideal[tie] - 1e-6 or more > budget or more == count(widths), tie
