@@ -137,8 +137,8 @@ def train_teacher(options: argparse.Namespace) -> None:
     result = peel.prune(
         options.net,
         load(options),
-        teacher=folder,
         stages=["original"],
+        output=folder,
         distill="none",
         **settings(options, 0),
     )

@@ -362,8 +362,8 @@ def test_two_rounds_split_the_pool_and_keep_the_weights_of_the_backbone() -> Non
 
 
 def test_no_layer_grows_beyond_max_width() -> None:
-    free = planned(budget="90%", backbone_ratio=0.5)
-    limited = planned(budget="90%", backbone_ratio=0.5, max_width=1.0)
+    free = planned(budget="90%", backbone_ratio=0.5, policy="winner-take-all")
+    limited = planned(budget="70%", backbone_ratio=0.8, policy="winner-take-all", max_width=1.0)
     original = limited.original.widths
     assert any(free.widths[tie] > width for tie, width in original.items())
     assert all(limited.widths[tie] <= width for tie, width in original.items())

@@ -16,7 +16,7 @@ from PIL import Image
 import peel
 from helpers.commands import run
 from helpers.folders import content, kept, read, weights
-from helpers.small import Counting, few_digits, small_run
+from helpers.small import Counting, Small, few_digits, small_run
 from peel.data.datasets import Data
 from peel.errors import RunError
 from peel.run.prune import prune
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         ({"groups": {"all": ["conv1", "conv2", "conv3", "conv4"]}}, ["groups.all: None -> ['conv1'"]),
         ({"data": few_digits(199)}, ["data.images: '"]),
         ({"plan": {"conv1": 4, "conv2": 4, "conv3": 8, "conv4": 8}}, ["plan.conv1: None -> 4"]),
-        ({"teacher": "elsewhere"}, ["teacher: 'train' -> 'path'"]),
+        ({"teacher": Small()}, ["teacher: 'train' -> 'given module'"]),
     ],
 )
 def test_other_settings_are_refused_with_the_difference(
@@ -56,15 +56,6 @@ def test_other_settings_are_refused_with_the_difference(
     after = content(own)
     assert set(after) == set(before)
     assert all(after[name] == before[name] for name in before if name != ".lock")
-
-
-def test_a_run_folder_and_the_folder_of_a_teacher_are_told_apart(own: Path, tmp_path: Path) -> None:
-    (own / "stages" / "original.record.json").unlink()
-    with pytest.raises(RunError, match="is the folder of a run that has not trained its original"):
-        small_run(output=tmp_path / "other", seed=3, teacher=own)
-    small_run(teacher=tmp_path / "teacher", stages=["original"], output=tmp_path / "first")
-    with pytest.raises(RunError, match="was started with other settings"):
-        small_run(output=tmp_path / "teacher")
 
 
 @pytest.mark.parametrize(
@@ -238,9 +229,8 @@ def test_a_run_resumes_with_moved_images_and_not_with_changed_ones(
     path = root / "train" / "cat" / f"0.{kind}"
     good = path.read_bytes()
     pixels = np.array(Image.open(path))
-    pixels[0, 0] ^= 1
-    Image.fromarray(pixels).save(path)
-    assert kind == "png" or path.stat().st_size == len(good)
+    # Images in memory are compared by their pixels, files by their names and sizes.
+    Image.fromarray(pixels ^ 1 if kind == "png" else pixels[:-1]).save(path)
     with pytest.raises(RunError, match=r"data\.images: "):
         prune("helpers.small:Small", root, **settings)
     path.write_bytes(good)
@@ -257,8 +247,8 @@ def test_another_torch_or_peel_is_logged(killed: Path, whole: bytes) -> None:
     path.write_text(json.dumps({**read(path), "torch": "2.0.1", "peel": "0.0.7"}))
     code, output = run(killed)
     assert code == 0
-    assert f"was started with torch 2.0.1 and resumes with {torch.__version__}" in output
-    assert f"was started with peel 0.0.7 and resumes with {peel.__version__}" in output
+    assert f"resumes with torch {torch.__version__} instead of 2.0.1" in output
+    assert f"resumes with peel {peel.__version__} instead of 0.0.7" in output
     assert weights(killed) == whole
 
 
@@ -284,7 +274,4 @@ def test_another_number_of_threads_is_logged(own: Path, caplog: pytest.LogCaptur
         small_run(output=own, seed=3)
     finally:
         torch.set_num_threads(1)
-    assert (
-        f"{own} was started with threads 1 and resumes with 2: the result may not be bit-identical"
-        in caplog.text
-    )
+    assert f"{own} resumes with threads 2 instead of 1: the result may not be bit-identical" in caplog.text

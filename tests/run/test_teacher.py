@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ import peel
 from helpers.folders import content, read
 from helpers.killing import KILLED, exit_code, run_until, start
 from helpers.small import CPU, WIDTHS, Counting, Small, few_digits, same_weights, small_run
-from peel.errors import ConfigError, CorruptFileError, DataError, RunError, StoreError
-from peel.run.folder import RunFolder
+from peel.errors import CorruptFileError, DataError, RunError, StoreError
 from peel.run.result import Result
 from peel.train.loop import evaluate
 
@@ -71,18 +69,12 @@ def test_the_plan_of_one_run_can_be_trained_by_another(finished: tuple[Path, Res
 # Teachers
 
 
-def test_a_teacher_at_a_path_is_trained_once_and_shared_by_runs(tmp_path: Path) -> None:
-    first, second = Counting(), Counting()
-    one = small_run(teacher=tmp_path / "teacher", output=tmp_path / "one", callbacks=[first])
-    stored = content(tmp_path / "teacher")
-    assert first.steps["original"] == 6
-    assert {"stages/original.json", "stages/original.safetensors", "stages/original.record.json"} <= set(
-        stored
-    )
-    two = small_run(
-        teacher=str(tmp_path / "teacher"), output=tmp_path / "two", seed=9, budget="40%", callbacks=[second]
-    )
-    assert "original" not in second.steps
+def test_a_teacher_is_trained_once_and_shared_by_runs(tmp_path: Path) -> None:
+    small_run(stages=["original"], output=tmp_path / "teacher")
+    stored, counting = content(tmp_path / "teacher"), Counting()
+    one = small_run(teacher=tmp_path / "teacher", output=tmp_path / "one", callbacks=[counting])
+    two = small_run(teacher=str(tmp_path / "teacher"), seed=9, budget="40%", callbacks=[counting])
+    assert "original" not in counting.steps
     assert content(tmp_path / "teacher") == stored
     assert two.rows[0].top1 == one.rows[0].top1
     straight = small_run()
@@ -161,7 +153,7 @@ def write_teacher(kind: str, path: Path) -> None:
     [
         (
             "other classes",
-            r"teacher.pt does not fit .*fc.weight has shape \(7, 16\) there and \(10, 16\) here",
+            r"(?s)teacher.pt does not fit the model.*size mismatch for fc.weight",
         ),
         ("code", "teacher.pt cannot be loaded without running code"),
         ("pickle", "teacher.pt cannot be loaded without running code"),
@@ -192,7 +184,7 @@ def test_a_teacher_module_with_other_classes_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["{}", "{"])
 def test_a_damaged_record_of_a_teacher_is_named(content: str, own: Path, tmp_path: Path) -> None:
     (own / "stages" / "original.record.json").write_text(content)
-    with pytest.raises(CorruptFileError, match=r"original.record.json is damaged: .* another --teacher"):
+    with pytest.raises(CorruptFileError, match=r"original.record.json is damaged: .* Restore it from a copy"):
         small_run(teacher=own, output=tmp_path / "other")
 
 
@@ -205,14 +197,6 @@ def test_a_slim_network_is_refused_as_teacher(
     assert not (tmp_path / "run").exists()
 
 
-def test_an_error_about_the_folder_of_the_teacher_names_the_flag_teacher(tmp_path: Path) -> None:
-    with (
-        RunFolder(tmp_path / "teacher"),
-        pytest.raises(RunError, match=r"teacher is in use by another process.* folder with --teacher"),
-    ):
-        small_run(teacher=tmp_path / "teacher", output=tmp_path / "run")
-
-
 def test_a_run_does_not_resume_with_another_teacher(tmp_path: Path) -> None:
     weights, run = tmp_path / "weights.pt", tmp_path / "run"
     torch.save(Small().state_dict(), weights)
@@ -222,19 +206,11 @@ def test_a_run_does_not_resume_with_another_teacher(tmp_path: Path) -> None:
     before = content(run / "stages")
     with pytest.raises(RunError, match=r"teacher_hash: '\w+' -> '\w+'"):
         small_run(teacher=weights, output=run)
-    with pytest.raises(RunError, match=r"there is no teacher at .*nothing, but this run had one"):
+    with pytest.raises(RunError, match=r"there is no teacher at .*nothing.*--stages original --output"):
         small_run(teacher=tmp_path / "nothing", output=run)
     assert not (tmp_path / "nothing").exists()
     assert content(run / "stages") == before
     assert small_run(teacher=moved, output=run).model is not None, "the same teacher at another place"
-
-
-def test_a_teacher_in_training_is_not_shared_by_runs_with_other_classes(tmp_path: Path) -> None:
-    settings = {**SHORT, "teacher": tmp_path / "teacher"}
-    assert exit_code(start(run_until, tmp_path / "first", settings, ("original", 4))) == KILLED
-    other = replace(few_digits(), classes=tuple(reversed(few_digits().classes)))
-    with pytest.raises(RunError, match=r"data\.classes"):
-        small_run(data=other, output=tmp_path / "second", **settings)
 
 
 def test_another_run_can_use_the_teacher_and_the_plan_of_a_killed_one(tmp_path: Path) -> None:
@@ -249,12 +225,7 @@ def test_another_run_can_use_the_teacher_and_the_plan_of_a_killed_one(tmp_path: 
 
 
 def test_the_folder_of_a_run_without_an_original_is_refused_as_teacher(tmp_path: Path) -> None:
-    small_run(teacher=tmp_path / "teacher", output=tmp_path / "one", stages=["original"])
-    with pytest.raises(RunError, match=r"one is the folder of a run that has not trained its original"):
+    small_run(teacher=Small(), output=tmp_path / "one", stages=["original"])
+    with pytest.raises(RunError, match=r"there is no teacher at .*one\. .*--stages original --output"):
         small_run(teacher=tmp_path / "one", output=tmp_path / "two")
     assert not (tmp_path / "two").exists()
-
-
-def test_the_teacher_and_the_run_need_two_folders(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="output and teacher are the same folder"):
-        small_run(teacher=tmp_path / "run", output=tmp_path / "run")

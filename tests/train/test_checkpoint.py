@@ -190,7 +190,7 @@ def test_a_full_disk_keeps_the_checkpoints_before(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(
         RunError,
-        match=r"peel-00003.*No space left on device \([\d,]+ bytes are needed.*kept.*make room",
+        match=r"peel-00003.*No space left on device.*kept.*make room",
     ):
         checkpoints.save(state(3), 3, 0)
     monkeypatch.undo()

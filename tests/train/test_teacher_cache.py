@@ -87,11 +87,8 @@ def test_out_of_memory_the_teacher_runs_with_smaller_batches() -> None:
     assert teacher.seen == 200
 
 
-def test_without_memory_for_the_table_there_is_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    def short(*_: object) -> None:
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(cache_module, "LogitCache", short)
+def test_a_table_above_the_limit_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "MAX_BYTES", 1000)
     assert make_logit_cache(Counting(), few_digits().train, "crop", 10, CPU) is None
 
 

@@ -41,4 +41,4 @@ class ActivationCost:
         for delta in change:
             alive = alive + delta
             peak = np.maximum(peak, alive)
-        return peak  # type: ignore[no-any-return]
+        return peak if isinstance(peak, np.ndarray) else float(peak)  # type: ignore[return-value]

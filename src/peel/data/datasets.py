@@ -63,13 +63,7 @@ class Split(Protocol):
 class Data:
     """Training and test images, and the names of their classes.
 
-    `load_data` returns one. To make one of your own images, give uint8 tensors (images x height x width x
-    channels) and class numbers from 0:
-
-        data = peel.Data.from_tensors(
-            "shapes", ("circle", "square"), train=(images, labels), test=(test_images, test_labels)
-        )
-        result = peel.prune(model, data, budget="50%")
+    `load_data` returns one, `Data.from_tensors` makes one of your own images.
     """
 
     name: str
@@ -83,7 +77,10 @@ class Data:
     def from_tensors(
         name: str, classes: tuple[str, ...], train: Labelled, test: Labelled, augment: str = "crop-flip"
     ) -> Data:
-        """Data in memory, normalized by the mean and the standard deviation of the training images."""
+        """Data in memory, normalized by the mean and the standard deviation of the training images.
+
+        Images are uint8, images x height x width x channels; labels are class numbers from 0.
+        """
         for pixels, labels in (train, test):
             if pixels.dtype != torch.uint8 or pixels.ndim != 4 or len(pixels) != len(labels):
                 given = f"{pixels.dtype} of shape {tuple(pixels.shape)} with {len(labels)} labels"
@@ -141,8 +138,6 @@ def load_data(
 def hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:
     """The split without a random share of its images, and this share: for decisions without test images."""
     count = held_out_size(split.size, share)
-    if count >= split.size:
-        raise DataError(f"cannot hold {count} of {split.size} images out of the training data.")
     order = torch.randperm(split.size, generator=torch.Generator().manual_seed(derive_seed("hold out", seed)))
     return split.subset(order[count:].sort().values), split.subset(order[:count].sort().values)
 

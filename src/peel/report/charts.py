@@ -71,9 +71,9 @@ def _mark_groups(axes: Axes, groups: Mapping[str, Sequence[str]]) -> None:
     for number, (group, ties) in enumerate(groups.items()):
         shade = "#f3f3f0" if number % 2 else "#fbfbfa"
         axes.axhspan(start, start + len(ties), color=shade, zorder=-2, linewidth=0)
-        style = {"fontsize": 8.5, "fontweight": "bold", "color": "#444444", "va": "center"}
+        style: Any = {"fontsize": 8.5, "fontweight": "bold", "color": "#444444", "va": "center"}
         middle = start + len(ties) / 2
-        axes.text(1.01, middle, group, transform=axes.get_yaxis_transform(), **style)  # type: ignore[arg-type]
+        axes.text(1.01, middle, group, transform=axes.get_yaxis_transform(), **style)
         start += len(ties)
 
 

@@ -49,7 +49,7 @@ class Config(MethodConfig):
     backbone: RecipeOverrides = field(default_factory=RecipeOverrides)
     """Changes to the recipe of the backbone."""
     teacher: str = "train"
-    """train, pretrained, or a path: loaded if it exists, otherwise trained and saved there."""
+    """train, pretrained, a file with trained weights, or a run folder that holds the trained original."""
     stages: tuple[str, ...] = tuple(STAGES)
     """Which of original, backbone, plan, uniform, peel to run."""
     plan: str | dict[str, int] | None = None

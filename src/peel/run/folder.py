@@ -25,21 +25,23 @@ import msgspec
 from filelock import FileLock, Timeout
 from torch import nn
 
-from ..errors import RunError, StoreError
-from ..surgery.serialization import load, save
+from ..errors import RunError
+from ..surgery.serialization import save
 from ..train.checkpoint import Checkpoints
 from ..train.history import EpochRecord
-from ..utils.files import explain_full_disk, parse_object, read_file, write_bytes, write_json
+from ..utils.files import parse_object, read_file, write_bytes
 from .result import StageRecord
 
 T = TypeVar("T")
 
+WAY_OUT = "Restore it from a copy, or start a new run with another --output."
+
 
 class RunFolder:
-    """A run folder, locked while it is open. `option` is the flag that named it, for messages."""
+    """A run folder, locked while it is open."""
 
-    def __init__(self, folder: str | os.PathLike[str], option: str = "--output") -> None:
-        self.folder, self.option = Path(folder), option
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
         self.run_id = ""
         self._lock = FileLock(self.folder / ".lock", timeout=0)
 
@@ -47,10 +49,10 @@ class RunFolder:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
-            raise RunError(f"{self.folder} is a file. Name another folder with {self.option}.") from None
+            raise RunError(f"{self.folder} is a file. Name another folder with --output.") from None
         except OSError as error:
             raise RunError(
-                f"cannot create the folder {self.folder}: {error.strerror}. Name another with {self.option}."
+                f"cannot create the folder {self.folder}: {error.strerror}. Name another with --output."
             ) from error
         try:
             names = sorted({entry.name for entry in self.folder.iterdir()} - {".lock"})
@@ -58,7 +60,7 @@ class RunFolder:
             if foreign and "state.json" not in names:
                 raise RunError(
                     f"{self.folder} holds files that are not of a run ({', '.join(foreign[:3])}). "
-                    f"Name another folder with {self.option}."
+                    f"Name another folder with --output."
                 )
             self._lock.acquire()
             for leftover in self.folder.rglob(".writing-*"):
@@ -66,7 +68,7 @@ class RunFolder:
         except Timeout:
             raise RunError(
                 f"{self.folder} is in use by another process. Wait for it to end, or name another folder "
-                f"with {self.option}."
+                f"with --output."
             ) from None
         except OSError as error:
             self._lock.release()
@@ -84,19 +86,18 @@ class RunFolder:
     def has(self, name: str) -> bool:
         return self.path(name).exists()
 
-    def remove(self, name: str) -> None:
-        self.path(name).unlink(missing_ok=True)
-
     def read(self, name: str, parse: Callable[[bytes], T]) -> T:
-        return read_file(self.path(name), parse, _way_out(self.option))
+        return read_file(self.path(name), parse, WAY_OUT)
+
+    def read_json(self, name: str, kind: type[T]) -> T:
+        return self.read(name, lambda data: msgspec.convert(parse_object(data), kind))
 
     def write_bytes(self, name: str, data: bytes) -> None:
         with self._explained(name):
             write_bytes(self.path(name), data)
 
     def write_json(self, name: str, value: Any) -> None:
-        with self._explained(name):
-            write_json(self.path(name), value)
+        self.write_bytes(name, (json.dumps(value, indent=1) + "\n").encode())
 
     @contextlib.contextmanager
     def _explained(self, name: str) -> Iterator[None]:
@@ -116,7 +117,7 @@ class RunFolder:
     def stage_record(self, stage: str) -> StageRecord | None:
         """The record of a stage, if it has finished."""
         name = f"stages/{stage}.record.json"
-        return read_json(self.path(name), StageRecord, self.option) if self.has(name) else None
+        return self.read_json(name, StageRecord) if self.has(name) else None
 
     def save_stage(self, stage: str, record: StageRecord, model: nn.Module) -> None:
         """Store the model, then the record: where the record exists, the stage is complete."""
@@ -125,22 +126,13 @@ class RunFolder:
         self.checkpoints(stage).clear()
 
     def save_model(self, name: str, model: nn.Module) -> None:
-        with self._explained(name):
-            try:
-                save(model, self.path(name))
-            except StoreError as error:
-                if isinstance(error.__cause__, OSError):
-                    raise error.__cause__ from None
-                raise
-
-    def load_model(self, stage: str, original: nn.Module) -> nn.Module:
-        return load(self.folder / "stages" / stage, model=original)
+        save(model, self.path(name))
 
     # Metrics
 
     def log_epoch(self, stage: str, epoch: EpochRecord) -> None:
         path, line = self.path("metrics.jsonl"), _metrics_line(stage, epoch)
-        with self._explained(path.name), explain_full_disk(path, len(line)), path.open("a") as file:
+        with self._explained(path.name), path.open("a") as file:
             file.write(line)
 
     def restart_metrics(self, stage: str, history: Sequence[EpochRecord]) -> None:
@@ -152,15 +144,6 @@ class RunFolder:
                     kept.append(line.decode() + "\n")
         text = "".join([*kept, *(_metrics_line(stage, epoch) for epoch in history)])
         self.write_bytes("metrics.jsonl", text.encode())
-
-
-def read_json(path: Path, kind: type[T], option: str = "--output") -> T:
-    """A file that a run wrote, as an object of its type; `option` names the folder in messages."""
-    return read_file(path, lambda data: msgspec.convert(parse_object(data), kind), _way_out(option))
-
-
-def _way_out(option: str) -> str:
-    return f"Restore it from a copy, or start a new run with another {option}."
 
 
 def _metrics_line(stage: str, epoch: EpochRecord) -> str:

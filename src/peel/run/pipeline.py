@@ -2,14 +2,13 @@
 
 import json
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from ..cost.widths import Widths
 from ..data.datasets import Split, held_out_size
-from ..errors import BudgetError, ConfigError, DataError, RunError
+from ..errors import BudgetError, ConfigError, DataError
 from ..methods.peel import HELD_OUT, check_feasible, equal_share_plan, make_plan, stage_of_round
 from ..methods.plan import Plan, assemble_plan
 from ..methods.problem import Problem
@@ -30,7 +29,7 @@ from .config import Config
 from .estimate import estimate_work, seconds_per_mac
 from .folder import RunFolder
 from .result import Result, Row, StageRecord
-from .resume import RunState, open_or_resume, refuse_changes, teacher_identity
+from .resume import RunState, refuse_changes
 from .teacher import Teacher, find_teacher, weights_hash
 from .trainer import Trainer
 
@@ -44,7 +43,6 @@ class Pipeline:
     recipe: Recipe
     trainer: Trainer
     identity: dict[str, Any]
-    environment: dict[str, Any]
     teacher: nn.Module | str = "train"
     given_widths: Widths | None = None
     """A plan of the user's own."""
@@ -166,27 +164,11 @@ class Pipeline:
         self._add_row("original", self.problem.graph.widths, metrics)
 
     def _train_original(self) -> nn.Module:
-        """Train it in this run's folder, or in one of its own that other runs share."""
         seed_everything(derive_seed("init", "original", self.problem.seed))
         graph = self.problem.graph
         network = slim(self.problem.model, graph.widths, graph=graph).requires_grad_(True)
         objective = CrossEntropy(self.recipe.label_smoothing)
-        if self.config.teacher == "train" or not self.world.is_main_process:
-            return self._train("original", network, objective, graph.widths)
-        if self.state is not None and self.state.teacher_hash is not None:
-            raise RunError(
-                f"there is no teacher at {self.config.teacher}, but this run had one (hash of its "
-                f"weights: {self.state.teacher_hash}). Name the folder where it is now."
-            )
-        with RunFolder(self.config.teacher, "--teacher") as shared:
-            own = teacher_identity(self.identity)
-            open_or_resume(shared, "a shared teacher", own, self.environment)
-            self.teacher_file = str(Path(self.config.teacher) / "stages" / "original.json")
-            self.trainer.folder = shared
-            try:
-                return self._train("original", network, objective, graph.widths)
-            finally:
-                self.trainer.folder = self.folder
+        return self._train("original", network, objective, graph.widths)
 
     def _check_teacher(self, teacher: nn.Module) -> None:
         """Refuse a teacher whose weights changed since the last start."""
@@ -205,15 +187,13 @@ class Pipeline:
         """All processes must arrive at the same plan; that of the main process counts."""
         plan = self._make_plan()
         self.world.check_equal("the plan", json.dumps(dict(plan.widths) if plan is not None else None))
-        shared: Plan | None = self.world.broadcast(plan)
-        return shared
+        return self.world.broadcast(plan)
 
     def _make_plan(self) -> Plan | None:
         if self.given_widths is not None:
             plan = assemble_plan(self.problem, self.given_widths)
         elif self.world.broadcast(self.folder is not None and self.folder.has("plan.json")):
-            stored: Plan = self.world.broadcast(self._stored_plan())
-            return stored
+            return self.world.broadcast(self._stored_plan())
         elif "backbone" not in self.config.stages:
             return None
         else:
@@ -311,11 +291,7 @@ class Pipeline:
     def _finish(self, plan: Plan | None, slimmed: nn.Module | None) -> Result:
         networks = {"original": self.problem.graph.widths, "uniform": self.problem.uniform()}
         for name, widths in {**networks, **({"peel": plan.widths} if plan is not None else {})}.items():
-            if (
-                name not in self.rows
-                and self.folder is not None
-                and self.folder.stage_record(name) is not None
-            ):
+            if name not in self.rows and self.folder is not None and self.folder.stage_record(name):
                 # A stage that an earlier start finished, and that this one leaves out.
                 self.trainer.load_record(name)
                 self._add_row(name, widths)

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..cost.rounding import resolve_budget
 from ..data.datasets import Data
-from ..errors import ConfigError, PeelError, RunError
+from ..errors import PeelError, RunError
 from ..graph import trace
 from ..methods.problem import Problem
 from ..train.callbacks import Callback
@@ -72,12 +72,6 @@ def prune(
     else:
         criterion = None
     config = make_config(given)
-    if (
-        output is not None
-        and not isinstance(teacher, nn.Module)
-        and Path(output).resolve() == Path(teacher).resolve()
-    ):
-        raise ConfigError(f"output and teacher are the same folder, {output}: name two folders.")
     with preserve_process_state():
         pipeline = _prepare(model, data if isinstance(data, Data) else str(data), config, callbacks)
         pipeline.teacher = teacher if isinstance(teacher, nn.Module) else config.teacher
@@ -138,7 +132,6 @@ def _prepare(
         recipes[0],
         Trainer(problem, callbacks if engine.world.is_main_process else (), config.checkpoint_seconds),
         run_identity(resolved, graph, network, loaded, engine, recipes, plan),
-        environment_of(engine),
         given_widths=plan,
         notes=model_notes(model, network, config),
     )
@@ -146,9 +139,10 @@ def _prepare(
 
 def _run_in_folder(output: str | Path, pipeline: Pipeline, config: Config, command: str) -> Result:
     with RunFolder(output) as folder:
-        pipeline.state = open_or_resume(folder, command, pipeline.identity, pipeline.environment, config)
+        environment = environment_of(pipeline.problem.engine)
+        pipeline.state = open_or_resume(folder, command, pipeline.identity, environment, config)
         pipeline.folder = pipeline.trainer.folder = folder
-        folder.remove("error.json")
+        folder.path("error.json").unlink(missing_ok=True)
         try:
             return pipeline.run()
         except Exception as error:

@@ -27,12 +27,9 @@ from ..utils.fingerprint import fingerprint
 from ..utils.text import flatten
 from ..version import __version__
 from .config import Config
-from .folder import RunFolder, read_json
+from .folder import RunFolder
 
 log = logging.getLogger("peel")
-
-#: May change between two starts, with a warning: batch norm sees other micro-batches.
-WARNED = {"accumulate"}
 
 
 @dataclass
@@ -84,12 +81,6 @@ def run_identity(
     return dict(json.loads(json.dumps(identity)))
 
 
-def teacher_identity(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of the identity that a teacher depends on: runs that share it share the teacher."""
-    own = ("train", "seed", "model", "data", "processes", "accumulate", "pad_channels", "sync_bn")
-    return {name: identity[name] for name in own}
-
-
 def _fingerprint_images(data: Data) -> str:
     parts: list[Tensor | str] = []
     for split in (data.train, data.test):
@@ -131,11 +122,11 @@ def open_or_resume(
         run_id = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         state = RunState(command, identity, run_id)
     else:
-        state = read_json(folder.path("state.json"), RunState, folder.option)
+        state = folder.read_json("state.json", RunState)
         if (state.format, state.version) != (RunState.format, RunState.version):
             raise RunError(
                 f"{folder.folder} was written by another version of peel (format version {state.version}). "
-                f"Resume it with that version, or start a new run with another {folder.option}."
+                f"Resume it with that version, or start a new run with another --output."
             )
         before = folder.read("environment.json", parse_object) if folder.has("environment.json") else {}
         changed = _changes(folder, state.identity, identity, before, environment)
@@ -164,23 +155,14 @@ def _changes(
     first, second = flatten(before), flatten(after)
     names = [name for name in {**first, **second} if first.get(name) != second.get(name)]
     changed = {name: (first.get(name), second.get(name)) for name in names}
-    for name in WARNED & changed.keys():
-        values = changed.pop(name)
-        log.warning(
-            "%s resumes with %s %s instead of %s: the result will not be bit-identical.",
-            folder.folder,
-            name,
-            *values[::-1],
-        )
+    # Batch norm sees other micro-batches.
+    warned = {"accumulate": changed.pop("accumulate")} if "accumulate" in changed else {}
     for name in ("peel", "torch", *(["threads"] if "CPU" in str(new.get("device")) else [])):
         if name in old and old[name] != new.get(name):
-            log.warning(
-                "%s was started with %s %s and resumes with %s: the result may not be bit-identical.",
-                folder.folder,
-                name,
-                old[name],
-                new.get(name),
-            )
+            warned[name] = old[name], new.get(name)
+    text = "%s resumes with %s %s instead of %s: the result may not be bit-identical."
+    for name, (was, is_now) in warned.items():
+        log.warning(text, folder.folder, name, is_now, was)
     if old.get("torch", new.get("torch")) != new.get("torch"):
         # Another torch may capture the same code as other operators.
         for name in ("model.operators", "model.constants"):
@@ -193,5 +175,5 @@ def refuse_changes(folder: RunFolder, changed: Mapping[str, tuple[Any, Any]]) ->
     shown = "\n  ".join([*lines[:12], *([f"and {len(lines) - 12} more"] if len(lines) > 12 else [])])
     raise RunError(
         f"{folder.folder} was started with other settings:\n  {shown}\nUse the same settings to resume it, "
-        f"or another {folder.option} to start a new run."
+        f"or another --output to start a new run."
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -13,10 +14,9 @@ from ..methods.problem import Problem
 from ..surgery.info import info_of
 from ..surgery.serialization import load
 from ..train.objective import get_logits
+from ..utils.files import parse_object, read_file
 from ..utils.fingerprint import fingerprint
-from .folder import read_json
 from .result import StageRecord
-from .resume import RunState
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Teacher:
 
 
 def find_teacher(reference: nn.Module | str, problem: Problem) -> Teacher | None:
-    """The trained teacher; None where it is still to be trained."""
+    """The trained teacher; None where it is trained by the run itself."""
     if reference == "train":
         return None
     if isinstance(reference, nn.Module):
@@ -38,18 +38,11 @@ def find_teacher(reference: nn.Module | str, problem: Problem) -> Teacher | None
     elif reference == "pretrained":
         teacher = Teacher(copy.deepcopy(problem.model))
     else:
-        path = Path(reference)
-        file = _saved_file(path)
-        if file is None and path.suffix in (".pt", ".pth", ".json", ".safetensors"):
-            raise RunError(
-                f"there is no teacher at {path}. Name a file that exists, or a folder to train it in."
-            )
-        if file is None:
-            return None
+        file = _saved_file(Path(reference))
         record = file.with_name("original.record.json")
         known = None
         if file.name == "original.json" and record.is_file():
-            known = read_json(record, StageRecord, "--teacher")
+            known = read_file(record, lambda data: msgspec.convert(parse_object(data), StageRecord))
         teacher = Teacher(load_weights(file, problem.model), str(file), known)
         _refuse_slim(teacher, problem)
     _check(teacher.model, problem)
@@ -88,21 +81,17 @@ def _check(teacher: nn.Module, problem: Problem) -> None:
         )
 
 
-def _saved_file(path: Path) -> Path | None:
-    """The teacher in a run folder, a model saved by peel, or a state dict; None if there is none."""
-    if path.is_dir():
-        inside = path / "stages" / "original.json"
-        if inside.exists() and (path / "stages" / "original.record.json").exists():
-            return inside
-        state = path / "state.json"
-        if state.is_file() and "method" in read_json(state, RunState, "--teacher").identity:
-            raise RunError(
-                f"{path} is the folder of a run that has not trained its original. Finish that run, or name "
-                "another folder."
-            )
-        return None
-    candidates = (path, path.with_name(path.name + ".json"))
-    return next((candidate for candidate in candidates if candidate.is_file()), None)
+def _saved_file(path: Path) -> Path:
+    """The teacher in a run folder, a model saved by peel, or a state dict."""
+    inside = path / "stages" / "original.json"
+    candidates = (inside,) if path.is_dir() else (path, path.with_name(path.name + ".json"))
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise RunError(
+        f"there is no teacher at {path}. Name a file with its weights, or a run folder. To train it once for "
+        f"several runs: peel run ... --stages original --output {path}"
+    )
 
 
 def load_weights(path: Path, original: nn.Module) -> nn.Module:
@@ -127,16 +116,8 @@ def load_weights(path: Path, original: nn.Module) -> nn.Module:
         name.removeprefix("module.").removeprefix("_orig_mod."): value for name, value in stored.items()
     }
     teacher = copy.deepcopy(original)
-    expected = teacher.state_dict()
-    for name in (name for name in expected if name in weights):
-        there, here = tuple(weights[name].shape), tuple(expected[name].shape)
-        if there != here:
-            raise StoreError(
-                f"{path} does not fit the model: {name} has shape {there} there and {here} here. "
-                "Was it trained with another number of classes?"
-            )
-    missing = sorted(weights.keys() ^ expected.keys())
-    if missing:
-        raise StoreError(f"{path} does not fit the model: not in both: {', '.join(missing[:3])}.")
-    teacher.load_state_dict(weights)
+    try:
+        teacher.load_state_dict(weights)
+    except RuntimeError as error:
+        raise StoreError(f"{path} does not fit the model. {error}") from error
     return teacher

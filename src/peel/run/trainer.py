@@ -14,6 +14,7 @@ from ..steps.distillation import Pair
 from ..surgery import slim
 from ..surgery.info import info_of
 from ..surgery.padding import Padded, fast_widths, pad
+from ..surgery.serialization import load
 from ..train.callbacks import Callback
 from ..train.checkpoint import non_persistent_buffers
 from ..train.history import EpochRecord
@@ -21,7 +22,7 @@ from ..train.loop import fit
 from ..train.objective import Objective
 from ..train.recipe import Recipe
 from ..utils.rng import derive_seed
-from .folder import RunFolder
+from .folder import WAY_OUT, RunFolder
 from .result import StageRecord
 
 DESCRIPTIONS = {
@@ -69,9 +70,7 @@ class Trainer:
     ) -> nn.Module:
         """The trained network; of a pair (in-place distillation), the student."""
         engine, folder = self.problem.engine, self.folder
-        done: StageRecord | None = engine.world.broadcast(
-            folder.stage_record(stage) if folder is not None else None
-        )
+        done = engine.world.broadcast(folder.stage_record(stage) if folder is not None else None)
         if done is not None:
             self.begin_stage(stage, suffix=": already finished")
             if folder is not None:
@@ -122,16 +121,14 @@ class Trainer:
 
     def _load(self, stage: str, widths: Widths) -> nn.Module:
         """The network of a finished stage. The main process reads it and sends the weights to the others."""
-        problem, stored = self.problem, None
+        problem = self.problem
+        stored: Any = None
         if self.folder is not None:
-            loaded = self.folder.load_model(stage, problem.model)
-            for tie, width in _widths_of(loaded).items():
-                if width != widths[tie]:
-                    raise CorruptFileError(
-                        f"{self.folder.folder}/stages/{stage}.json is of another network: {tie} has {width} "
-                        f"channels there, not {widths[tie]}. Restore it from a copy, or start a new run with "
-                        f"another {self.folder.option}."
-                    )
+            loaded = load(self.folder.path(f"stages/{stage}"), problem.model)
+            if _widths_of(loaded) != widths:
+                raise CorruptFileError(
+                    f"{self.folder.folder}/stages/{stage}.json has other widths than the plan. {WAY_OUT}"
+                )
             stored = loaded.state_dict(), non_persistent_buffers(loaded)
         weights, buffers = problem.engine.world.broadcast(stored)
         network = slim(problem.model, widths, graph=problem.graph)

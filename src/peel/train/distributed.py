@@ -28,7 +28,7 @@ class World:
         """Whether this process writes files and prints."""
         return self.rank == 0
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: T) -> T:
         """The value of the main process."""
         if self.size == 1:
             return value
@@ -53,10 +53,6 @@ class World:
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in any process."""
         return any(self.gather(flag))
-
-    def first_not_none(self, value: T | None) -> T | None:
-        """The value of the lowest rank that has one."""
-        return next((found for found in self.gather(value) if found is not None), None)
 
     def barrier(self) -> None:
         if self.size > 1:

@@ -167,7 +167,7 @@ def _evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int) -
         sums += torch.stack([loss.double(), is_hit[:, 0].sum().double(), is_hit.sum().double()])
         if (stop := interrupt_requested()) is not None:
             break
-    if (stop := engine.world.first_not_none(stop)) is not None:
-        raise Interrupted(stop)
+    for signal in filter(None, engine.world.gather(stop)):
+        raise Interrupted(signal)
     loss_mean, top1, top5 = (engine.world.all_reduce(sums) / split.size).tolist()
     return Metrics(loss_mean, top1, top5)

@@ -92,7 +92,6 @@ RECIPES: Mapping[str, Recipe] = {
 _BACKBONE_CHANGES: Mapping[str, Mapping[str, Any]] = {
     "imagenet-resnet": {"epochs": 50},
     "imagenet-mobilenet": {"epochs": 50},
-    "cifar": {"epochs": 50},
     "cifar-steps": {"epochs": 50, "schedule": "cosine"},
     "cifar-fast": {"epochs": 10, "warmup_epochs": 1},
     "digits": {"epochs": 12},

@@ -6,7 +6,6 @@ serve every student of the teacher. Each epoch computes those that are missing.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 import torch
@@ -15,12 +14,10 @@ from torch import Tensor, nn
 from ..data.augmentation import View, count_windows, draw_windows, padding_of
 from ..data.batch import Batch
 from ..data.datasets import Split
-from .engine import Engine, eval_batch_size, is_out_of_memory, retry_on_oom
+from .engine import Engine, eval_batch_size, retry_on_oom
 from .objective import get_logits
 
-log = logging.getLogger("peel")
-
-#: The largest table that is made.
+#: The largest table that is made; on a GPU also a quarter of the free memory.
 MAX_BYTES = 2 * 2**30
 
 
@@ -90,12 +87,9 @@ def make_logit_cache(
     """A cache for this teacher and split; None where the augmentation has too many variants for a table."""
     variants = count_windows(augment, split.shape[1])
     bytes_per_logit = 2 if engine.bf16 else 4
-    if variants is None or split.size * variants * classes * bytes_per_logit > MAX_BYTES:
+    limit = MAX_BYTES
+    if engine.device.type == "cuda":
+        limit = min(limit, torch.cuda.mem_get_info(engine.device)[0] // 4)
+    if variants is None or split.size * variants * classes * bytes_per_logit > limit:
         return None
-    try:
-        return LogitCache(teacher, split.size, variants, classes, engine)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        log.info("out of memory: the teacher's logits are not cached but computed at every step.")
-        return None
+    return LogitCache(teacher, split.size, variants, classes, engine)

@@ -1,12 +1,10 @@
 """Atomic writes, reads with clear errors, and JSON."""
 
 import contextlib
-import errno
 import json
 import os
 import secrets
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,30 +18,16 @@ T = TypeVar("T")
 def write_bytes(path: Path, data: bytes) -> None:
     """Write atomically and durably: after a crash, `path` holds the old content or the new, never a part."""
     temporary = path.with_name(f".writing-{secrets.token_hex(8)}")
-    with explain_full_disk(path, len(data)):
-        try:
-            with temporary.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    _sync_folder(path.parent)
-
-
-@contextlib.contextmanager
-def explain_full_disk(path: Path, needed: int) -> Iterator[None]:
-    """Add to an error about a full disk how many bytes are needed, and how many are free."""
     try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        free = shutil.disk_usage(path.parent).free
-        text = f"{error.strerror} ({needed:,} bytes are needed, {free:,} are free)"
-        raise OSError(error.errno, text, str(path)) from error
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -54,10 +38,6 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def write_json(path: Path, value: Any) -> None:
-    write_bytes(path, (json.dumps(value, indent=1) + "\n").encode())
 
 
 def read_file(path: Path, parse: Callable[[bytes], T], way_out: str = "Restore it from a copy.") -> T:
