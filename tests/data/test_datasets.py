@@ -212,8 +212,3 @@ def test_held_out_images_are_not_trained_on() -> None:
         image.numpy().tobytes(): int(label) for image, label in zip(data.train.pixels, data.train.labels)
     }  # type: ignore[attr-defined]
     assert [labels[image.numpy().tobytes()] for image in held.pixels] == held.labels.tolist()
-
-
-def test_holding_everything_out_is_refused() -> None:
-    with pytest.raises(DataError, match="cannot hold 200 of 200"):
-        hold_out(few_digits().train, 1.0, seed=0)

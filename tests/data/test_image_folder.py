@@ -16,7 +16,6 @@ from torchvision.transforms import v2
 
 from helpers.images import images_of, noise, write_folder
 from helpers.small import few_digits
-from peel.data import image_folder as folder_module
 from peel.data.augmentation import EVAL, View
 from peel.data.datasets import Split, load_data
 from peel.data.image_folder import ImageFolder, decode, fingerprint_of
@@ -162,22 +161,17 @@ def test_other_numbers_of_channels_repeat_the_gray_image(channels: int, streamed
     assert (images == images[:, :1]).all()
 
 
-def test_the_fingerprint_covers_all_sizes_and_a_sample_of_the_contents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fingerprint_covers_all_names_and_sizes(tmp_path: Path) -> None:
     paths = [tmp_path / os.fsdecode(b"\xff%d.bmp" % number) for number in range(25)]
     for path in paths:
         path.write_text("before")
-    monkeypatch.setattr(folder_module, "FINGERPRINTED", 10)
-    whole, noticed = fingerprint_of([str(path) for path in paths]), []
-    for number, path in enumerate(paths):
-        path.write_text("behind")
-        if fingerprint_of([str(path) for path in paths]) != whole:
-            noticed.append(number)
-        path.write_text("before")
-    assert noticed == list(range(0, 25, 3))
+    whole = fingerprint_of([str(path) for path in paths])
     paths[1].write_text("longer than before")
     assert fingerprint_of([str(path) for path in paths]) != whole
+    paths[1].write_text("before")
+    assert fingerprint_of([str(path) for path in paths]) == whole
+    renamed = paths[1].rename(tmp_path / "other.bmp")
+    assert fingerprint_of([str(path) for path in [paths[0], renamed, *paths[2:]]]) != whole
 
 
 def seen_by_index(
