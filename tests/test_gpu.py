@@ -72,13 +72,13 @@ def set_sync_debug_mode(mode: str) -> None:
 
 
 def pictures(count: int = 3000, size: int = 32, seed: int = 0) -> InMemoryImages:
-    """Images that can be learnt: each class has a colour, with noise."""
+    """Images that can be learnt: each class has a color, with noise."""
     chance = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, 10, (count,), generator=chance)
-    colours = torch.randint(0, 256, (10, 1, 1, 3), generator=torch.Generator().manual_seed(5))
+    colors = torch.randint(0, 256, (10, 1, 1, 3), generator=torch.Generator().manual_seed(5))
     noise = torch.randint(-60, 60, (count, size, size, 3), generator=chance)
     return InMemoryImages(
-        (colours[labels] + noise).clamp(0, 255).to(torch.uint8), labels, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
+        (colors[labels] + noise).clamp(0, 255).to(torch.uint8), labels, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
     )
 
 

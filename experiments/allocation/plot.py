@@ -94,7 +94,7 @@ def draw_map(axis: Any, lines: Sequence[Line], name: str, budget: str, epochs: i
         label, point = ranked[place], (place, values[place])
         axis.annotate(label, point, fontsize=7, ha=side, xytext=(shift, -3), textcoords="offset points")
     axis.set_title(f"{name}, {budget}, {epochs} epochs", fontsize=9)
-    axis.set_xlabel("rank (grey: two deviations over seeds)", fontsize=8)
+    axis.set_xlabel("rank (gray: two deviations over seeds)", fontsize=8)
     axis.set_ylabel("held-out loss minus uniform", fontsize=8)
 
 

@@ -218,7 +218,7 @@ class Shared(Net):
         return self.head(self.conv(F.relu(self.conv(F.relu(self.stem(x))))))
 
 
-class Standardised(Net):
+class Standardized(Net):
     """A weight that is computed from its parameter before it is used."""
 
     expected = {"conv1": (6, 1), "conv2": (8, 1)}
@@ -525,7 +525,7 @@ class Subclassed(Net):
         return self.head(F.relu(self.conv(x)))
 
 
-class Parametrised(Net):
+class Parametrized(Net):
     """Weight norm in both of its forms: the weight is computed from parameters."""
 
     expected = {"new": (8, 1), "old": (6, 1)}
@@ -600,8 +600,8 @@ class Positions(Net):
 
 NETS: list[type[Net]] = [
     Chain, Residual, Depthwise, Grouped, Dense, Flattened, Split, SplitByAttribute, Shuffled,
-    ChannelsLast, GroupNormed, Shared, Standardised, PaddedShortcut, Decoder, Volume, Signal,
+    ChannelsLast, GroupNormed, Shared, Standardized, PaddedShortcut, Decoder, Volume, Signal,
     SelectiveKernel, Gated, PixelShuffled, Efficient, HardCoded, UnknownOperator, Attention, NeedsData,
     AuxiliaryHead, SlicesThatFit, SliceIntoMean, InnerAxis, UnevenChunks, NumbersThatAreNoWidths,
-    Subclassed, Parametrised, MapNorm, CrossStage, Positions,
+    Subclassed, Parametrized, MapNorm, CrossStage, Positions,
 ]  # fmt: skip

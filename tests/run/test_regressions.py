@@ -20,7 +20,7 @@ OWN = """
 from torch import nn
 from helpers.small import Small
 
-def grey():
+def gray():
     model = Small()
     model.conv1 = nn.Conv2d(1, 8, 3, padding=1, bias=False)
     return model
@@ -147,13 +147,13 @@ def test_a_model_that_returns_no_tensor_is_refused() -> None:
 def test_own_models_may_take_gray_images_and_no_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "own_grey.py").write_text(OWN)
+    (tmp_path / "own_gray.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     assert (
         main(
             [
                 "run",
-                "own_grey.py:grey",
+                "own_gray.py:gray",
                 "--output",
                 "run",
                 "--stages",

@@ -123,7 +123,7 @@ def model_notes(model: nn.Module | str, network: nn.Module, config: Config) -> l
     if frozen and len(frozen) < len(list(network.parameters())):
         more = f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
         notes.append(
-            f"Frozen parameters ({', '.join(frozen[:3])}{more}) are initialised and trained like all others."
+            f"Frozen parameters ({', '.join(frozen[:3])}{more}) are initialized and trained like all others."
         )
     return notes
 
