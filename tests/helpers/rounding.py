@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import peel
+
+
+def step_of(graph: peel.ChannelGraph, ideal: float, tie: str, divisor: int | str) -> int:
+    """By how much a tie is rounded at an ideal width, worked out from the documented rule."""
+    unit = graph.steps[tie]
+    if divisor != "auto":
+        return min(math.lcm(unit, int(divisor)), graph.widths[tie])
+    return max([unit, *(m for m in (math.lcm(unit, d) for d in (2, 4, 8)) if m <= ideal / 8)])
 
 
 def assert_rounded(

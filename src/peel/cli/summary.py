@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..cost.budget import format_count
+from ..cost.budget import format_bytes, format_count
 from ..run.result import Result
 from ..utils.text import format_duration
 
@@ -18,7 +18,7 @@ def draw_result(result: Result, console: Console, *, with_notes: bool = False) -
     for note in result.notes if with_notes else ():
         console.print(f"note: {note}", markup=False)
     if result.rows:
-        table = _table("", "top-1", "top-5", "MACs", "params", "time")
+        table = _table("", "top-1", "top-5", "MACs", "params", "memory, 1 image", "time")
         full = result.rows[0]
         for row in result.rows:
             is_compared = row is not full and full.name == "original"
@@ -28,6 +28,7 @@ def draw_result(result: Result, console: Console, *, with_notes: bool = False) -
                 f"{row.top5:.2%}",
                 format_count(row.macs) + (f" ({row.macs / full.macs:.0%})" if is_compared else ""),
                 format_count(row.params),
+                format_bytes(row.memory),
                 format_duration(row.seconds),
             )
         console.print(table)
@@ -52,6 +53,7 @@ def draw_estimate(result: Result, console: Console) -> None:
         table.add_row(escape(tie), *(str(network.widths[tie]) for network in networks.values()))
     table.add_row("macs", *(format_count(network.macs) for network in networks.values()))
     table.add_row("params", *(format_count(network.params) for network in networks.values()))
+    table.add_row("memory, 1 image", *(format_bytes(network.memory) for network in networks.values()))
     console.print(table)
     console.print(f"\nbudget: {format_count(plan.budget)} {plan.resource} ({plan.budget:,})")
     for name, seconds in estimate.items():

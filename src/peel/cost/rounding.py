@@ -1,12 +1,13 @@
 """Whole widths that meet a budget: the uniform network, and the rounding that every plan uses.
 
 Both functions promise: every tie ends within one step of its ideal width, and the cost never exceeds the
-budget. What single steps cannot spend stays unspent.
+budget. What single steps cannot spend stays unspent. Unless growth is asked for, no network costs more than
+the original in any resource.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import floor, inf, lcm
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -22,6 +23,9 @@ GAP = 1e-3
 #: Up to this many ties, all ways to round them are compared.
 MAX_TIES = 14
 
+Divisor = int | Literal["auto"]
+"""Widths are multiples of this. `"auto"`: of 8, or of 4, 2 or 1 where 8 exceeds an eighth of the width."""
+
 Cost = Callable[[Sequence[float]], float]
 """Units of the ties -> cost. Exact for whole units, continuous between them."""
 
@@ -34,6 +38,8 @@ class Costed(Protocol):
     def widths(self) -> Widths: ...
     @property
     def steps(self) -> Mapping[str, int]: ...
+    @property
+    def fixed(self) -> Mapping[str, str]: ...
     def units(self, widths: Mapping[str, int] | None = None) -> list[int]: ...
     def cost(self, resource: str) -> Cost: ...
 
@@ -48,9 +54,45 @@ def cost_of(graph: Costed, resource: str) -> Cost:
     return graph.cost(resource)
 
 
-def resolve_budget(graph: Costed, budget: Budget, resource: str = "macs") -> int:
-    """The budget as a whole number of the resource."""
-    return parse_budget(budget, int(cost_of(graph, resource)(graph.units())))
+def resolve_budget(graph: Costed, budget: Budget, resource: str = "macs", grow: bool = False) -> int:
+    """The budget as a whole number of the resource. A budget above the original needs `grow`."""
+    cost = cost_of(graph, resource)
+    if not graph.widths:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(graph.fixed.items())[:3])
+        raise BudgetError(
+            f"no channel of this network can be removed. Its ties are fixed: {reasons or 'none'}."
+        )
+    original = int(cost(graph.units()))
+    target = parse_budget(budget, original, resource)
+    if target > original and not grow:
+        raise BudgetError(
+            f"a budget of {format_count(target)} {resource} is above the original network: "
+            f"{format_count(original)} ({original:,}). To make the network larger, set grow=True (--grow)."
+        )
+    return target
+
+
+class Limits:
+    """What a network may cost: `target` of one resource and, if `bounded`, the original in the others."""
+
+    def __init__(self, graph: Costed, target: int, resource: str, *, bounded: bool) -> None:
+        self.graph, self.target, self.resource = graph, target, resource
+        self.cost = cost_of(graph, resource)
+        others = [name for name in RESOURCES if name != resource and bounded]
+        self.others = [_relative(graph.cost(name), graph.units()) for name in others]
+        """What is used of the other limits; at most 1 each."""
+
+    def load(self, units: Sequence[float]) -> float:
+        """The largest fraction of any limit that is used. At most 1 where the network is allowed."""
+        load: Any = self.cost(units) / self.target
+        for other in self.others:
+            load = np.maximum(load, other(units))
+        return load  # type: ignore[no-any-return]
+
+
+def _relative(cost: Cost, original: Sequence[float]) -> Cost:
+    limit = max(1, cost(original))
+    return lambda units: cost(units) / limit
 
 
 def fractional_units(graph: Costed, widths: Mapping[str, float]) -> list[float]:
@@ -68,20 +110,22 @@ def uniform(
     budget: Budget,
     *,
     resource: str = "macs",
-    divisor: int = 1,
+    divisor: Divisor = "auto",
     freeze: Iterable[str] = (),
-    max_width: float | None = 1.0,
+    grow: bool = False,
 ) -> Widths:
     """Scale all ties by one factor, so that the network meets the budget.
 
     `budget` is `"1.1G"`, `"87M"`, `"50%"`, a fraction or a whole number of the `resource` (`"macs"`,
-    `"params"` or `"memory"`). Widths are multiples of `divisor`. Ties in `freeze` keep their width. No tie
-    grows beyond `max_width` times its original width; None removes that limit.
+    `"params"` or `"memory"`). Widths are multiples of `divisor`; `"auto"` is 8, and less for narrow layers.
+    Ties in `freeze` keep their width. With `grow`, the budget may be above the original's cost.
 
     >>> peel.uniform(graph, "50%")
-    Widths(conv1=45, layer1.0.conv1=45, ...)
+    Widths(conv1=44, layer1.0.conv1=44, ...)
     """
-    rounding = _Rounding(graph, budget, resource, divisor, freeze, max_width)
+    # Where no tie becomes wider, no other resource exceeds the original.
+    limits = Limits(graph, resolve_budget(graph, budget, resource, grow), resource, bounded=False)
+    rounding = _Rounding(limits, divisor, freeze, max_width=None if grow else 1.0)
     return rounding.widths(rounding.scaled(graph.units()))
 
 
@@ -91,106 +135,120 @@ def round_to_budget(
     budget: Budget,
     *,
     resource: str = "macs",
-    divisor: int = 1,
+    divisor: Divisor = "auto",
     at_least: Mapping[str, int] | None = None,
     freeze: Iterable[str] = (),
     max_width: float | None = None,
+    grow: bool = False,
 ) -> Widths:
     """Whole widths within one step of `ideal`, together within the budget; none below `at_least`.
 
-    An ideal that costs more than the budget is scaled down first. Ties in `freeze` keep their width: the one
-    in `at_least`, or the original one. Other options as in `uniform`.
+    An ideal that costs more than allowed is scaled down first. Ties in `freeze` keep their width: the one in
+    `at_least`, or the original one. No tie becomes wider than `max_width` times its original width. Other
+    options as in `uniform`.
     """
-    rounding = _Rounding(graph, budget, resource, divisor, freeze, max_width, at_least)
+    limits = Limits(graph, resolve_budget(graph, budget, resource, grow), resource, bounded=not grow)
+    rounding = _Rounding(limits, divisor, freeze, max_width, at_least)
     units = rounding.clamp(fractional_units(graph, ideal))
-    return rounding.widths(units if rounding.cost(units) <= rounding.target else rounding.scaled(units))
+    return rounding.widths(units if limits.load(units) <= 1 else rounding.scaled(units))
 
 
 class _Rounding:
-    """Rounds widths to a budget. Each tie, in units, goes from `low` to `high` in steps of `step`."""
+    """Rounds widths to a budget. Each tie, in units, goes from `low` to `high`."""
 
     def __init__(
         self,
-        graph: Costed,
-        budget: Budget,
-        resource: str,
-        divisor: int,
+        limits: Limits,
+        divisor: Divisor,
         freeze: Iterable[str],
         max_width: float | None,
         at_least: Mapping[str, int] | None = None,
     ) -> None:
-        self.graph = graph
-        self.cost = cost_of(graph, resource)
-        self.target = resolve_budget(graph, budget, resource)
-        if isinstance(divisor, bool) or not isinstance(divisor, int) or divisor < 1:
-            raise BudgetError(f"divisor must be a whole number of at least 1, not {divisor!r}.")
+        is_whole = isinstance(divisor, int) and not isinstance(divisor, bool) and divisor >= 1
+        if not is_whole and divisor != "auto":
+            raise BudgetError(f'divisor must be "auto" or a whole number of at least 1, not {divisor!r}.')
         if max_width is not None and not max_width > 0:
             raise BudgetError(f"max_width must be positive or None, not {max_width!r}.")
+        graph = limits.graph
         frozen = name_set(freeze)
         for name in frozen - set(graph.widths):
             raise BudgetError(f"freeze: no free tie is called {name!r}.{did_you_mean(name, graph.widths)}")
-        original = graph.units()
-        smallest = graph.units(at_least) if at_least is not None else [0] * len(original)
-        # A tie that is narrower than the divisor keeps multiples of its own width.
-        steps = zip(graph.steps.values(), original, strict=True)
-        self.step = [min(lcm(step, divisor) // step, units) for step, units in steps]
-        self.low = [max(step, u // step * step) for u, step in zip(smallest, self.step, strict=True)]
-        self.high: list[float] = [inf] * len(original)
-        for i, (name, step) in enumerate(zip(graph.widths, self.step, strict=True)):
+        self.graph, self.limits, self.divisor = graph, limits, divisor
+        self.original = graph.units()
+        smallest = graph.units(at_least) if at_least is not None else [0] * len(self.original)
+        step = [1] * len(self.original) if divisor == "auto" else self._steps(self.original)
+        self.low = [max(step, u // step * step) for u, step in zip(smallest, step, strict=True)]
+        self.high: list[float] = [inf] * len(self.original)
+        for i, name in enumerate(graph.widths):
             if max_width is not None:
-                self.high[i] = max(self.low[i], floor(max_width * original[i] / step + 1e-9) * step)
+                self.high[i] = max(
+                    self.low[i], floor(max_width * self.original[i] / step[i] + 1e-9) * step[i]
+                )
             if name in frozen:
-                self.low[i] = self.high[i] = smallest[i] or original[i]
-        self._check_reachable(resource, max_width)
+                self.low[i] = self.high[i] = smallest[i] or self.original[i]
+        self._check_reachable(max_width)
 
-    def _check_reachable(self, resource: str, max_width: float | None) -> None:
-        target, smallest = format_count(self.target), int(self.cost(self.low))
-        if self.target < smallest:
-            divisor = " at multiples of the divisor" if max(self.step) > 1 else ""
+    def _steps(self, ideal: Sequence[float]) -> list[int]:
+        """By how many units each tie is rounded."""
+        items = zip(self.graph.steps.values(), ideal, self.original, strict=True)
+        if self.divisor == "auto":
+            return [_fine_step(unit, units) for unit, units, _ in items]
+        # A tie that is narrower than the divisor keeps multiples of its own width.
+        return [min(lcm(unit, self.divisor) // unit, original) for unit, _, original in items]
+
+    def _check_reachable(self, max_width: float | None) -> None:
+        resource, cost = self.limits.resource, self.limits.cost
+        target, smallest = format_count(self.limits.target), int(cost(self.low))
+        if self.limits.target < smallest:
+            divisor = "" if self.divisor in (1, "auto") else " at multiples of the divisor"
             raise BudgetError(
                 f"a budget of {target} {resource} cannot be reached: the smallest network has "
                 f"{format_count(smallest)} ({smallest:,}){divisor}."
             )
         if max_width is None:
             return
-        widest = [max(low, floor(max_width * u)) for low, u in zip(self.low, self.graph.units(), strict=True)]
-        if self.target > (largest := int(self.cost(widest))):
+        widest = [max(low, floor(max_width * u)) for low, u in zip(self.low, self.original, strict=True)]
+        if self.limits.target > (largest := int(cost(widest))):
             raise BudgetError(
                 f"a budget of {target} {resource} is more than these widths can use: "
-                f"{format_count(largest)} ({largest:,}). Pass a larger max_width, or max_width=None, "
-                "to let layers grow beyond their original width."
+                f"{format_count(largest)} ({largest:,}). Choose a larger max_width."
             )
 
     def clamp(self, units: Sequence[float]) -> list[float]:
         return [min(max(u, low), high) for u, low, high in zip(units, self.low, self.high, strict=True)]
 
     def scaled(self, units: Sequence[float]) -> list[float]:
-        """The units times the one factor with which they cost the budget, within their limits."""
+        """The units times the one factor with which they use up the limits."""
 
         def ideal(factor: float) -> list[float]:
             return self.clamp([u * factor for u in units])
 
-        return ideal(solve_increasing(lambda factor: self.cost(ideal(factor)), self.target, 0.0)[0])
+        return ideal(solve_increasing(lambda factor: self.limits.load(ideal(factor)), 1.0, 0.0)[0])
 
     def widths(self, ideal: Sequence[float]) -> Widths:
-        """Whole widths near the ideal units, which cost no more than the budget."""
+        """Whole widths near the ideal units, within the limits."""
+        steps = self._steps(ideal)
         down = [
-            max(low, floor(u / step + 1e-9) * step)
-            for u, step, low in zip(ideal, self.step, self.low, strict=True)
+            low if low == high else floor(u / step + 1e-9) * step
+            for u, step, low, high in zip(ideal, steps, self.low, self.high, strict=True)
         ]
         # What rounding up adds: nothing where the ideal is whole.
-        step = [step if u - d > 1e-6 else 0 for u, d, step in zip(ideal, down, self.step, strict=True)]
+        step = [
+            int(min(step, high - d)) if u - d > 1e-6 else 0
+            for u, d, step, high in zip(ideal, down, steps, self.high, strict=True)
+        ]
         units = self._improve(self._fill(down, step, ideal), down, step, ideal)
         return Widths({name: units[i] * unit for i, (name, unit) in enumerate(self.graph.steps.items())})
 
     def _fill(self, down: Sequence[int], step: Sequence[int], ideal: Sequence[float]) -> list[int]:
         """Round ties up while the budget allows it, first those that would be furthest below their ideal."""
-        units, spent = list(down), self.cost(down)
+        units, spent = list(down), self.limits.cost(down)
         for i in sorted(range(len(units)), key=lambda i: (down[i] - ideal[i]) / ideal[i]):
             units[i] += step[i]
-            cost = self.cost(units)
-            # A step that costs nothing (a head only used in training) is only taken towards the ideal.
-            if cost > self.target or (cost == spent and ideal[i] - down[i] < step[i] / 2):
+            cost = self.limits.cost(units)
+            # A step that costs nothing (a head only used in training) is only taken toward the ideal.
+            is_idle = cost == spent and ideal[i] - down[i] < step[i] / 2
+            if is_idle or self.limits.load(units) > 1:
                 units[i] -= step[i]
             else:
                 spent = cost
@@ -200,18 +258,24 @@ class _Rounding:
         self, units: list[int], down: Sequence[int], step: Sequence[int], ideal: Sequence[float]
     ) -> list[int]:
         """Where a gap is left, round other ties up and down while that spends more."""
-        spent = self.cost(units)
-        while self.target - spent > self.target * GAP:
+        target, spent = self.limits.target, self.limits.cost(units)
+        while target - spent > target * GAP:
             columns: Any = _alternatives(np.array(units), np.array(down), np.array(step))
-            costs = np.where((found := np.asarray(self.cost(columns))) <= self.target, found, -1)
+            costs = np.where(np.asarray(self.limits.load(columns)) <= 1, self.limits.cost(columns), -1)
             if costs.max(initial=-1) <= spent:
                 break
             # Of those that leave no gap, the nearest to the ideal; else the one that spends most.
             distance = (((columns.T - ideal) / ideal) ** 2).sum(1)
-            is_good = costs >= self.target * (1 - GAP)
+            is_good = costs >= target * (1 - GAP)
             best = int(np.argmin(np.where(is_good, distance, inf)) if is_good.any() else np.argmax(costs))
             units, spent = [int(u) for u in columns[:, best]], costs[best]
         return units
+
+
+def _fine_step(unit: int, units: float) -> int:
+    """The step of `divisor="auto"`: the largest of 8, 4, 2 that is at most an eighth of the width, else 1."""
+    allowed = [lcm(unit, multiple) for multiple in (8, 4, 2) if lcm(unit, multiple) * 8 <= unit * units]
+    return max(allowed, default=unit) // unit
 
 
 def _alternatives(units: IntArray, down: IntArray, step: IntArray) -> IntArray:

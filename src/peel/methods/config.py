@@ -1,7 +1,7 @@
 """The settings of the method: every choice that the paper makes or leaves open."""
 
 from dataclasses import dataclass, fields
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -21,9 +21,9 @@ class MethodConfig:
     """PEEL as published, unless changed. docs/paper.md names the section of the paper for each setting."""
 
     budget: str | int | float = "50%"
-    """What the slim network may cost: 1.1G, 87M, 50%, 0.5 or a whole number."""
+    """What the slim network may cost: 1.1G, 87M, 50%, 0.5 or a whole number; 8MB of memory."""
     resource: str = "macs"
-    """What the budget counts: macs, params or memory."""
+    """What the budget counts: macs, params or memory (bytes of activations, one image, no gradients)."""
     backbone_ratio: Annotated[float, Meta(gt=0, le=1)] = 0.8
     """Step 1: the fraction of the budget that the backbone costs (lambda)."""
     backbone_init: str | dict[str, int] = "uniform"
@@ -50,8 +50,10 @@ class MethodConfig:
     """Step 4: rounds of reallocation; the backbone is widened and trained again between them."""
     max_width: Positive | None = None
     """Step 4: no layer grows beyond this multiple of its original width."""
-    divisor: Count = 1
-    """Widths are multiples of this."""
+    divisor: Count | Literal["auto"] = "auto"
+    """Widths are multiples of this. auto: of 8, and of 4, 2 or 1 in narrow layers. 1 is the paper's."""
+    grow: bool = False
+    """Allow a budget above the original's cost, and plans that exceed the original in other resources."""
     freeze: tuple[str, ...] | None = None
     """Ties that keep their width. Default: the last convolution of MobileNetV2, as in the literature."""
     distill: str = "teacher"

@@ -106,7 +106,6 @@ class _Planner:
         settings = {"evaluations": config.evaluations} if config.criterion == "legr" else {}
         given = config.criterion if self.own_criterion is None else self.own_criterion
         self.criterion = find_criterion(given, **settings)
-        may_grow = problem.budget * config.backbone_ratio > problem.cost(problem.graph.widths)
         self.backbone = backbone(
             problem.graph,
             problem.budget,
@@ -115,7 +114,7 @@ class _Planner:
             init=config.backbone_init,
             divisor=problem.divisor,
             freeze=problem.freeze,
-            max_width=None if may_grow else 1.0,
+            grow=problem.grow,
         )
 
     def run(self) -> Plan:
@@ -211,13 +210,16 @@ class _Planner:
         """Step 4."""
         problem, config = self.problem, self.config
         freeze = frozenset(problem.freeze)
-        growth = Growth(problem.graph, widths, problem.resource, problem.divisor, freeze, config.max_width)
+        growth = Growth(
+            problem.graph, widths, problem.resource, problem.divisor, freeze, config.max_width, problem.grow
+        )
         if config.policy == "equal":
             return grow_equally(growth, budget)
         if config.policy == "random":
             return grow_at_random(growth, budget, problem.seed)
         assert importance is not None
-        shares = shares_of(importance.groups, config.policy)
+        growing = {group: value for group, value in importance.groups.items() if growth.can_grow(group)}
+        shares = {**dict.fromkeys(importance.groups, 0.0), **shares_of(growing, config.policy)}
         return replace(
             grow_by_shares(growth, shares, budget, config.solver),
             shares=shares,

@@ -21,6 +21,8 @@ class Architecture:
     widths: dict[str, int]
     macs: int
     params: int
+    memory: int
+    """Bytes of activations of one image, without gradients (an estimate)."""
     cost: int
     """In units of the budget's resource."""
     macs_by_group: dict[str, int]
@@ -42,7 +44,7 @@ class Plan:
     """As it was used, also where it follows from `l1_strength`."""
     method: MethodConfig | None = None
     format: str = "peel-plan"
-    version: int = 2
+    version: int = 3
 
     @property
     def widths(self) -> Widths:
@@ -68,7 +70,7 @@ class Plan:
             plan = msgspec.json.decode(data, type=cls)
         except msgspec.MsgspecError as error:
             raise CorruptFileError(f"not a plan: {error}.") from error
-        if (plan.format, plan.version) != ("peel-plan", 2):
+        if (plan.format, plan.version) != ("peel-plan", 3):
             raise CorruptFileError(
                 f"not a plan of this version: format {plan.format!r}, version {plan.version}."
             )
@@ -88,7 +90,7 @@ def assemble_plan(
     graph = problem.graph
 
     def architecture(chosen: Mapping[str, int]) -> Architecture:
-        costs = graph.macs(chosen), graph.params(chosen), problem.cost(chosen)
+        costs = graph.macs(chosen), graph.params(chosen), graph.activation_bytes(chosen), problem.cost(chosen)
         return Architecture(dict(chosen), *costs, graph.macs_by_group(chosen))
 
     return Plan(

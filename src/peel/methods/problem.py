@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..cost.rounding import cost_of, uniform
+from ..cost.rounding import Divisor, cost_of, uniform
 from ..cost.widths import Widths
 from ..data.datasets import Data
 from ..graph import ChannelGraph
@@ -20,25 +20,26 @@ class Problem:
     budget: int
     """In units of the resource."""
     resource: str
-    divisor: int
+    divisor: Divisor
     freeze: tuple[str, ...]
     data: Data
     backbone_recipe: Recipe
     """The recipe for training the backbone."""
     engine: Engine
     seed: int
+    grow: bool = False
+    """Whether the slim network may cost more than the original."""
 
     def cost(self, widths: Mapping[str, int]) -> int:
         return int(cost_of(self.graph, self.resource)(self.graph.units(widths)))
 
     def uniform(self) -> Widths:
         """The baseline of every result: one factor for all layers, the same budget."""
-        max_width = 1.0 if self.budget <= self.cost(self.graph.widths) else None
         return uniform(
             self.graph,
             self.budget,
             resource=self.resource,
             divisor=self.divisor,
             freeze=self.freeze,
-            max_width=max_width,
+            grow=self.grow and self.budget > self.cost(self.graph.widths),
         )

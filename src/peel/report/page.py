@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from ..cost.budget import format_count
+from ..cost.budget import format_bytes, format_count
 from ..errors import PeelError
 from ..methods.plan import Plan
 from ..steps.reallocation import Round
@@ -15,7 +15,7 @@ from ..utils.text import flatten, format_duration
 from .charts import curves_chart, groups_chart, importance_chart, label, widths_chart
 from .record import RunRecord
 
-RESOURCES = {"macs": "MACs", "params": "parameters", "memory": "bytes of activations"}
+RESOURCES = {"macs": "MACs", "params": "parameters", "memory": "bytes of activations of one image"}
 NONE = "–"
 
 
@@ -75,7 +75,7 @@ def _rows(record: RunRecord) -> dict[str, dict[str, Any]]:
     """What is known of each network: its costs once there is a plan, its accuracy once there is a result."""
     networks = record.plan.networks if record.plan is not None else {}
     rows = {
-        name: {"macs": network.macs, "params": network.params}
+        name: {"macs": network.macs, "params": network.params, "memory": network.memory}
         for name, network in networks.items()
         if name != "backbone"
     }
@@ -131,10 +131,11 @@ def _tiles(rows: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     """The few figures that a reader looks for first: name, value, remark."""
     original, uniform, peel = (rows.get(name, {}) for name in ("original", "uniform", "peel"))
     tiles = []
-    for name, key in (("MACs", "macs"), ("Parameters", "params")):
+    for name, key in (("MACs", "macs"), ("Parameters", "params"), ("Activations, one image", "memory")):
         if key in original and key in peel:
             remark = f"{_percent(peel[key] / max(1, original[key]), 1)} of the original"
-            tiles.append((name, f"{format_count(original[key])} → {format_count(peel[key])}", remark))
+            count = format_bytes if key == "memory" else format_count
+            tiles.append((name, f"{count(original[key])} → {count(peel[key])}", remark))
     if (loss := _points(peel, original, "top1")) is not None:
         tiles.append(("Top-1", f"{_percent(original['top1'])} → {_percent(peel['top1'])}", f"{loss} points"))
     if (gain := _points(peel, uniform, "top1")) is not None:
@@ -154,14 +155,14 @@ def _outcome_table(rows: Mapping[str, Mapping[str, Any]]) -> Table | None:
         [
             "uniform, same budget" if name == "uniform" else label(name),
             *(_cell(row, key, _percent) for key in ("top1", "top5")),
-            *(cost(row, key) for key in ("macs", "params")),
+            *(cost(row, key) for key in ("macs", "params", "memory")),
             _cell(row, "seconds", format_duration),
             _cell(row, "image_passes", format_count),
             row.get("file") or NONE,
         ]
         for name, row in rows.items()
     ]
-    columns = "network,top-1,top-5,MACs (of original),params,time,image passes,saved as"
+    columns = "network,top-1,top-5,MACs (of original),params,bytes (one image),time,image passes,saved as"
     return Table(columns.split(","), cells)
 
 
@@ -226,6 +227,9 @@ def _budget_sentences(plan: Plan) -> str:
     used = (
         f"The budget is {plan.budget:,} {unit}; PEEL uses {_percent(plan.slim.cost / plan.budget, 2)} of it."
     )
+    before, after = plan.original.widths, plan.slim.widths
+    if wider := sum(after[tie] > before[tie] for tie in after):
+        used += f" {wider} of {len(after)} widths are above the original."
     if plan.backbone is None:
         return f"{used} The widths were given, so there is no backbone and no importance."
     policy = plan.method.policy if plan.method is not None else ""

@@ -7,6 +7,7 @@ import torch
 
 from ..methods.config import MethodConfig
 from ..methods.peel import recipe_of_round, stage_of_round
+from ..methods.plan import Plan
 from ..methods.problem import Problem
 from ..surgery import slim
 from ..train.loop import fit
@@ -24,21 +25,21 @@ FIRST_IMAGES, TIMED_SECONDS = 32, 1.5
 
 
 def estimate_work(
-    problem: Problem, config: MethodConfig, recipe: Recipe, trained: Sequence[str], trains_backbone: bool
+    problem: Problem, config: MethodConfig, recipe: Recipe, plan: Plan, trained: Sequence[str]
 ) -> list[tuple[str, float]]:
-    """(stage, multiply-adds) for each stage that trains."""
-    graph, images = problem.graph, problem.data.train.size
-    full, slimmed = graph.macs(), graph.macs(problem.uniform())
+    """(stage, multiply-adds) for each stage that trains, at the widths of the plan."""
+    images, full = problem.data.train.size, plan.original.macs
     teacher = {"teacher": full, "in-place": PASSES_PER_STEP * 2.25 * full, "none": 0}[config.distill]
     work: list[tuple[str, float]] = []
     if "original" in trained:
         work.append(("original", recipe.epochs * images * PASSES_PER_STEP * full))
-    for number in range(config.rounds if trains_backbone else 0):
+    for number in range(config.rounds if plan.backbone is not None and config.uses_importance else 0):
         epochs = recipe_of_round(problem, config, number).epochs
-        cost = epochs * images * PASSES_PER_STEP * config.backbone_ratio * slimmed
-        work.append((stage_of_round(number), cost))
-    final = float(recipe.epochs * images * (PASSES_PER_STEP * slimmed + teacher))
-    return [*work, *((name, final) for name in ("uniform", "peel") if name in trained)]
+        work.append((stage_of_round(number), epochs * images * PASSES_PER_STEP * plan.backbone.macs))
+    for name, network in (("uniform", plan.uniform), ("peel", plan.slim)):
+        if name in trained:
+            work.append((name, float(recipe.epochs * images * (PASSES_PER_STEP * network.macs + teacher))))
+    return work
 
 
 def seconds_per_mac(problem: Problem, recipe: Recipe) -> float:

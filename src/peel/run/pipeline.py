@@ -114,8 +114,9 @@ class Pipeline:
                 )
 
     def run(self) -> Result:
+        work = self._work(self._expected_plan())
         for callback in self.trainer.callbacks:
-            callback.on_run_begin(self._work())
+            callback.on_run_begin(work)
         original = self._original()
         plan = self._plan()
         slimmed = None
@@ -130,16 +131,20 @@ class Pipeline:
 
     def estimate(self) -> Result:
         """The plan with equal shares, and how long the run would take."""
-        if self.given_widths is not None:
-            plan = assemble_plan(self.problem, self.given_widths)
-        else:
-            plan = equal_share_plan(self.problem, self.config)
-        pace = seconds_per_mac(self.problem, self.recipe)
-        return Result(None, plan, {}, [], [], None, {name: work * pace for name, work in self._work()})
+        plan, pace = self._expected_plan(), seconds_per_mac(self.problem, self.recipe)
+        return Result(None, plan, {}, [], [], None, {name: work * pace for name, work in self._work(plan)})
 
-    def _work(self) -> list[tuple[str, float]]:
+    def _expected_plan(self) -> Plan:
+        """What is known of the plan before training."""
+        if self.given_widths is not None:
+            return assemble_plan(self.problem, self.given_widths)
+        if "backbone" in self.config.stages:
+            return equal_share_plan(self.problem, self.config)
+        return assemble_plan(self.problem, self.problem.uniform())
+
+    def _work(self, plan: Plan) -> list[tuple[str, float]]:
         trained = [name for name in self.config.stages if name != "original" or self.loaded_teacher is None]
-        return estimate_work(self.problem, self.config, self.recipe, trained, self.trains_backbone)
+        return estimate_work(self.problem, self.config, self.recipe, plan, trained)
 
     # The original
 
@@ -281,6 +286,7 @@ class Pipeline:
             **(asdict(metrics) if metrics is not None else record.history[-1].test or {}),
             macs=graph.macs(widths),
             params=graph.params(widths),
+            memory=graph.activation_bytes(widths),
             seconds=record.seconds,
             image_passes=record.image_passes,
             file=files.get(name, f"stages/{name}.json"),

@@ -117,7 +117,7 @@ def _prepare(
     problem = Problem(
         network,
         graph,
-        resolve_budget(graph, config.budget, config.resource),
+        resolve_budget(graph, config.budget, config.resource, config.grow),
         config.resource,
         config.divisor,
         resolved.freeze or (),
@@ -125,6 +125,7 @@ def _prepare(
         recipes[1],
         engine,
         config.seed,
+        config.grow,
     )
     return Pipeline(
         problem,

@@ -20,6 +20,8 @@ class Row:
     top5: float
     macs: int
     params: int
+    memory: int
+    """Bytes of activations of one image, without gradients (an estimate)."""
     seconds: float
     image_passes: int
     file: str

@@ -15,7 +15,15 @@ from typing import Literal
 
 from ..cost.budget import Budget
 from ..cost.polynomial import CostModel
-from ..cost.rounding import fractional_units, name_set, resolve_budget, round_to_budget
+from ..cost.rounding import (
+    Cost,
+    Divisor,
+    Limits,
+    fractional_units,
+    name_set,
+    resolve_budget,
+    round_to_budget,
+)
 from ..cost.widths import Widths
 from ..errors import ConfigError, check_choice
 from ..graph import ChannelGraph
@@ -59,9 +67,11 @@ class Growth:
     graph: ChannelGraph
     base: Numbers
     resource: str = "macs"
-    divisor: int = 1
+    divisor: Divisor = "auto"
     freeze: frozenset[str] = frozenset()
     max_width: float | None = None
+    grow: bool = False
+    """Whether the network may cost more than the original."""
 
     def cost(self, widths: Numbers) -> float:
         return self.graph.cost(self.resource)(fractional_units(self.graph, widths))
@@ -82,11 +92,12 @@ class Growth:
                     widths[tie] = max(self.base[tie], min(widths[tie], limit))
         return widths
 
-    def target(self, budget: Budget) -> int:
-        """The budget as a number; an error where the backbone costs more."""
-        target = resolve_budget(self.graph, budget, self.resource)
-        refuse_above(self.graph, self.base, target, self.resource)
-        return target
+    def limits(self, budget: Budget) -> Limits:
+        """What the grown network may cost; an error where the backbone costs more."""
+        target = resolve_budget(self.graph, budget, self.resource, self.grow)
+        limits = Limits(self.graph, target, self.resource, bounded=not self.grow)
+        refuse_above(limits, self.base)
+        return limits
 
     def rounded(self, factors: dict[str, float], ideal: dict[str, float], target: int) -> Round:
         """Whole widths, none below the backbone's. Only the triangular solver makes some of them narrower."""
@@ -102,6 +113,7 @@ class Growth:
             at_least=at_least,
             freeze=self.freeze,
             max_width=self.max_width,
+            grow=self.grow,
         )
         cost = int(self.cost(widths))
         return Round(dict(widths), factors, ideal, self.cost(ideal), cost, target - cost)
@@ -124,45 +136,55 @@ def reallocate(
     *,
     resource: str = "macs",
     solver: Literal["telescoped", "triangular"] = "telescoped",
-    divisor: int = 1,
+    divisor: Divisor = "auto",
     freeze: Iterable[str] = (),
     max_width: float | None = None,
+    grow: bool = False,
 ) -> Widths:
     """The widths that spend the budget: the backbone, with the pool given to the groups by their shares.
 
-    `shares` maps group names to weights; a group that is not named gets nothing. With `max_width`, no tie
-    becomes wider than that multiple of its original width, and the other groups get what is left.
+    `shares` maps every group to a weight; 0 for nothing. A group stops growing where the network would cost
+    more than the original in another resource (unless `grow`) or, with `max_width`, where its ties reach that
+    multiple of their original width. The other groups get what it leaves.
 
     >>> peel.reallocate(graph, backbone, {"56x56": 0.4, "28x28": 0.3, "14x14": 0.2, "7x7": 0.1}, "50%")
     """
-    growth = Growth(graph, graph.check(backbone), resource, divisor, name_set(freeze), max_width)
+    growth = Growth(graph, graph.check(backbone), resource, divisor, name_set(freeze), max_width, grow)
     return Widths(grow_by_shares(growth, shares, budget, solver).widths)
 
 
 def grow_by_shares(growth: Growth, shares: Numbers, budget: Budget, solver: str = "telescoped") -> Round:
     """The policies `importance` and `winner-take-all`: all ties of a group grow by one factor."""
-    target = growth.target(budget)
-    factors = group_factors(growth, shares, target, solver)
-    return growth.rounded(factors, growth.scaled(factors), target)
+    factors = group_factors(growth, shares, budget, solver)
+    return growth.rounded(factors, growth.scaled(factors), growth.limits(budget).target)
 
 
 def group_factors(
-    growth: Growth, shares: Numbers, target: float, solver: str = "telescoped"
+    growth: Growth, shares: Numbers, budget: Budget, solver: str = "telescoped"
 ) -> dict[str, float]:
     """The factor of each group, before rounding."""
     check_choice("solver", solver, SOLVERS)
+    limits = growth.limits(budget)
     solve = _telescoped if solver == "telescoped" else _triangular
     for group in shares:
         check_choice("each group of the shares", group, growth.graph.groups)
-    every_share = {group: shares.get(group, 0.0) for group in growth.graph.groups}
-    return solve(growth, _normalized(every_share, "shares"), target)
+    for group in growth.graph.groups:
+        if group not in shares:
+            raise ConfigError(f"the shares do not name the group {group!r}: give it 0 if it gets nothing.")
+        if shares[group] > 0 and not growth.can_grow(group):
+            raise ConfigError(f"the group {group!r} has a share, but all its ties are frozen: give it 0.")
+    return solve(growth, _normalized(shares, "shares"), limits)
 
 
-def _telescoped(growth: Growth, shares: Numbers, target: float) -> dict[str, float]:
+def _telescoped(growth: Growth, shares: Numbers, limits: Limits) -> dict[str, float]:
     factors = dict.fromkeys(growth.graph.groups, 1.0)
+    target = limits.target
 
     def total(group: str, factor: float) -> float:
         return growth.cost(growth.scaled({**factors, group: factor}))
+
+    def used(limit: Cost, group: str, factor: float) -> float:
+        return limit(fractional_units(growth.graph, growth.scaled({**factors, group: factor})))
 
     growing = [group for group in factors if growth.can_grow(group) and shares[group] > 0]
     while growing:
@@ -174,18 +196,23 @@ def _telescoped(growth: Growth, shares: Numbers, target: float) -> dict[str, flo
         still_growing = []
         for group in growing:
             wanted = spent + pool * shares[group] / weight
-            factors[group], is_full = solve_increasing(partial(total, group), wanted, factors[group])
+            factor, is_full = solve_increasing(partial(total, group), wanted, factors[group])
+            for limit in limits.others:
+                if used(limit, group, factor) > 1:
+                    factor, _ = solve_increasing(partial(used, limit, group), 1.0, factors[group])
+                    is_full = True
+            factors[group] = factor
             spent = growth.cost(growth.scaled(factors)) if is_full else wanted
             if not is_full:
                 still_growing.append(group)
         if still_growing == growing:
             break
-        # Groups at their maximum width leave a part of the pool to the others.
+        # Groups that reached a limit leave a part of the pool to the others.
         growing = still_growing
     return factors
 
 
-def _triangular(growth: Growth, shares: Numbers, target: float) -> dict[str, float]:
+def _triangular(growth: Growth, shares: Numbers, limits: Limits) -> dict[str, float]:
     graph, resource = growth.graph, growth.resource
     if growth.max_width is not None:
         raise ConfigError(
@@ -202,7 +229,7 @@ def _triangular(growth: Growth, shares: Numbers, target: float) -> dict[str, flo
         own = {index[tie] for tie in ties}
         costs[group] = CostModel(tuple(term for term in model.terms if term.tie in own)).total
     start = fractional_units(graph, growth.base)
-    pool = target - growth.cost(growth.base)
+    pool = limits.target - growth.cost(growth.base)
     factors = dict.fromkeys(graph.groups, 1.0)
 
     def own_cost(group: str, factor: float) -> float:
@@ -233,16 +260,19 @@ def grow_at_random(growth: Growth, budget: Budget, seed: int = 0) -> Round:
 
 def _grow(growth: Growth, growing: set[str], grow: Callable[[float, float], float], budget: Budget) -> Round:
     """Grow some ties by the one amount that spends the budget."""
-    target, base = growth.target(budget), growth.base
+    limits, base = growth.limits(budget), growth.base
 
     def widths(amount: float) -> dict[str, float]:
         return {name: grow(width, amount) if name in growing else width for name, width in base.items()}
 
-    ideal = widths(solve_increasing(lambda amount: growth.cost(widths(amount)), target, 0.0)[0])
+    def load(amount: float) -> float:
+        return limits.load(fractional_units(growth.graph, widths(amount)))
+
+    ideal = widths(solve_increasing(load, 1.0, 0.0)[0])
     factors = {}
     for group, ties in growth.graph.groups.items():
         factors[group] = sum(ideal[tie] for tie in ties) / sum(base[tie] for tie in ties)
-    return growth.rounded(factors, ideal, target)
+    return growth.rounded(factors, ideal, limits.target)
 
 
 def _normalized(values: Numbers, name: str) -> dict[str, float]:
