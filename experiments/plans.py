@@ -6,6 +6,7 @@ python experiments/plans.py --render docs/plans.md
 from __future__ import annotations
 
 import argparse
+import statistics
 from pathlib import Path
 
 import torch
@@ -37,22 +38,31 @@ def table(name: str) -> list[str]:
         growth = Growth(graph, backbone, freeze=frozenset(freeze))
         plan = grow_by_shares(growth, dict.fromkeys(graph.groups, 1.0), budget)
         uniform = peel.uniform(graph, budget, freeze=freeze)
+        distances = [abs(plan.widths[tie] - ideal) / ideal for tie, ideal in plan.ideal_widths.items()]
         lines += [
             f"**{budget}**: backbone {graph.macs(backbone):,} MACs; plan {graph.macs(plan.widths):,} MACs, "
             f"{graph.params(plan.widths):,} parameters; uniform {graph.macs(uniform):,} MACs, "
             f"{graph.params(uniform):,} parameters.",
             "",
             "| group | factor | MACs: backbone, plan, uniform "
-            "| widths of the plan, in the order of `graph.groups` (original) |",
+            "| widths of the plan: ideal -> rounded (original), in the order of `graph.groups` |",
             "|---|---|---|---|",
         ]
         costs = [graph.macs_by_group(widths) for widths in (backbone, plan.widths, uniform)]
         for group, ties in graph.groups.items():
-            widths = ", ".join(f"{plan.widths[tie]} ({graph.widths[tie]})" for tie in ties)
+            widths = ", ".join(
+                f"{plan.ideal_widths[tie]:.1f} -> {plan.widths[tie]} ({graph.widths[tie]})" for tie in ties
+            )
             spent = ", ".join(format_count(cost[group]) for cost in costs)
             lines.append(f"| {group} | {plan.factors[group]:.4f} | {spent} | {widths} |")
         above = [tie for tie in graph.widths if plan.widths[tie] > graph.widths[tie]]
-        lines += ["", f"{len(above)} of {len(graph.widths)} widths are above the original.", ""]
+        lines += [
+            "",
+            f"{len(above)} of {len(graph.widths)} widths are above the original. Distance from the ideal: "
+            f"mean {statistics.mean(distances):.1%}, largest {max(distances):.1%}. Unspent: "
+            f"{plan.unspent / (plan.cost + plan.unspent):.2%} of the budget.",
+            "",
+        ]
     return lines
 
 

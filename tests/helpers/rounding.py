@@ -8,12 +8,10 @@ from collections.abc import Mapping
 import peel
 
 
-def step_of(graph: peel.ChannelGraph, ideal: float, tie: str, divisor: int | str) -> int:
-    """By how much a tie is rounded at an ideal width, worked out from the documented rule."""
+def step_of(graph: peel.ChannelGraph, ideal: float, tie: str, divisor: int | str) -> float:
+    """How far a tie may be from an ideal width, worked out from the documented rule."""
     unit = graph.steps[tie]
-    if divisor != "auto":
-        return min(math.lcm(unit, int(divisor)), graph.widths[tie])
-    return max([unit, *(m for m in (math.lcm(unit, d) for d in (2, 4, 8)) if m <= ideal / 8)])
+    return max(unit, ideal / 8) if divisor == "auto" else min(math.lcm(unit, int(divisor)), graph.widths[tie])
 
 
 def assert_rounded(

@@ -25,7 +25,9 @@ GROUPS = {"32x32": ("conv1", "layer1.conv"), "16x16": ("layer2.conv",)}
 
 def architecture(widths: list[int], macs: int, groups: dict[str, tuple[str, ...]] = GROUPS) -> Architecture:
     ties = [tie for members in groups.values() for tie in members]
-    return Architecture(dict(zip(ties, widths)), macs, macs // 100, macs, dict.fromkeys(groups, macs // 2))
+    return Architecture(
+        dict(zip(ties, widths)), macs, macs // 100, macs // 10, macs, dict.fromkeys(groups, macs // 2)
+    )
 
 
 ROUND = Round(

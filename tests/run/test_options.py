@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -280,8 +280,45 @@ def test_every_form_of_a_budget_is_respected(budget: Any) -> None:
 
 
 def test_a_budget_above_the_original_gives_a_wider_network() -> None:
-    plan = planned(budget="150%")
+    with pytest.raises(peel.BudgetError, match=r"above the original network.*--grow"):
+        planned(budget="150%")
+    plan = planned(budget="150%", grow=True)
     assert plan.original.macs < plan.slim.macs <= plan.budget
+
+
+@pytest.mark.parametrize("resource", ["macs", "params", "memory"])
+def test_no_plan_is_larger_than_the_original(resource: str) -> None:
+    plan = planned(budget="60%", backbone_ratio=0.5, resource=resource, policy="winner-take-all")
+    for network in plan.networks.values():
+        assert network.macs <= plan.original.macs
+        assert network.params <= plan.original.params
+        assert network.memory <= plan.original.memory
+
+
+def test_a_frozen_group_gets_no_share() -> None:
+    plan = planned(freeze=TIES["4x4"])
+    assert plan.rounds[0].shares == {"8x8": 1.0, "4x4": 0.0}
+    assert importance(plan)["4x4"] > 0
+
+
+def test_the_estimated_time_follows_the_macs_of_the_plan() -> None:
+    def work(**settings: Any) -> tuple[Plan, dict[str, float]]:
+        seen: list[dict[str, float]] = []
+
+        class Watch(Callback):
+            def on_run_begin(self, stages: Sequence[tuple[str, float]]) -> None:
+                seen.append(dict(stages))
+
+        small_run(stages=["backbone", "plan"], callbacks=[Watch()], **settings)
+        plan = small_run(dry_run=True, **settings).plan
+        assert plan is not None
+        return plan, seen[0]
+
+    macs, by_macs = work(budget="50%")
+    params, by_params = work(budget="50%", resource="params")
+    assert by_params["backbone"] / by_macs["backbone"] == pytest.approx(
+        backbone_of(params).macs / backbone_of(macs).macs
+    )
 
 
 # Reallocation
@@ -362,7 +399,7 @@ def test_two_rounds_split_the_pool_and_keep_the_weights_of_the_backbone() -> Non
 
 
 def test_no_layer_grows_beyond_max_width() -> None:
-    free = planned(budget="90%", backbone_ratio=0.5, policy="winner-take-all")
+    free = planned(budget="90%", backbone_ratio=0.5, policy="winner-take-all", grow=True)
     limited = planned(budget="70%", backbone_ratio=0.8, policy="winner-take-all", max_width=1.0)
     original = limited.original.widths
     assert any(free.widths[tie] > width for tie, width in original.items())

@@ -642,10 +642,8 @@ def test_no_plan_costs_more_than_the_original_in_any_resource(
     for count in (graph.macs, graph.params, graph.activation_bytes):
         assert count(found.widths) <= count()
     for tie, width in found.widths.items():
-        assert (
-            abs(width - found.ideal_widths[tie])
-            < step_of(graph, found.ideal_widths[tie], tie, divisor) + 1e-6
-        )
+        step = step_of(graph, found.ideal_widths[tie], tie, divisor)
+        assert abs(width - found.ideal_widths[tie]) <= step + 1e-6
         assert width >= base[tie]
 
 

@@ -17,14 +17,17 @@ from .budget import RESOURCES, Budget, format_count, parse_budget
 from .polynomial import IntArray
 from .widths import Widths
 
-#: Rounding is good enough when it leaves this fraction of the budget unspent.
-GAP = 1e-3
+#: Rounding is good enough when it leaves this fraction of the budget unspent; the second for aligned widths.
+GAP, ALIGNED_GAP = 1e-3, 5e-3
+
+#: `divisor="auto"` takes multiples of the first of these that lie within this fraction of the ideal width.
+ALIGNMENTS, REACH = (8, 4, 2), 1 / 8
 
 #: Up to this many ties, all ways to round them are compared.
 MAX_TIES = 14
 
 Divisor = int | Literal["auto"]
-"""Widths are multiples of this. `"auto"`: of 8, or of 4, 2 or 1 where 8 exceeds an eighth of the width."""
+"""Widths are multiples of this. `"auto"`: of 8, else of 4 or 2, within an eighth of the ideal width."""
 
 Cost = Callable[[Sequence[float]], float]
 """Units of the ties -> cost. Exact for whole units, continuous between them."""
@@ -117,7 +120,7 @@ def uniform(
     """Scale all ties by one factor, so that the network meets the budget.
 
     `budget` is `"1.1G"`, `"87M"`, `"50%"`, a fraction or a whole number of the `resource` (`"macs"`,
-    `"params"` or `"memory"`). Widths are multiples of `divisor`; `"auto"` is 8, and less for narrow layers.
+    `"params"` or `"memory"`). Widths are multiples of `divisor`; `"auto"` is 8, and finer in narrow layers.
     Ties in `freeze` keep their width. With `grow`, the budget may be above the original's cost.
 
     >>> peel.uniform(graph, "50%")
@@ -176,7 +179,12 @@ class _Rounding:
         self.graph, self.limits, self.divisor = graph, limits, divisor
         self.original = graph.units()
         smallest = graph.units(at_least) if at_least is not None else [0] * len(self.original)
-        step = [1] * len(self.original) if divisor == "auto" else self._steps(self.original)
+        self.unit = list(graph.steps.values())
+        # A tie that is narrower than the divisor keeps multiples of its own width.
+        self.step = step = [
+            1 if divisor == "auto" else min(lcm(unit, divisor) // unit, original)
+            for unit, original in zip(self.unit, self.original, strict=True)
+        ]
         self.low = [max(step, u // step * step) for u, step in zip(smallest, step, strict=True)]
         self.high: list[float] = [inf] * len(self.original)
         for i, name in enumerate(graph.widths):
@@ -187,14 +195,6 @@ class _Rounding:
             if name in frozen:
                 self.low[i] = self.high[i] = smallest[i] or self.original[i]
         self._check_reachable(max_width)
-
-    def _steps(self, ideal: Sequence[float]) -> list[int]:
-        """By how many units each tie is rounded."""
-        items = zip(self.graph.steps.values(), ideal, self.original, strict=True)
-        if self.divisor == "auto":
-            return [_fine_step(unit, units) for unit, units, _ in items]
-        # A tie that is narrower than the divisor keeps multiples of its own width.
-        return [min(lcm(unit, self.divisor) // unit, original) for unit, _, original in items]
 
     def _check_reachable(self, max_width: float | None) -> None:
         resource, cost = self.limits.resource, self.limits.cost
@@ -227,55 +227,74 @@ class _Rounding:
 
     def widths(self, ideal: Sequence[float]) -> Widths:
         """Whole widths near the ideal units, within the limits."""
-        steps = self._steps(ideal)
-        down = [
-            low if low == high else floor(u / step + 1e-9) * step
-            for u, step, low, high in zip(ideal, steps, self.low, self.high, strict=True)
-        ]
-        # What rounding up adds: nothing where the ideal is whole.
-        step = [
-            int(min(step, high - d)) if u - d > 1e-6 else 0
-            for u, d, step, high in zip(ideal, down, steps, self.high, strict=True)
-        ]
-        units = self._improve(self._fill(down, step, ideal), down, step, ideal)
-        return Widths({name: units[i] * unit for i, (name, unit) in enumerate(self.graph.steps.items())})
+        around = [self._around(i, u) for i, u in enumerate(ideal)]
+        down, up = np.array(around).T
+        units = self._improve(self._fill(down, up, ideal), down, up, ideal)
+        return Widths({name: int(units[i]) * self.unit[i] for i, name in enumerate(self.graph.widths)})
 
-    def _fill(self, down: Sequence[int], step: Sequence[int], ideal: Sequence[float]) -> list[int]:
-        """Round ties up while the budget allows it, first those that would be furthest below their ideal."""
-        units, spent = list(down), self.limits.cost(down)
-        for i in sorted(range(len(units)), key=lambda i: (down[i] - ideal[i]) / ideal[i]):
-            units[i] += step[i]
+    def _around(self, i: int, ideal: float) -> tuple[int, int]:
+        """The widths of a tie below and above its ideal, in units. The same where the ideal is whole."""
+        low, high = self.low[i], self.high[i]
+        if low == high:
+            return low, low
+        down, up = _multiples(ideal, self.step[i])
+        if self.divisor == "auto" and down != up:
+            pairs = [_multiples(ideal, lcm(self.unit[i], n) // self.unit[i]) for n in ALIGNMENTS]
+            least, most = max(low, ideal * (1 - REACH)), min(high, ideal * (1 + REACH))
+            down = next((u for u, _ in pairs if u >= least), down)
+            up = next((u for _, u in pairs if u <= most), up)
+        return down, int(min(up, high))
+
+    def _misaligned(self, units: Any) -> Any:
+        """How far each tie is from a multiple of 8: 0, 1, 2 or 3 powers of two. 0 with a given divisor."""
+        if self.divisor != "auto":
+            return np.zeros_like(units)
+        widths = (units.T * self.unit).T
+        return sum((widths % alignment != 0).astype(int) for alignment in ALIGNMENTS)
+
+    def _fill(self, down: IntArray, up: IntArray, ideal: Sequence[float]) -> IntArray:
+        """Round ties up while the budget allows it.
+
+        First come those that are better aligned there, then those that would be furthest below their ideal.
+        Ties that are better aligned below stay there.
+        """
+        gain = self._misaligned(down) - self._misaligned(up)
+        units, spent = down.copy(), self.limits.cost(down)
+        order = sorted(range(len(units)), key=lambda i: (-gain[i], (down[i] - ideal[i]) / ideal[i]))
+        for i in order:
+            units[i] = up[i]
             cost = self.limits.cost(units)
             # A step that costs nothing (a head only used in training) is only taken toward the ideal.
-            is_idle = cost == spent and ideal[i] - down[i] < step[i] / 2
-            if is_idle or self.limits.load(units) > 1:
-                units[i] -= step[i]
+            is_idle = cost == spent and 2 * ideal[i] < down[i] + up[i]
+            if gain[i] < 0 or is_idle or self.limits.load(units) > 1:
+                units[i] = down[i]
             else:
                 spent = cost
         return units
 
-    def _improve(
-        self, units: list[int], down: Sequence[int], step: Sequence[int], ideal: Sequence[float]
-    ) -> list[int]:
+    def _improve(self, units: IntArray, down: IntArray, up: IntArray, ideal: Sequence[float]) -> IntArray:
         """Where a gap is left, round other ties up and down while that spends more."""
         target, spent = self.limits.target, self.limits.cost(units)
-        while target - spent > target * GAP:
-            columns: Any = _alternatives(np.array(units), np.array(down), np.array(step))
+        gap = ALIGNED_GAP if self.divisor == "auto" else GAP
+        while target - spent > target * gap:
+            columns: Any = _alternatives(units, down, up - down)
             costs = np.where(np.asarray(self.limits.load(columns)) <= 1, self.limits.cost(columns), -1)
             if costs.max(initial=-1) <= spent:
                 break
-            # Of those that leave no gap, the nearest to the ideal; else the one that spends most.
+            # Of those that leave no gap, the best aligned, then the nearest to the ideal. Else the one that
+            # spends most.
             distance = (((columns.T - ideal) / ideal) ** 2).sum(1)
-            is_good = costs >= target * (1 - GAP)
-            best = int(np.argmin(np.where(is_good, distance, inf)) if is_good.any() else np.argmax(costs))
-            units, spent = [int(u) for u in columns[:, best]], costs[best]
+            is_good = costs >= target * (1 - gap)
+            order = np.lexsort((distance, self._misaligned(columns).sum(0), ~is_good))
+            best = order[0] if is_good.any() else np.argmax(costs)
+            units, spent = columns[:, best], costs[best]
         return units
 
 
-def _fine_step(unit: int, units: float) -> int:
-    """The step of `divisor="auto"`: the largest of 8, 4, 2 that is at most an eighth of the width, else 1."""
-    allowed = [lcm(unit, multiple) for multiple in (8, 4, 2) if lcm(unit, multiple) * 8 <= unit * units]
-    return max(allowed, default=unit) // unit
+def _multiples(units: float, step: int) -> tuple[int, int]:
+    """The multiples of `step` below and above; the same where the units are one."""
+    down = floor(units / step + 1e-9) * step
+    return down, down if units - down <= 1e-6 else down + step
 
 
 def _alternatives(units: IntArray, down: IntArray, step: IntArray) -> IntArray:

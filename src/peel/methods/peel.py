@@ -54,9 +54,9 @@ def make_plan(
     return _Planner(problem, config, train_backbone, criterion).run()
 
 
-def equal_share_plan(problem: Problem, config: MethodConfig) -> Plan:
+def equal_share_plan(problem: Problem, config: MethodConfig, criterion: Criterion | None = None) -> Plan:
     """The plan with the same importance for every group: what is known before training."""
-    planner = _Planner(problem, config, _untrained)
+    planner = _Planner(problem, config, _untrained, criterion)
     equal = dict.fromkeys(problem.graph.groups, 1.0)
     importance = Importance(equal, {}, False, "Nothing was trained: every group counts the same.")
     return planner.plan([planner.reallocate(planner.backbone, importance, problem.budget)])

@@ -139,7 +139,7 @@ class Pipeline:
         if self.given_widths is not None:
             return assemble_plan(self.problem, self.given_widths)
         if "backbone" in self.config.stages:
-            return equal_share_plan(self.problem, self.config)
+            return equal_share_plan(self.problem, self.config, self.criterion)
         return assemble_plan(self.problem, self.problem.uniform())
 
     def _work(self, plan: Plan) -> list[tuple[str, float]]:
