@@ -125,7 +125,7 @@ class ChannelGraph:
         return {name: tie.inexact for name in self.widths if (tie := self.ties[name]).inexact is not None}
 
     @cached_property
-    def free_share(self) -> float:
+    def free_fraction(self) -> float:
         """The fraction of all channels that can change. Outputs of the model are not counted."""
         total = sum(tie.width for tie in self.ties.values() if tie.fixed != OUTPUT)
         return sum(self.widths.values()) / total if total else 0.0
