@@ -117,7 +117,7 @@ def check_peel(name: str) -> dict[str, Any]:
         "trace_s": round(time.perf_counter() - began, 2),
         "free_ties": len(graph.widths),
         "exact_ties": len(graph.widths) - len(graph.inexact),
-        "free_share": round(graph.free_share, 4),
+        "free_share": round(graph.free_fraction, 4),
         "free_macs": round(1 - graph.macs(smallest(graph)) / graph.macs(), 4),
         "input": list(size),
         "torch": torch.__version__.split("+")[0],

@@ -1,4 +1,4 @@
-"""The shape of the package. The rooms are the folders of src/peel, in the order of docs/architecture.md."""
+"""The shape of the code. The packages are the folders of src/peel, in the order of docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def trees() -> dict[Path, ast.Module]:
     return {path: ast.parse(text) for path, text in sources().items()}
 
 
-def rooms() -> set[str]:
+def packages() -> set[str]:
     return {path.name for path in SOURCE.iterdir() if (path / "__init__.py").is_file()}
 
 
-def documented_rooms() -> list[str]:
+def documented_packages() -> list[str]:
     """The first word of each line of the first fenced block."""
     text = (TESTS.parent / "docs" / "architecture.md").read_text()
     block = re.search(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
@@ -67,7 +67,7 @@ def functions() -> Iterator[tuple[str, Function, bool]]:
         yield from inside(tree, str(path), True)
 
 
-# Names and rooms
+# Names and packages
 
 
 def test_every_public_name_exists_and_is_listed() -> None:
@@ -77,14 +77,14 @@ def test_every_public_name_exists_and_is_listed() -> None:
     assert set(peel.__all__) <= set(dir(peel))
 
 
-def test_the_documented_rooms_are_the_folders() -> None:
-    documented = documented_rooms()
+def test_the_documented_packages_are_the_folders() -> None:
+    documented = documented_packages()
     assert len(documented) == len(set(documented))
-    assert set(documented) == rooms()
+    assert set(documented) == packages()
 
 
-def test_the_tests_mirror_the_rooms() -> None:
-    assert {path.parent.name for path in TESTS.rglob("test_*.py")} == rooms() | {TESTS.name}
+def test_the_tests_mirror_the_packages() -> None:
+    assert {path.parent.name for path in TESTS.rglob("test_*.py")} == packages() | {TESTS.name}
 
 
 def test_only_a_few_modules_stand_at_top_level() -> None:
@@ -98,32 +98,32 @@ def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
-def imported_rooms(path: Path, tree: ast.AST) -> Iterator[str]:
-    """The rooms that a module imports, also within functions, but not for type checking only."""
+def imported_packages(path: Path, tree: ast.AST) -> Iterator[str]:
+    """The packages that a module imports, also within functions, but not for type checking only."""
     for node in ast.iter_child_nodes(tree):
         if is_type_checking(node):
             continue
         if isinstance(node, ast.ImportFrom) and node.level:
-            package = path.parts[: len(path.parts) - node.level]
-            target = [*package, *(node.module or "").split(".")]
+            parents = path.parts[: len(path.parts) - node.level]
+            target = [*parents, *(node.module or "").split(".")]
             yield from [target[0]] if target[0] else [alias.name for alias in node.names]
-        yield from imported_rooms(path, node)
+        yield from imported_packages(path, node)
 
 
-def test_imports_point_to_earlier_rooms() -> None:
-    order = documented_rooms()
+def test_imports_point_to_earlier_packages() -> None:
+    order = documented_packages()
     wrong = []
     for path, tree in trees().items():
         if len(path.parts) > 1:
             own = order.index(path.parts[0])
-            later = [room for room in imported_rooms(path, tree) if room in order[own + 1 :]]
-            wrong += [f"{path} imports {room}" for room in later]
+            later = [package for package in imported_packages(path, tree) if package in order[own + 1 :]]
+            wrong += [f"{path} imports {package}" for package in later]
     assert not wrong
 
 
-def test_errors_and_version_import_no_room() -> None:
+def test_errors_and_version_import_no_package() -> None:
     for name in ("errors.py", "version.py"):
-        assert not set(imported_rooms(Path(name), trees()[Path(name)])) & rooms()
+        assert not set(imported_packages(Path(name), trees()[Path(name)])) & packages()
 
 
 def test_only_the_command_line_prints() -> None:

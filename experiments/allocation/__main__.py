@@ -4,7 +4,7 @@
     python -m experiments.allocation time --images images.pt
     nvidia-cuda-mps-control -d     # several trainings share the GPU
     python -m experiments.allocation run --images images.pt --results results.jsonl --lanes 8
-    python -m experiments.allocation analyse --results results.jsonl
+    python -m experiments.allocation analyze --results results.jsonl
     python -m experiments.allocation simulate --results results.jsonl
     python -m experiments.allocation plot --results results.jsonl --picture map.png
 
@@ -27,7 +27,7 @@ from .jobs import STAGES
 from .plot import PICTURE, plot
 from .results import RESULTS
 from .simulate import simulate
-from .tables import analyse
+from .tables import analyze
 from .train import measure, run
 
 
@@ -54,7 +54,7 @@ def main() -> None:
     command.add_argument(
         "--deadline", type=float, default=math.inf, help="start nothing that would end after so many seconds"
     )
-    commands.add_parser("analyse", parents=[results], help="print the tables")
+    commands.add_parser("analyze", parents=[results], help="print the tables")
     commands.add_parser("simulate", parents=[results], help="compare designs of searches by trials")
     command = commands.add_parser("plot", parents=[results], help="draw the picture")
     command.add_argument("--picture", type=Path, default=PICTURE)
@@ -63,7 +63,7 @@ def main() -> None:
         "prepare": prepare,
         "time": measure,
         "run": run,
-        "analyse": analyse,
+        "analyze": analyze,
         "simulate": simulate,
         "plot": plot,
     }

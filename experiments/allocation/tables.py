@@ -1,4 +1,4 @@
-"""The tables of `analyse`: differences to uniform, worths of groups, predictions of long trainings.
+"""The tables of `analyze`: differences to uniform, worths of groups, predictions of long trainings.
 
 All losses and accuracies are those of the held-out images, from which allocations were also chosen.
 """
@@ -26,7 +26,7 @@ OTHER_GROUPS = ("fine", "kind", "free")
 ROWS = 6
 
 
-def analyse(results: Path) -> None:
+def analyze(results: Path) -> None:
     lines = read(results)
     for epochs, name, budget in itertools.product(schedules(lines), NETWORKS, BUDGETS):
         found = by_allocation(lines, name, budget, epochs)

@@ -29,7 +29,7 @@ class ModelError(PeelError):
 
 
 class StoreError(PeelError):
-    """The saved model is missing, damaged, unsafe or does not fit."""
+    """The saved model is missing, corrupt, unsafe or does not fit."""
 
 
 class ConfigError(PeelError):
@@ -45,7 +45,7 @@ class RunError(PeelError):
 
 
 class CorruptFileError(RunError):
-    """A file in a run folder is damaged or belongs to another run."""
+    """A file in a run folder is corrupt or belongs to another run."""
 
 
 class DivergedError(PeelError):

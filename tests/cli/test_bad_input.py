@@ -82,7 +82,7 @@ def write_plans(place: Path) -> None:
         "unknown.json": '{"0": 4, "3": 4, "conv9": 8}',
         "zero.json": '{"0": 0, "3": 4, "6": 8}',
         "fraction.json": '{"0": 4.5, "3": 4, "6": 8}',
-        "damaged.json": '{"format": "peel-plan"}',
+        "corrupt.json": '{"format": "peel-plan"}',
     }.items():
         (place / name).write_text(text)
 
@@ -101,6 +101,7 @@ FILES: list[tuple[list[str], list[str]]] = [
     (["--data", "good", "--train.batch-size", "6", "--backbone.batch-size", "13"], ["batch size 13"]),
     (["--train.batch-size", "1438"], ["batch size 1438", "at most 1437"]),
     (["--teacher", "file"], ["file cannot be loaded"]),
+    (["--teacher", "missing.pt"], ["there is no teacher at missing.pt"]),
 ]
 
 #: Settings that cannot be: exit code 2.
@@ -148,12 +149,11 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--plan", "missing.json"], ["plan: cannot read missing.json", "No such file"]),
     (["--plan", "not.json"], ["plan: not.json is not JSON"]),
     (["--plan", "list.json"], ["plan is a plan.json or a mapping"]),
-    (["--plan", "damaged.json"], ["plan: damaged.json: not a plan"]),
+    (["--plan", "corrupt.json"], ["plan: corrupt.json: not a plan"]),
     (["--plan", "unknown.json"], ["conv9"]),
     (["--plan", "zero.json"], ["0: the width must be at least 1, not 0"]),
     (["--plan", "fraction.json"], ["0: the width must be a whole number, not 4.5"]),
     (["--groups.all", "nine"], ["nine"]),
-    (["--teacher", "missing.pt"], ["there is no teacher at missing.pt"]),
     (["--output", "file"], ["file is a file", "--output"]),
     # The rest
     (["--device", "tpu"], ["tpu"]),

@@ -92,7 +92,7 @@ def test_json_and_quiet_print_the_result_and_nothing_else(
     assert document["folder"] == "out"
     identity = read(place / "out" / "state.json")["identity"]
     assert (identity["train"]["epochs"], identity["train"]["batch_size"]) == (1, 256)
-    assert identity["method"]["distill"] == "none"
+    assert identity["distill"] == "none"
 
 
 def test_every_field_of_a_recipe_is_a_flag(place: Path) -> None:

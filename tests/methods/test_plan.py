@@ -40,7 +40,14 @@ def test_given_widths_make_a_plan_without_backbone(one_thread: None) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"slim": None}, {"budget": "many"}, {"version": 1}, {"format": "other"}, {"rounds": [{"widths": 3}]}],
+    [
+        {"slim": None},
+        {"budget": "many"},
+        {"version": 1},
+        {"format": "other"},
+        {"rounds": [{"widths": 3}]},
+        {"method": {"policy": "none"}},
+    ],
     ids=str,
 )
 def test_what_is_not_a_plan_is_refused(finished: tuple[Path, Result], change: dict[str, object]) -> None:

@@ -304,18 +304,18 @@ def test_an_incomplete_last_line_of_metrics_is_ignored(tmp_path: Path) -> None:
         assert RunRecord.read(tmp_path) == record()
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_a_corrupt_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"it has no state\.json"):
         RunRecord.read(tmp_path)
     write(tmp_path)
     lines = (tmp_path / "metrics.jsonl").read_bytes().split(b"\n")
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([lines[0], lines[1][:20], *lines[2:]]))
-    with pytest.raises(RunError, match=r"metrics\.jsonl is damaged in line 2"):
+    with pytest.raises(RunError, match=r"metrics\.jsonl is corrupt in line 2"):
         RunRecord.read(tmp_path)
     for name in ("state.json", "environment.json", "plan.json", "result.json", "config.toml"):
         write(tmp_path)
         (tmp_path / name).write_text('{"format": ')
-        with pytest.raises(RunError, match=rf"{name}.* is damaged"):
+        with pytest.raises(RunError, match=rf"{name}.* is corrupt"):
             RunRecord.read(tmp_path)
 
 

@@ -69,7 +69,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_if_every_checkpoint_is_damaged_the_exit_code_is_3_and_a_message_tells_what_to_do(
+def test_if_every_checkpoint_is_corrupt_the_exit_code_is_3_and_a_message_tells_what_to_do(
     damage: str, killed: Path, whole: bytes
 ) -> None:
     metrics = (killed / "metrics.jsonl").read_text()
@@ -113,11 +113,11 @@ def test_checkpoints_of_another_run_alone_are_refused(killed: Path, tmp_path: Pa
     assert kept(other)[0].name[:30] in output
 
 
-def test_a_damaged_file_of_the_run_has_exit_code_3(killed: Path) -> None:
+def test_a_corrupt_file_of_the_run_has_exit_code_3(killed: Path) -> None:
     (killed / "state.json").write_text("[]")
     code, output = run(killed)
     assert code == 3
-    assert f"{killed / 'state.json'} is damaged" in output
+    assert f"{killed / 'state.json'} is corrupt" in output
     assert "another --output" in output
     assert "Traceback" not in output
 

@@ -138,7 +138,7 @@ def test_a_full_disk_stops_the_run_which_resumes_later(
     assert_finishes_alike(small_disk / "run", finished[1])
 
 
-def test_a_disk_without_room_for_a_model_is_not_reported_as_a_damaged_file(tmp_path: Path) -> None:
+def test_a_disk_without_room_for_a_model_is_not_reported_as_a_corrupt_file(tmp_path: Path) -> None:
     with small_disk_at(tmp_path / "disk", "64k") as disk, RunFolder(disk) as folder:
         with pytest.raises(StoreError, match=r"cannot write .*large.*: No space left on device"):
             folder.save_model("large", nn.Linear(200, 200))

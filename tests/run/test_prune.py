@@ -50,7 +50,7 @@ def test_settings_are_stored_as_given_and_as_resolved(finished: tuple[Path, Resu
     assert identity["seed"] == 3
     assert (identity["train"]["epochs"], identity["train"]["lr"]) == (2, 0.1)
     assert (identity["backbone"]["epochs"], identity["backbone"]["batch_size"]) == (1, 64)
-    assert (identity["train"]["augment"], identity["method"]["backbone_ratio"]) == ("crop", 0.8)
+    assert (identity["train"]["augment"], identity["backbone_ratio"]) == ("crop", 0.8)
     assert len(identity["data"]["classes"]) == 10
 
 

@@ -1,4 +1,4 @@
-"""The same call on an existing folder: nothing is computed twice, and damaged files are named."""
+"""The same call on an existing folder: nothing is computed twice, and corrupt files are named."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_start_with_fewer_stages_loses_nothing(stages: list[str], own: Path) -
     assert [row.name for row in result.rows] == ["original", "uniform", "peel"]
 
 
-def test_a_damaged_result_is_written_again(own: Path) -> None:
+def test_a_corrupt_result_is_written_again(own: Path) -> None:
     before = read(own / "result.json")
     (own / "result.json").write_text('{"rows": [5], "notes": []}')
     small_run(output=own, seed=3)
@@ -130,7 +130,7 @@ def test_callbacks_hear_of_finished_stages_too(own: Path) -> None:
     assert naming.begun == naming.planned == ["original", "backbone", "uniform", "peel"]
 
 
-# Damaged files
+# Corrupt files
 
 
 def test_a_stage_with_the_network_of_another_is_named(own: Path) -> None:
@@ -141,16 +141,16 @@ def test_a_stage_with_the_network_of_another_is_named(own: Path) -> None:
         small_run(output=own, seed=3)
 
 
-def test_damaged_weights_and_records_are_named(own: Path) -> None:
+def test_corrupt_weights_and_records_are_named(own: Path) -> None:
     (own / "result.json").unlink()
     weights = own / "stages" / "uniform.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    with pytest.raises(StoreError, match=r"uniform.safetensors is damaged"):
+    with pytest.raises(StoreError, match=r"uniform.safetensors is corrupt"):
         small_run(output=own, seed=3)
     (own / "stages" / "original.record.json").write_text("{")
-    with pytest.raises(RunError, match=r"original.record.json is damaged"):
+    with pytest.raises(RunError, match=r"original.record.json is corrupt"):
         small_run(output=own, seed=3)
 
 
@@ -165,20 +165,21 @@ def test_damaged_weights_and_records_are_named(own: Path) -> None:
         ("environment.json", "3", "expected an object, found int"),
     ],
 )
-def test_a_file_with_other_content_is_named_with_the_way_out(
-    name: str, text: str, reason: str, own: Path
+def test_a_file_with_other_content_is_named_once_with_the_way_out(
+    name: str, text: str, reason: str, own: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (own / name).write_text(text)
     way_out = r"Restore it from a copy, or start a new run with another --output\."
-    with pytest.raises(CorruptFileError, match=rf"{name} is damaged: .*{reason}.* {way_out}"):
+    with pytest.raises(CorruptFileError, match=rf"{name} is corrupt: .*{reason}.* {way_out}"):
         small_run(output=own, seed=3)
+    assert name not in caplog.text
 
 
 def test_a_plan_of_another_network_is_named(own: Path) -> None:
     plan = read(own / "plan.json")
     plan["slim"]["widths"]["other"] = 3
     (own / "plan.json").write_text(json.dumps(plan))
-    with pytest.raises(CorruptFileError, match=r"plan.json is damaged: .*other.* Restore it from a copy"):
+    with pytest.raises(CorruptFileError, match=r"plan.json is corrupt: .*other.* Restore it from a copy"):
         small_run(output=own, seed=3)
 
 
@@ -208,7 +209,7 @@ RECORD = f'{{"history": [{EPOCH}], "image_passes": 1, "notes": []}}'
 def test_the_wrong_part_of_a_file_is_named(kind: type[Any], text: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     path.write_text(text)
-    with pytest.raises(CorruptFileError, match=rf"file.json is damaged: .*({reason})"):
+    with pytest.raises(CorruptFileError, match=rf"file.json is corrupt: .*({reason})"):
         RunFolder(tmp_path).read_json("file.json", kind)
     path.write_text(RECORD)
     assert RunFolder(tmp_path).read_json("file.json", StageRecord).image_passes == 1

@@ -32,10 +32,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     ("changes", "expected"),
     [
         ({"seed": 4}, ["seed: 3 -> 4"]),
-        ({"budget": "40%"}, ["method.budget: '50%' -> '40%'"]),
+        ({"budget": "40%"}, ["budget: '50%' -> '40%'"]),
         (
             {"criterion": "weight", "backbone_ratio": 0.7},
-            ["method.criterion: 'bn' -> 'weight'", "method.backbone_ratio: 0.8 -> 0.7"],
+            ["criterion: 'bn' -> 'weight'", "backbone_ratio: 0.8 -> 0.7"],
         ),
         ({"train": {"epochs": 3, "batch_size": 64}}, ["train.epochs: 2 -> 3"]),
         ({"backbone": {"epochs": 1, "lr": 0.05}}, ["backbone.lr: 0.1 -> 0.05"]),
@@ -52,7 +52,7 @@ def test_other_settings_are_refused_with_the_difference(
     with pytest.raises(RunError, match="was started with other settings") as caught:
         small_run(**{"output": own, "seed": 3, **changes})
     for line in expected:
-        assert line in str(caught.value)
+        assert f"\n  {line}" in str(caught.value)
     after = content(own)
     assert set(after) == set(before)
     assert all(after[name] == before[name] for name in before if name != ".lock")
@@ -92,6 +92,26 @@ def test_a_run_resumes_with_more_micro_batches_after_an_out_of_memory_error(kill
 def no_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python would take a file that changes within a second for the one that it has compiled."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+
+CRITERION = """
+from peel.steps.criteria.magnitude import NormScale
+
+class Own(NormScale):
+    each_epoch = True
+"""
+
+
+def test_an_edited_criterion_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    settings = {"criterion": f"{file}:Own", "output": tmp_path / "run", "stages": ["backbone", "plan"]}
+    file.write_text(CRITERION)
+    small_run(**settings)
+    file.write_text(CRITERION.replace("True", "False"))
+    with pytest.raises(RunError, match=r"criterion_file: '\w+' -> '\w+'"):
+        small_run(**settings)
+    file.write_text(CRITERION)
+    assert small_run(**settings).plan is not None
 
 
 def original(model: Path, folder: Path) -> Result:

@@ -169,7 +169,7 @@ def test_an_unusable_teacher_is_refused_before_anything_is_written(
 ) -> None:
     path = tmp_path / "teacher.pt"
     write_teacher(kind, path)
-    with pytest.raises((StoreError, RunError, DataError), match=message):
+    with pytest.raises((StoreError, DataError), match=message):
         small_run(teacher=path, output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "canary").exists()
@@ -182,9 +182,9 @@ def test_a_teacher_module_with_other_classes_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{}", "{"])
-def test_a_damaged_record_of_a_teacher_is_named(content: str, own: Path, tmp_path: Path) -> None:
+def test_a_corrupt_record_of_a_teacher_is_named(content: str, own: Path, tmp_path: Path) -> None:
     (own / "stages" / "original.record.json").write_text(content)
-    with pytest.raises(CorruptFileError, match=r"original.record.json is damaged: .* Restore it from a copy"):
+    with pytest.raises(CorruptFileError, match=r"original.record.json is corrupt: .* Restore it from a copy"):
         small_run(teacher=own, output=tmp_path / "other")
 
 
@@ -204,9 +204,9 @@ def test_a_run_does_not_resume_with_another_teacher(tmp_path: Path) -> None:
     moved = weights.rename(tmp_path / "moved.pt")
     torch.save({name: tensor + 1 for name, tensor in Small().state_dict().items()}, weights)
     before = content(run / "stages")
-    with pytest.raises(RunError, match=r"teacher_hash: '\w+' -> '\w+'"):
+    with pytest.raises(RunError, match=r"hash of the teacher's weights: '\w+' -> '\w+'"):
         small_run(teacher=weights, output=run)
-    with pytest.raises(RunError, match=r"there is no teacher at .*nothing.*--stages original --output"):
+    with pytest.raises(StoreError, match=r"there is no teacher at .*nothing.*--stages original --output"):
         small_run(teacher=tmp_path / "nothing", output=run)
     assert not (tmp_path / "nothing").exists()
     assert content(run / "stages") == before
@@ -226,6 +226,6 @@ def test_another_run_can_use_the_teacher_and_the_plan_of_a_killed_one(tmp_path: 
 
 def test_the_folder_of_a_run_without_an_original_is_refused_as_teacher(tmp_path: Path) -> None:
     small_run(teacher=Small(), output=tmp_path / "one", stages=["original"])
-    with pytest.raises(RunError, match=r"there is no teacher at .*one\. .*--stages original --output"):
+    with pytest.raises(StoreError, match=r"there is no teacher at .*one\. .*--stages original --output"):
         small_run(teacher=tmp_path / "one", output=tmp_path / "two")
     assert not (tmp_path / "two").exists()

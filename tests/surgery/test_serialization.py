@@ -1,4 +1,4 @@
-"""Saved models: loaded exactly, refused when damaged, never unpickled, readable without peel."""
+"""Saved models: loaded exactly, refused when corrupt, never unpickled, readable without peel."""
 
 from __future__ import annotations
 

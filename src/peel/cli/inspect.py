@@ -99,7 +99,7 @@ def inspection(name: str, graph: ChannelGraph) -> dict[str, Any]:
         "macs": graph.macs(),
         "params": graph.params(),
         "activation_bytes_estimate": graph.activation_bytes(),
-        "free_channel_fraction": graph.free_share,
+        "free_channel_fraction": graph.free_fraction,
         "smallest_macs": graph.macs(graph.steps),
         "groups": [
             {

@@ -23,7 +23,7 @@ from .progress import RunProgress
 from .summary import draw_estimate, draw_result
 from .terminal import make_console, print_json
 
-#: Settings that do not change what is computed: the same command with others finds the same default folder.
+#: Settings that do not change what is computed. They are not part of the name of the default folder.
 FREE = ("stages", "device", "workers", "compile", "checkpoint_seconds", "accumulate")
 
 
@@ -70,7 +70,7 @@ def run(
         if not quiet and is_main_process():
             callbacks.append(stack.enter_context(RunProgress(make_console(stderr=True))))
         result = prune(
-            **_as_keywords(chosen),
+            **vars(chosen),
             output=folder,
             callbacks=callbacks,
             dry_run=dry_run,
@@ -88,10 +88,6 @@ def _show(result: Result, *, dry_run: bool, json: bool, with_notes: bool) -> Non
         draw_estimate(result, make_console())
     else:
         draw_result(result, make_console(), with_notes=with_notes)
-
-
-def _as_keywords(config: Config) -> dict[str, Any]:
-    return {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
 
 
 def _as_json(result: Result) -> dict[str, Any]:

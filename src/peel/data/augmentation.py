@@ -19,7 +19,7 @@ from ..utils.rng import derive_seed, hashed_uniform
 
 #: Random numbers per image of `crop` and `crop-flip`: row, column, flip.
 DRAWS = 3
-#: Random resized crop: range of the area, as a share of the image, and of the aspect ratio.
+#: Random resized crop: range of the area, as a fraction of the image, and of the aspect ratio.
 AREA, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 #: Color jitter: largest change of the first three, and largest rotation of the hue (1 is a full turn).
 BRIGHTNESS, CONTRAST, SATURATION, HUE = 0.2, 0.2, 0.2, 0.1
@@ -84,7 +84,7 @@ def padding_of(height: int) -> int:
 
 
 def count_windows(augment: str, height: int) -> int | None:
-    """Number of different views of an image; None where there is no fixed set of them."""
+    """Number of different variants of an image; None where there is no fixed set of them."""
     if augment == "none":
         return 1
     return 2 * (2 * padding_of(height) + 1) ** 2 if augment in ("crop", "crop-flip") else None

@@ -12,7 +12,7 @@ class Batch(NamedTuple):
     """Normalized, in channels-last memory."""
     labels: Tensor
     teacher_logits: Tensor | None = None
-    """Cached logits of the teacher for these views of the images."""
+    """Cached logits of the teacher for these variants of the images."""
 
     def split(self, parts: int) -> list[Batch]:
         """Micro-batches of nearly equal size."""

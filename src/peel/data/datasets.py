@@ -31,7 +31,7 @@ IN_MEMORY_SIDE, IN_MEMORY_BYTES = 96, 4 * 2**30
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 #: Images (uint8, images x height x width x channels) and their labels.
-Labelled = tuple[Tensor, Tensor]
+Labeled = tuple[Tensor, Tensor]
 
 
 class Split(Protocol):
@@ -75,7 +75,7 @@ class Data:
 
     @staticmethod
     def from_tensors(
-        name: str, classes: tuple[str, ...], train: Labelled, test: Labelled, augment: str = "crop-flip"
+        name: str, classes: tuple[str, ...], train: Labeled, test: Labeled, augment: str = "crop-flip"
     ) -> Data:
         """Data in memory, normalized by the mean and the standard deviation of the training images.
 
@@ -96,8 +96,7 @@ class Data:
 
     def input_spec(self) -> dict[str, Any]:
         """How to feed a network that was trained on these images: classes, shape, mean and std."""
-        mean, std = self.train.mean, self.train.std
-        spec = {"classes": self.classes, "shape": self.shape, "mean": mean, "std": std}
+        spec = {"classes": self.classes, "shape": self.shape, "mean": self.train.mean, "std": self.train.std}
         return {name: list(values) for name, values in spec.items()}
 
     def to(self, device: torch.device) -> Data:
@@ -135,15 +134,15 @@ def load_data(
     return _folder(folder, channels, image_size, skip_corrupt)
 
 
-def hold_out(split: Split, share: float, seed: int) -> tuple[Split, Split]:
-    """The split without a random share of its images, and this share: for decisions without test images."""
-    count = held_out_size(split.size, share)
+def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
+    """The split without a random fraction of its images, and these: for decisions without test images."""
+    count = held_out_size(split.size, fraction)
     order = torch.randperm(split.size, generator=torch.Generator().manual_seed(derive_seed("hold out", seed)))
     return split.subset(order[count:].sort().values), split.subset(order[:count].sort().values)
 
 
-def held_out_size(size: int, share: float) -> int:
-    return max(1, round(size * share))
+def held_out_size(size: int, fraction: float) -> int:
+    return max(1, round(size * fraction))
 
 
 def _digits(channels: int, image_size: int | None) -> Data:

@@ -14,7 +14,7 @@ falls inside an atom, the atom gets two parts, everywhere at once; a merged atom
 
 A unit may be *fixed*, with a reason. Constants are units that are fixed from the start.
 
-An atom is *inexact* if slicing it is not the same as masking it: a channel shuffle interleaves it with
+An atom is *inexact* if cutting it is not exactly zeroing it: a channel shuffle interleaves it with
 others, a layer norm takes statistics over it. Its size is still free.
 """
 
@@ -123,7 +123,7 @@ def fix(axis: Axis, reason: str) -> None:
 
 
 def mark_inexact(axis: Axis, reason: str) -> None:
-    """Slicing the axis is not the same as masking it."""
+    """Cutting the axis is not exactly zeroing it."""
     for atom, _ in expand(axis):
         if atom.inexact is None:
             atom.inexact = reason

@@ -43,7 +43,7 @@ class Tie:
     fixed: str | None
     """Why the width must not change; None if it may."""
     inexact: str | None
-    """Why slicing is not the same as masking (say, a layer norm over the channels); None if it is."""
+    """Why cutting is not exactly zeroing (say, a layer norm over the channels); None if it is."""
     members: tuple[Member, ...]
     causes: tuple[str, ...]
     """The operators that tie the members together."""
@@ -121,11 +121,11 @@ class ChannelGraph:
 
     @cached_property
     def inexact(self) -> dict[str, str]:
-        """Free ties for which slicing is not exactly masking, with the reason."""
+        """Free ties for which cutting is not exactly zeroing, with the reason."""
         return {name: tie.inexact for name in self.widths if (tie := self.ties[name]).inexact is not None}
 
     @cached_property
-    def free_share(self) -> float:
+    def free_fraction(self) -> float:
         """The fraction of all channels that can change. Outputs of the model are not counted."""
         total = sum(tie.width for tie in self.ties.values() if tie.fixed != OUTPUT)
         return sum(self.widths.values()) / total if total else 0.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ..cost.widths import Widths
-from ..errors import CorruptFileError
+from ..errors import ConfigError, CorruptFileError
 from ..steps.reallocation import Round
 from .config import MethodConfig
 from .problem import Problem
@@ -68,8 +68,8 @@ class Plan:
     def from_json(cls, data: bytes) -> Plan:
         try:
             plan = msgspec.json.decode(data, type=cls)
-        except msgspec.MsgspecError as error:
-            raise CorruptFileError(f"not a plan: {error}.") from error
+        except (msgspec.MsgspecError, ConfigError) as error:
+            raise CorruptFileError(f"not a plan: {str(error).rstrip('.')}.") from error
         if (plan.format, plan.version) != ("peel-plan", 3):
             raise CorruptFileError(
                 f"not a plan of this version: format {plan.format!r}, version {plan.version}."

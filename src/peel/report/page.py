@@ -15,7 +15,7 @@ from ..utils.text import flatten, format_duration
 from .charts import curves_chart, groups_chart, importance_chart, label, widths_chart
 from .record import RunRecord
 
-RESOURCES = {"macs": "MACs", "params": "parameters", "memory": "bytes of activations of one image"}
+RESOURCE_NAMES = {"macs": "MACs", "params": "parameters", "memory": "bytes of activations of one image"}
 NONE = "–"
 
 
@@ -86,11 +86,11 @@ def _rows(record: RunRecord) -> dict[str, dict[str, Any]]:
 
 def _budget(record: RunRecord) -> str:
     """The budget as a count of its resource, or as given where there is no plan yet."""
-    if record.plan is None:
-        return (
-            f"{record.config.get('budget', '?')} ({RESOURCES.get(record.config.get('resource', 'macs'), '')})"
-        )
-    return f"{format_count(record.plan.budget)} {RESOURCES.get(record.plan.resource, record.plan.resource)}"
+    plan = record.plan
+    if plan is None:
+        given, resource = record.config.get("budget", "?"), record.config.get("resource", "macs")
+        return f"{given} ({RESOURCE_NAMES.get(resource, '')})"
+    return f"{format_count(plan.budget)} {RESOURCE_NAMES.get(plan.resource, plan.resource)}"
 
 
 def _title(record: RunRecord) -> str:
@@ -149,7 +149,7 @@ def _outcome_table(rows: Mapping[str, Mapping[str, Any]]) -> Table | None:
     original = rows.get("original", {})
 
     def cost(row: Mapping[str, Any], key: str) -> str:
-        return _cell(row, key, lambda count: f"{count:,} ({_share(count, original.get(key))})")
+        return _cell(row, key, lambda count: f"{count:,} ({_percent_of(count, original.get(key))})")
 
     cells = [
         [
@@ -203,7 +203,7 @@ def _widths_table(plan: Plan) -> Table:
             tie,
             group,
             *(str(of_tie[tie]) for of_tie in widths.values()),
-            _share(after[tie], before[tie]),
+            _percent_of(after[tie], before[tie]),
             _cell(importance, tie, _short),
         ]
         for group, ties in plan.groups.items()
@@ -215,7 +215,7 @@ def _widths_table(plan: Plan) -> Table:
 def _macs_table(macs: Mapping[str, Mapping[str, int]]) -> Table:
     def cell(of_group: Mapping[str, int], group: str) -> str:
         count = of_group.get(group, 0)
-        return f"{count:,} ({_share(count, sum(of_group.values()))})"
+        return f"{count:,} ({_percent_of(count, sum(of_group.values()))})"
 
     groups = dict.fromkeys(group for of_group in macs.values() for group in of_group)
     rows = [[group, *(cell(of_group, group) for of_group in macs.values())] for group in groups]
@@ -223,7 +223,7 @@ def _macs_table(macs: Mapping[str, Mapping[str, int]]) -> Table:
 
 
 def _budget_sentences(plan: Plan) -> str:
-    unit = RESOURCES.get(plan.resource, plan.resource)
+    unit = RESOURCE_NAMES.get(plan.resource, plan.resource)
     used = (
         f"The budget is {plan.budget:,} {unit}; PEEL uses {_percent(plan.slim.cost / plan.budget, 2)} of it."
     )
@@ -267,7 +267,7 @@ def _importance(stages: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any] | 
     if not curves:
         return None
     rows = [
-        [group, stage, _short(curve[0][1]), _short(curve[-1][1]), _share(curve[-1][1], curve[0][1])]
+        [group, stage, _short(curve[0][1]), _short(curve[-1][1]), _percent_of(curve[-1][1], curve[0][1])]
         for stage, of_group in curves.items()
         for group, curve in of_group.items()
     ]
@@ -325,7 +325,7 @@ def _cell(row: Mapping[str, Any], key: str, words: Callable[[Any], str]) -> str:
     return NONE if row.get(key) is None else words(row[key])
 
 
-def _share(part: float | None, whole: float | None) -> str:
+def _percent_of(part: float | None, whole: float | None) -> str:
     return NONE if part is None or not whole else _percent(part / whole, 1)
 
 

@@ -75,5 +75,5 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             if number == lines[-1][0]:
                 break
-            raise CorruptFileError(f"{path} is damaged in line {number}: {error}.") from error
+            raise CorruptFileError(f"{path} is corrupt in line {number}: {error}.") from error
     return objects

@@ -50,7 +50,7 @@ class Config(MethodConfig):
     """Changes to the recipe of the backbone."""
     teacher: str = "train"
     """train, pretrained, a file with trained weights, or a run folder that holds the trained original."""
-    stages: tuple[str, ...] = tuple(STAGES)
+    stages: tuple[str, ...] = STAGES
     """Which of original, backbone, plan, uniform, peel to run."""
     plan: str | dict[str, int] | None = None
     """Train the widths in this JSON file (a plan.json, or tie name to channels) instead of searching."""
@@ -108,12 +108,8 @@ def make_config(given: Mapping[str, Any]) -> Config:
     values = dict(given)
     _check_names("", values, Config)
     for name in ("train", "backbone"):
-        overrides = values.get(name)
-        values[name] = (
-            dict(overrides)
-            if isinstance(overrides, Mapping)
-            else dataclasses.asdict(overrides or RecipeOverrides())
-        )
+        overrides = values.get(name) or {}
+        values[name] = dict(overrides) if isinstance(overrides, Mapping) else dataclasses.asdict(overrides)
         _check_names(f"{name}.", values[name], RecipeOverrides)
     for name in ("freeze", "ignore", "stages"):
         if isinstance(values.get(name), str):

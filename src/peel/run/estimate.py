@@ -9,6 +9,7 @@ from ..methods.config import MethodConfig
 from ..methods.peel import recipe_of_round, stage_of_round
 from ..methods.plan import Plan
 from ..methods.problem import Problem
+from ..steps.distillation import IN_PLACE_WIDTH
 from ..surgery import slim
 from ..train.loop import fit
 from ..train.objective import CrossEntropy
@@ -29,7 +30,8 @@ def estimate_work(
 ) -> list[tuple[str, float]]:
     """(stage, multiply-adds) for each stage that trains, at the widths of the plan."""
     images, full = problem.data.train.size, plan.original.macs
-    teacher = {"teacher": full, "in-place": PASSES_PER_STEP * 2.25 * full, "none": 0}[config.distill]
+    wide = PASSES_PER_STEP * IN_PLACE_WIDTH**2 * full
+    teacher = {"teacher": full, "in-place": wide, "none": 0}[config.distill]
     work: list[tuple[str, float]] = []
     if "original" in trained:
         work.append(("original", recipe.epochs * images * PASSES_PER_STEP * full))

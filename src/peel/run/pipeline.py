@@ -70,11 +70,8 @@ class Pipeline:
         """Refuse what cannot work, before anything is written or trained."""
         problem, config, stages = self.problem, self.config, self.config.stages
         final = [name for name in ("uniform", "peel") if name in stages]
-        if (
-            self.given_widths is None
-            and not {"backbone", "plan"} <= set(stages)
-            and (final or "plan" in stages)
-        ):
+        makes_plan = {"backbone", "plan"} <= set(stages)
+        if self.given_widths is None and not makes_plan and (final or "plan" in stages):
             raise ConfigError(
                 f"the stages {', '.join(stages)} need a plan: add backbone and plan, or set plan=widths."
             )
@@ -182,7 +179,7 @@ class Pipeline:
         now = weights_hash(teacher)
         before = self.state.teacher_hash or now
         if before != now:
-            refuse_changes(self.folder, {"teacher_hash": (before, now)})
+            refuse_changes(self.folder, {"hash of the teacher's weights": (before, now)})
         self.state.teacher_hash = now
         self.folder.write_json("state.json", asdict(self.state))
 
@@ -249,9 +246,8 @@ class Pipeline:
         weight = DISTILLATIONS[config.distill] if config.kd_weight is None else config.kd_weight
         if config.distill == "in-place":
             pair = in_place_pair(problem.model, problem.graph, widths)
-            return self._train(
-                name, pair, InPlace(objective, weight, config.hard_weight, config.temperature), widths
-            )
+            objective = InPlace(objective, weight, config.hard_weight, config.temperature)
+            return self._train(name, pair, objective, widths)
         network = slim(problem.model, widths, graph=problem.graph).requires_grad_(True)
         if config.distill == "none":
             return self._train(name, network, objective, widths)
@@ -316,9 +312,8 @@ class Pipeline:
         if slimmed is not None:
             attach_info(slimmed, replace(info_of(slimmed), input=self.problem.data.input_spec()))
             folder.save_model("slim", slimmed)
-        records = [
-            self.trainer.records[name] for name in self._backbone_stages() if name in self.trainer.records
-        ]
+        finished = self.trainer.records
+        records = [finished[stage] for stage in self._backbone_stages() if stage in finished]
         search = {
             "seconds": sum(record.seconds for record in records),
             "image_passes": sum(record.image_passes for record in records),

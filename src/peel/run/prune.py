@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import nn
 
 from ..cost.rounding import resolve_budget
 from ..data.datasets import Data
-from ..errors import PeelError, RunError
+from ..errors import CorruptFileError, PeelError, RunError
 from ..graph import trace
 from ..methods.problem import Problem
 from ..train.callbacks import Callback
@@ -159,8 +160,11 @@ def _write_report(folder: RunFolder) -> None:
     """The page of the run so far. A failure here never fails the run."""
     from ..report import RunRecord, render
 
+    ended_by = sys.exception()
     try:
         page = render(RunRecord.read(folder.folder))
         folder.write_bytes("report.html", page.encode(errors="backslashreplace"))
     except Exception as error:
-        log.warning("report.html was not written: %s", error if isinstance(error, PeelError) else repr(error))
+        if not isinstance(ended_by, CorruptFileError):  # else the run's own error has named the file
+            reason = error if isinstance(error, PeelError) else repr(error)
+            log.warning("report.html was not written: %s", reason)

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,9 +55,11 @@ def run_identity(
     recipes: tuple[Recipe, Recipe],
     plan: Widths | None,
 ) -> dict[str, Any]:
-    """What a run computes: resolved settings, and fingerprints of the model's code and of the images."""
+    """What a run computes: resolved settings, and fingerprints of code and images."""
+    criterion = Path(config.criterion.rpartition(":")[0])
     identity = {
-        "method": asdict(config.method_config()),
+        **asdict(config.method_config()),
+        "criterion_file": fingerprint([criterion.read_bytes()]) if criterion.is_file() else None,
         "teacher": config.teacher if config.teacher in ("train", "pretrained", "given module") else "path",
         "plan": dict(plan) if plan is not None else None,
         "groups": {name: list(ties) for name, ties in graph.groups.items()},

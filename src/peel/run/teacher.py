@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ..errors import DataError, RunError, StoreError
+from ..errors import DataError, StoreError
 from ..methods.problem import Problem
 from ..surgery.info import info_of
 from ..surgery.serialization import load
@@ -73,7 +73,7 @@ def _check(teacher: nn.Module, problem: Problem) -> None:
         raise DataError(f"the teacher cannot take images of shape {shape}: {error}") from error
     if not torch.isfinite(logits).all():
         raise DataError(
-            "the teacher's logits are not finite: its weights are damaged, or its training diverged."
+            "the teacher's logits are not finite: its weights are corrupt, or its training diverged."
         )
     if logits.shape[1] != len(problem.data.classes):
         raise DataError(
@@ -88,7 +88,7 @@ def _saved_file(path: Path) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    raise RunError(
+    raise StoreError(
         f"there is no teacher at {path}. Name a file with its weights, or a run folder. To train it once for "
         f"several runs: peel run ... --stages original --output {path}"
     )

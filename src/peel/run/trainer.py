@@ -80,6 +80,7 @@ class Trainer:
         self.begin_stage(stage, prefix="training ")
         padded, notes = self._pad(network)
         extra = callbacks if padded is None else [_Unpadded(callback, padded) for callback in callbacks]
+        metrics = [] if folder is None else [_MetricsFile(stage, folder)]
         history = fit(
             network if padded is None else padded.model,
             objective,
@@ -91,11 +92,7 @@ class Trainer:
             checkpoints=engine.world.broadcast(folder.checkpoints(stage) if folder is not None else None),
             checkpoint_seconds=self.checkpoint_seconds,
             epoch_seconds=EPOCH_SECONDS if engine.device.type == "cuda" else 0.0,
-            callbacks=[
-                *extra,
-                *([_MetricsFile(stage, folder)] if folder is not None else []),
-                *self.callbacks,
-            ],
+            callbacks=[*extra, *metrics, *self.callbacks],
         )
         if isinstance(network, Pair):
             network = network.student()

@@ -174,13 +174,13 @@ def _read_document(path: Path) -> dict[str, Any]:
     try:
         document = parse_object(_read(path))
     except ValueError as error:
-        raise StoreError(f"{path} is damaged or is not a file of peel: {error}.") from error
+        raise StoreError(f"{path} is corrupt or is not a file of peel: {error}.") from error
     if document.get("format") != FORMAT:
         raise StoreError(f"{path} is not a model saved by peel.")
     if document.get("version") != VERSION:
         raise StoreError(f"{path} has format version {document.get('version')!r}, not {VERSION}.")
     if document.get("checksum") != _checksum(document):
-        raise StoreError(f"{path} is damaged: its checksum is wrong. Use another copy of the file.")
+        raise StoreError(f"{path} is corrupt: its checksum is wrong. Use another copy of the file.")
     return document
 
 
@@ -196,7 +196,7 @@ def _read_weights(json_path: Path, name: str, sha256: str) -> dict[str, Tensor]:
             "yourself with torch.load(..., weights_only=True) and save the model with peel.save."
         )
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise StoreError(f"{path} is damaged or belongs to another JSON file: its checksum is wrong.")
+        raise StoreError(f"{path} is corrupt or belongs to another JSON file: its checksum is wrong.")
     try:
         return load_tensors(data)
     except safetensors.SafetensorError as error:

@@ -265,7 +265,7 @@ class TrainStep:
 
 
 def _compiled(loss: nn.Module) -> Callable[..., Any]:
-    """Networks of other widths that were compiled before must not count towards the recompile limit."""
+    """Networks of other widths that were compiled before must not count toward the recompile limit."""
     options: dict[str, Any] = {"isolate_recompiles": True}
     if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:  # torch before 2.15
         torch.compiler.reset()

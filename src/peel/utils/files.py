@@ -41,14 +41,14 @@ def _sync_folder(folder: Path) -> None:
 
 
 def read_file(path: Path, parse: Callable[[bytes], T], way_out: str = "Restore it from a copy.") -> T:
-    """The parsed content of a file. Errors name the file; `way_out` ends that about damaged content."""
+    """The parsed content of a file. An error names the file; for corrupt content it ends with `way_out`."""
     try:
         return parse(path.read_bytes())
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}.") from error
     except (PeelError, msgspec.MsgspecError, ValueError, KeyError) as error:
         reason = str(error).rstrip(".")
-        raise CorruptFileError(f"{path} is damaged: {reason}. {way_out}") from error
+        raise CorruptFileError(f"{path} is corrupt: {reason}. {way_out}") from error
 
 
 def parse_object(data: bytes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Norm layers. Where they take statistics over channels, slicing is not the same as masking."""
+"""Norm layers. Where they take statistics over channels, cutting is not exactly zeroing."""
 
 from typing import Any
 
