@@ -29,8 +29,8 @@ MAX_TIES = 14
 Divisor = int | Literal["auto"]
 """Widths are multiples of this. `"auto"`: of 8, else of 4 or 2, within an eighth of the ideal width."""
 
-Cost = Callable[[Sequence[float]], float]
-"""Units of the ties -> cost. Exact for whole units, continuous between them."""
+Cost = Callable[[Any], Any]
+"""Units of the ties -> cost. Exact for whole units, continuous between them. Arrays hold many candidates."""
 
 
 @runtime_checkable
@@ -85,12 +85,12 @@ class Limits:
         self.others = [_relative(graph.cost(name), graph.units()) for name in others]
         """What is used of the other limits; at most 1 each."""
 
-    def load(self, units: Sequence[float]) -> float:
+    def load(self, units: Any) -> Any:
         """The largest fraction of any limit that is used. At most 1 where the network is allowed."""
-        load: Any = self.cost(units) / self.target
+        load = self.cost(units) / self.target
         for other in self.others:
             load = np.maximum(load, other(units))
-        return load  # type: ignore[no-any-return]
+        return load
 
 
 def _relative(cost: Cost, original: Sequence[float]) -> Cost:

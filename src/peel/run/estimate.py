@@ -35,9 +35,10 @@ def estimate_work(
     work: list[tuple[str, float]] = []
     if "original" in trained:
         work.append(("original", recipe.epochs * images * PASSES_PER_STEP * full))
-    for number in range(config.rounds if plan.backbone is not None and config.uses_importance else 0):
-        epochs = recipe_of_round(problem, config, number).epochs
-        work.append((stage_of_round(number), epochs * images * PASSES_PER_STEP * plan.backbone.macs))
+    if plan.backbone is not None and config.uses_importance:
+        for number in range(config.rounds):
+            passes = recipe_of_round(problem, config, number).epochs * images * PASSES_PER_STEP
+            work.append((stage_of_round(number), passes * plan.backbone.macs))
     for name, network in (("uniform", plan.uniform), ("peel", plan.slim)):
         if name in trained:
             work.append((name, float(recipe.epochs * images * (PASSES_PER_STEP * network.macs + teacher))))

@@ -86,6 +86,6 @@ def _equal(limits: Limits, frozen: frozenset[str]) -> dict[str, float]:
         return {name: w if name in frozen else max(channels, graph.steps[name]) for name, w in widths}
 
     def load(channels: float) -> float:
-        return limits.load(fractional_units(graph, ideal(channels)))
+        return float(limits.load(fractional_units(graph, ideal(channels))))
 
     return ideal(solve_increasing(load, 1.0, 1.0)[0])

@@ -184,7 +184,7 @@ def _telescoped(growth: Growth, shares: Numbers, limits: Limits) -> dict[str, fl
         return growth.cost(growth.scaled({**factors, group: factor}))
 
     def used(limit: Cost, group: str, factor: float) -> float:
-        return limit(fractional_units(growth.graph, growth.scaled({**factors, group: factor})))
+        return float(limit(fractional_units(growth.graph, growth.scaled({**factors, group: factor}))))
 
     growing = [group for group in factors if growth.can_grow(group) and shares[group] > 0]
     while growing:
@@ -266,7 +266,7 @@ def _grow(growth: Growth, growing: set[str], grow: Callable[[float, float], floa
         return {name: grow(width, amount) if name in growing else width for name, width in base.items()}
 
     def load(amount: float) -> float:
-        return limits.load(fractional_units(growth.graph, widths(amount)))
+        return float(limits.load(fractional_units(growth.graph, widths(amount))))
 
     ideal = widths(solve_increasing(load, 1.0, 0.0)[0])
     factors = {}
