@@ -99,12 +99,16 @@ def _transformed(norms: list[LayerScores], genes: Genes) -> list[LayerScores]:
 def _prune(
     graph: ChannelGraph, layers: list[LayerScores], target: float
 ) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Prune the lowest channels of all layers down to a fraction of the MACs: widths, and scores per tie."""
-    scores = {tie: torch.zeros(width) for tie, width in graph.widths.items()}
+    """Prune the lowest channels of all layers down to a fraction of the MACs: widths, and scores per tie.
+
+    Ties without scores (those inside of gates) keep their width.
+    """
+    scores: dict[str, Tensor] = {}
     for layer in layers:
         tie, values = layer.tie, layer.values
         # Layers that write the same channels add up; several values per channel count by their mean.
-        scores[tie] = scores[tie] + (values if len(values) == len(scores[tie]) else values.mean())
+        before = scores.get(tie, torch.zeros(graph.widths[tie]))
+        scores[tie] = before + (values if len(values) == len(before) else values.mean())
     ranking = []
     for tie, values in scores.items():
         kept = max(graph.steps[tie], math.ceil(MIN_KEPT * graph.widths[tie]))
