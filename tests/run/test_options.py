@@ -24,7 +24,7 @@ from peel.train.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CRITERIA = ("bn", "weight", "legr", "reconstruction", "gradient")
+CRITERIA = ("bn", "weight", "legr", "reconstruction", "gradient", "taylor")
 TIES = {"8x8": ("conv1", "conv2"), "4x4": ("conv3", "conv4")}
 NORM = {"conv1": "norm1", "conv2": "norm2", "conv3": "norm3", "conv4": "norm4"}
 
