@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..data.batch import Batch
 from ..errors import ConfigError, OutOfMemoryError
+from ..surgery.slim import NORMS
 from ..utils.rng import get_rng_state, set_rng_state
 from .engine import Engine, is_out_of_memory
 from .objective import Losses, Objective
@@ -274,11 +275,19 @@ def _compiled(loss: nn.Module) -> Callable[..., Any]:
     return compiled
 
 
+class NormParameters(nn.ParameterDict):
+    """Parameters of norm layers that a module holds without the layers."""
+
+
 def _make_optimizer(model: nn.Module, recipe: Recipe, engine: Engine, *, is_graphed: bool) -> torch.optim.SGD:
-    """SGD. Biases and norm layers (parameters with at most one axis) decay only with `decay_norms`."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    weights = [parameter for parameter in trained if parameter.ndim > 1]
-    others = [parameter for parameter in trained if parameter.ndim <= 1]
+    """SGD. Biases, scales and everything in norm layers decay only with `decay_norms`."""
+    norms = [module for module in model.modules() if isinstance(module, (*NORMS, NormParameters))]
+    of_norms = {id(parameter) for module in norms for parameter in module.parameters(recurse=False)}
+    weights, others = [], []
+    for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
+        # A scale of shape (1, channels, 1, 1) is a vector, too.
+        is_vector = sum(size > 1 for size in parameter.shape) <= 1
+        (others if is_vector or id(parameter) in of_norms else weights).append(parameter)
     decay = recipe.weight_decay
     return torch.optim.SGD(
         [
