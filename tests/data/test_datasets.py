@@ -193,6 +193,15 @@ def test_only_folders_and_downloads_need_torchvision(tmp_path: Path) -> None:
         assert line == f"the data {name} needs torchvision: pip install peel-pruning[vision]"
 
 
+def test_a_share_of_each_class_is_held_out() -> None:
+    labels = torch.arange(100).repeat_interleave(20)
+    split = InMemoryImages(torch.zeros(2000, 1, 1, 1, dtype=torch.uint8), labels, (0.5,), (0.5,))
+    for seed in range(5):
+        rest, held = hold_out(split, 0.1, seed)
+        assert (rest.size, held.size) == (1800, 200)
+        assert held.labels.bincount(minlength=100).min() >= 1
+
+
 def test_held_out_images_are_not_trained_on() -> None:
     data = few_digits()
     rest, held = hold_out(data.train, 0.1, seed=3)

@@ -24,7 +24,7 @@ from peel.train.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CRITERIA = ("bn", "weight", "legr", "reconstruction", "gradient")
+CRITERIA = ("bn", "weight", "legr", "reconstruction", "gradient", "taylor")
 TIES = {"8x8": ("conv1", "conv2"), "4x4": ("conv3", "conv4")}
 NORM = {"conv1": "norm1", "conv2": "norm2", "conv3": "norm3", "conv4": "norm4"}
 
@@ -230,6 +230,18 @@ def test_a_larger_l1_coefficient_leaves_smaller_scales() -> None:
 def test_scales_start_from_gamma_init() -> None:
     found = importance(planned(gamma_init=0.5))
     assert all(0.4 < value < 0.6 for value in found.values())
+
+
+def test_channels_of_later_rounds_start_from_gamma_init(folder: Path) -> None:
+    """With a learning rate of nearly zero, the scales stay what they started as."""
+    still = {"epochs": 2, "lr": 1e-9}
+    settings = {"rounds": 2, "backbone_ratio": 0.3, "gamma_init": 0.25, "backbone": still}
+    small_run(stages=["backbone", "plan"], output=folder, **settings)
+    for stage in ("backbone", "backbone-2"):
+        network = peel.load(folder / "stages" / stage, model=Small())
+        for norm in NORM.values():
+            scale = network.get_submodule(norm).weight
+            assert torch.allclose(scale, torch.full_like(scale, 0.25), atol=1e-5), (stage, norm)
 
 
 def test_a_note_says_that_groups_cannot_be_told_apart() -> None:

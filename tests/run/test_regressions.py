@@ -105,6 +105,24 @@ def test_frozen_weights_are_trained_where_a_network_starts_from_scratch() -> Non
     assert result.history["peel"][-1].train["loss"] < result.history["peel"][0].train["loss"]
 
 
+def test_a_finished_network_is_not_frozen_after_a_resume(tmp_path: Path) -> None:
+    model = Small().requires_grad_(False)
+    for _ in range(2):
+        result = small_run(
+            model, output=tmp_path / "run", stages=["backbone", "plan", "peel"], distill="none"
+        )
+        assert result.model is not None
+        assert all(parameter.requires_grad for parameter in result.model.parameters())
+
+
+def test_uniform_and_peel_start_from_the_same_seed() -> None:
+    """Networks of the same widths, trained as both, have the same losses."""
+    widths = peel.uniform(peel.trace(Small(), torch.zeros(1, 3, 8, 8)), "50%")
+    result = small_run(plan=dict(widths), stages=["uniform", "peel"], distill="none")
+    uniform, slim = result.rows
+    assert (uniform.loss, uniform.top1) == (slim.loss, slim.top1)
+
+
 def test_the_state_file_says_how_to_feed_the_network(tmp_path: Path) -> None:
     small_run(output=tmp_path / "run", stages=["original"])
     told = json.loads((tmp_path / "run" / "state.json").read_text())["identity"]["data"]

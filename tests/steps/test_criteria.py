@@ -76,7 +76,7 @@ def test_every_criterion_is_found_by_name_and_described() -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    known = "bn, weight, legr, reconstruction, gradient"
+    known = "bn, weight, legr, reconstruction, gradient, taylor"
     with pytest.raises(peel.ConfigError, match=rf"Did you mean gradient\? Known are {known}; .*file.py:Name"):
         find_criterion("gradients")
 

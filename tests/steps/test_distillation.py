@@ -318,3 +318,14 @@ def test_a_pair_has_the_record_of_its_student_and_checks_its_widths() -> None:
     assert info_of(in_place_pair(net, graph, {"conv1": 3})).widths == {"conv1": 3, "conv2": 12}
     with pytest.raises(peel.WidthsError, match="conv9"):
         in_place_pair(net, graph, {"conv9": 3})
+
+
+def test_parameters_that_came_frozen_are_trained() -> None:
+    torch.manual_seed(0)
+    net = Dense().requires_grad_(False)
+    pair = in_place_pair(net, peel.trace(net, torch.randn(1, 3, 8, 8)), {"a": 2})
+    before = copy.deepcopy(dict(pair.named_parameters()))
+    fit(pair, InPlace(CrossEntropy()), images(), Recipe(epochs=1, batch_size=16), engine=CPU, seed=0)
+    assert not any(torch.equal(parameter, before[name]) for name, parameter in pair.named_parameters())
+    assert all(parameter.requires_grad for parameter in pair.student().parameters())
+    assert not any(parameter.requires_grad for parameter in net.parameters())

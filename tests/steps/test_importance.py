@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,8 +19,8 @@ from helpers.nets import NETS, Chain, ChannelsLast, Decoder, Dense, Grouped, Map
 from peel.data.batch import Batch
 from peel.data.in_memory import InMemoryImages
 from peel.graph.parameters import norm_scales
-from peel.steps.criteria import find_criterion, measure_layers
-from peel.steps.criteria.gradient import Gradient
+from peel.steps.criteria import CRITERIA, find_criterion, measure_layers
+from peel.steps.criteria.gradient import Gradient, Taylor
 from peel.steps.criteria.legr import Legr
 from peel.steps.importance import (
     CriterionInput,
@@ -197,18 +199,60 @@ def test_gradient_is_the_effect_of_scaling_a_channel_on_the_loss() -> None:
     assert max(by_scale) > 20 * min(by_scale)
 
 
-def test_gradient_summed_over_a_group_is_the_effect_of_scaling_the_group() -> None:
+def test_taylor_is_the_squared_effect_of_scaling_a_channel_with_its_shift_on_the_loss() -> None:
     net, split = trained_chain(), images(32)
+    net.bn.bias.data.uniform_(-1, 1)
+    found = by_tie(Taylor(batches=1, batch_size=32).measure(make_inputs(net, train=split)))
+    assert set(found) == {("conv1", "bn"), ("conv2", "conv2")}
+    for layer, channels in (("bn", 8), ("conv2", 12)):
+        module = net.get_submodule(layer)
+        effects = [effect(net, split, [(module.weight, i), (module.bias, i)]) for i in range(channels)]
+        assert found["conv1" if layer == "bn" else layer, layer] == pytest.approx(
+            [value**2 for value in effects], rel=0.05, abs=1e-4
+        )
+
+
+class ByHand(Net):
+    """Two channels that are 1 before their norm layer. The logits are 3 - 3 = 0 and four zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.fc = nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2, eps=0.0), nn.Linear(2, 5)
+        filled(self.conv.weight, 0.0)
+        filled(self.conv.bias, 1.0)
+        filled(self.bn.weight, [2.0, 1.0])
+        filled(self.bn.bias, [1.0, 2.0])
+        filled(self.fc.weight, [[1.0, -1.0]] + [[0.0, 0.0]] * 4)
+        filled(self.fc.bias, 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.bn(self.conv(x)))
+
+
+def test_gradient_and_taylor_by_hand() -> None:
+    """Every class has the probability 0.2, so the first logit has the gradient 0.2 - 1 where it is right."""
+    split = images(6)
+    inputs = make_inputs(ByHand().eval(), train=replace(split, labels=torch.zeros(6, dtype=torch.long)))
+    assert by_tie(Gradient(3, 2).measure(inputs))["conv", "bn"] == pytest.approx([0.8 * 2, 0.8 * 1])
+    assert by_tie(Taylor(3, 2).measure(inputs))["conv", "bn"] == pytest.approx([(0.8 * 3) ** 2] * 2)
+
+
+def test_gradient_summed_over_a_group_is_an_upper_bound_of_the_effect_of_scaling_the_group() -> None:
+    net, split = trained_chain(), images(32)
+
+    def bound_and_effect() -> tuple[float, float]:
+        inputs = make_inputs(net, {"first": ["conv1"], "second": ["conv2"]}, split)
+        found = importance(Gradient(1, 32), inputs, "sum").groups["first"]
+        return found, abs(effect(net, split, [(net.bn.weight, slice(None))], 5e-3))
+
+    bound, whole = bound_and_effect()
+    assert bound > 1.05 * whole
     # Equal channels have effects of the same sign, which add up.
     for tensor in (net.conv1.weight, net.conv1.bias, net.bn.weight, net.bn.running_mean, net.bn.running_var):
         tensor.data[:] = tensor.data[:1].clone()
     net.conv2.weight.data[:] = net.conv2.weight.data[:, :1].clone()
-    found = importance(
-        Gradient(1, 32), make_inputs(net, {"first": ["conv1"], "second": ["conv2"]}, split), "sum"
-    )
-    assert found.groups["first"] == pytest.approx(
-        abs(effect(net, split, [(net.bn.weight, slice(None))], 5e-3)), rel=0.02
-    )
+    bound, whole = bound_and_effect()
+    assert bound == pytest.approx(whole, rel=0.02)
 
 
 def test_gradient_averages_absolute_effects_over_batches() -> None:
@@ -226,7 +270,7 @@ def test_measuring_does_not_change_the_network() -> None:
     before = copy.deepcopy(net.state_dict())
     inputs = make_inputs(net)
     for criterion in (
-        *map(find_criterion, ("bn", "weight", "gradient", "reconstruction")),
+        *map(find_criterion, ("bn", "weight", "gradient", "taylor", "reconstruction")),
         Legr(evaluations=2),
     ):
         measure_layers(criterion, inputs)
@@ -234,6 +278,77 @@ def test_measuring_does_not_change_the_network() -> None:
         assert all(parameter.grad is None for parameter in net.parameters())
         assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
         assert not any(module._forward_pre_hooks for module in net.modules())
+
+
+# Gates
+
+
+class GatedBranch(Net):
+    """A map of the size of the input, with a squeeze-excite gate that has a norm layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.squeeze, self.norm, self.excite = nn.Conv2d(8, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 8, 1)
+        self.fc = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn(self.conv(x)))
+        gate = F.relu(self.norm(self.squeeze(x.mean((2, 3), keepdim=True))))
+        return self.head(x * torch.sigmoid(self.excite(gate)))
+
+
+#: Settings that make a criterion fast.
+FEW = {"legr": {"evaluations": 60, "population": 20, "tournament": 5}}
+
+
+@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.parametrize("criterion", CRITERIA)
+def test_gates_carry_no_importance(criterion: str, size: int) -> None:
+    shape = (3, size, size)
+    inputs = make_inputs(GatedBranch().eval(), train=images(16, shape), shape=shape)
+    found = measure_layers(find_criterion(criterion, **FEW.get(criterion, {})), inputs)
+    assert {item.tie for item in found} == {"conv"}
+    assert {item.layer for item in found} <= {"conv", "bn"}
+
+
+# A planted truth
+
+
+class Deciding(Net):
+    """Two branches that are alike. The labels depend on the color that the first one sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm_a = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.b, self.norm_b = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.fc = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = F.relu(self.norm_a(self.a(x[:, :1]))), F.relu(self.norm_b(self.b(x[:, 2:])))
+        return self.head(torch.cat([a, b], 1))
+
+
+@functools.cache
+def deciding() -> CriterionInput:
+    split = images(400)
+    brightness = torch.linspace(0.2, 1.0, 5)[split.labels]
+    split.pixels[..., 0] = (split.pixels[..., 0] * brightness[:, None, None]).to(torch.uint8)
+    torch.manual_seed(0)
+    net = Deciding()
+    inputs = make_inputs(net, {"deciding": ["a"], "idle": ["b"]}, split)
+    recipe = Recipe(epochs=12, batch_size=20, lr=0.1, augment="none", weight_decay=1e-2)
+    l1 = l1_coefficient_for(1.0, [recipe], 20)
+    fit(net, WithL1(CrossEntropy(), list(inputs.graph.scales), l1), split, recipe, engine=CPU, seed=0)
+    net.eval()
+    return inputs
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
+def test_every_criterion_finds_the_branch_that_decides(criterion: str) -> None:
+    chosen, inputs = find_criterion(criterion, **FEW.get(criterion, {})), deciding()
+    found = summarize(measure_layers(chosen, inputs), inputs.graph).groups
+    assert found["deciding"] > 1.2 * found["idle"]
 
 
 # The importance of groups
@@ -299,9 +414,9 @@ def test_weight_and_gradient_work_on_all_networks(kind: type[Net]) -> None:
     net, graph = traced_net(kind)
     split = images(8, kind.shape)
     inputs = CriterionInput(net, graph, split, split, CrossEntropy(), CPU, 0)
-    for criterion in ("weight", "gradient"):
+    for criterion in ("weight", "gradient", "taylor"):
         found = find_criterion(criterion).measure(inputs)
-        assert {item.tie for item in found} == set(kind.expected)
+        assert {item.tie for item in found} == set(kind.expected) - {"squeeze"}  # inside of a gate
         assert all(bool((item.values >= 0).all()) for item in found)
 
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import nn
 
 from helpers.criteria import TwoBranches, by_tie, images, importance, make_inputs, normalized
+from peel.data.datasets import Split
 from peel.data.in_memory import InMemoryImages
+from peel.steps.criteria import legr
 from peel.steps.criteria.legr import Legr
 from peel.steps.importance import CriterionInput
+from peel.train.engine import Engine
+from peel.train.history import Metrics
+from peel.train.loop import evaluate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -59,3 +67,22 @@ def test_legr_is_reproducible_and_never_negative() -> None:
     assert by_tie(found[0]) != by_tie(found[2])
     for measured in found:
         assert min(float(item.values.min()) for item in measured) == 0
+
+
+def test_legr_judges_candidates_on_random_images_of_all_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The images are sorted by class, as those of a folder are."""
+    split = images(300, classes=5)
+    held_out = replace(split, labels=split.labels.sort().values)
+    judged = []
+
+    def recorded(model: nn.Module, split: Split, engine: Engine) -> Metrics:
+        judged.append(split)
+        return evaluate(model, split, engine)
+
+    monkeypatch.setattr(legr, "evaluate", recorded)
+    for seed in (0, 0, 1):
+        inputs = make_inputs(TwoBranches().eval(), held_out=held_out, seed=seed)
+        Legr(evaluations=1, images=43).measure(inputs)
+    assert [sorted(split.labels.bincount().tolist()) for split in judged] == [[8, 8, 9, 9, 9]] * 3
+    first, again, other = ({tuple(image.flatten().tolist()) for image in split.pixels} for split in judged)
+    assert first == again != other

@@ -105,6 +105,16 @@ def test_no_tensor_is_left_uninitialized(name: str, weights: str, factor: float)
     assert torch.isfinite(small(torch.randn(1, 3, 64, 64))).all()
 
 
+@pytest.mark.parametrize("groups", [1, 8, 512])
+def test_fresh_convolutions_start_as_torch_s_own_fan_out_initialization(groups: int) -> None:
+    """It ignores groups, and so do torchvision's networks and the published training recipes."""
+    net = nn.Sequential(nn.Conv2d(3, 512, 1), nn.Conv2d(512, 512, 3, groups=groups), nn.Conv2d(512, 4, 1))
+    small = peel.slim(net, {}, graph=peel.trace(net, torch.randn(1, 3, 8, 8)))
+    expected = nn.init.kaiming_normal_(torch.empty_like(net[1].weight), mode="fan_out", nonlinearity="relu")
+    assert float(small[1].weight.detach().std()) == pytest.approx(float(expected.std()), rel=0.05)
+    assert float(expected.std()) == pytest.approx((2 / 9 / 512) ** 0.5, rel=0.05)
+
+
 def test_inherit_keeps_the_channels_with_the_largest_norm_scales() -> None:
     net = Chain().eval()
     with torch.no_grad():

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.killing import exit_code, start
-from helpers.small import CPU, PLAIN, Restless, few_digits, fresh, same_weights
+from helpers.small import CPU, PLAIN, Pooled, Restless, Small, few_digits, fresh, same_weights
 from peel.data.augmentation import EVAL
 from peel.data.batch import Batch
 from peel.errors import OutOfMemoryError, RunError
@@ -161,6 +161,37 @@ def _out_of_memory(world: World) -> str:
     return ""
 
 
+def _first_step(world: World, model: nn.Module, images: int, sync_bn: bool) -> str:
+    """The error of the first step, if there is one."""
+    step = TrainStep(model, CrossEntropy(), PLAIN, engine_of(world, sync_bn=sync_bn))
+    try:
+        step(Batch(torch.randn(images, 3, 8, 8), torch.arange(images) % 10, None), 0.1)
+    except (OutOfMemoryError, RunError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class Failing(Small):
+    """Fails between two norm layers."""
+
+    def __init__(self, error: Exception | None) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.norm1(self.conv1(images))
+        if self.error is not None:
+            raise self.error
+        return super().forward(images)
+
+
+def _failures_of_one(world: World) -> list[str]:
+    """What the processes say when one of them fails in its first step, with and without sync batch norm."""
+    errors = [torch.OutOfMemoryError("no memory"), ValueError("a fault")]
+    models = [Failing(error if world.rank == 1 else None) for error in errors]
+    return [_first_step(world, model, 12, sync_bn) for model in models for sync_bn in (False, True)]
+
+
 def _compiled(world: World) -> list[str]:
     """The classes of the modules that are compiled when compilation is on from the first step."""
     compiled: list[str] = []
@@ -215,6 +246,8 @@ def _with_ddp(world: World, folder: str) -> dict[str, Any]:
         "exchanges": _exchanges(world, [1, 3]),
         "weights": _weights(world, 1),
         "out of memory": _out_of_memory(world),
+        "one image with sync_bn": _first_step(world, Pooled(), 1, True),
+        "failures of one": _failures_of_one(world),
     }
 
 
@@ -254,6 +287,19 @@ def test_out_of_memory_in_several_processes_names_the_way_out(with_ddp: list[dic
     for found in with_ddp:
         assert "a micro-batch of 12 images does not fit" in found["out of memory"]
         assert "--accumulate" in found["out of memory"]
+
+
+def test_no_process_waits_for_one_that_fails_in_its_first_step(with_ddp: list[dict[str, Any]]) -> None:
+    for found in with_ddp:
+        for message in found["failures of one"][:2]:
+            assert "OutOfMemoryError: a micro-batch of 12 images does not fit" in message
+    assert with_ddp[1]["failures of one"][2:] == ["ValueError: a fault"] * 2
+    told = "RunError: rank 1 failed in its first step (ValueError: a fault)."
+    assert with_ddp[0]["failures of one"][2:] == [told] * 2
+
+
+def test_with_sync_bn_one_image_per_process_is_enough(with_ddp: list[dict[str, Any]]) -> None:
+    assert [found["one image with sync_bn"] for found in with_ddp] == ["", ""]
 
 
 def _interrupted_evaluation(world: World) -> int | None:

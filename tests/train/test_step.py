@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import peel
@@ -18,6 +19,7 @@ from peel.cli.main import main
 from peel.data.augmentation import EVAL
 from peel.data.batch import Batch
 from peel.errors import ConfigError, OutOfMemoryError
+from peel.steps.distillation import in_place_pair
 from peel.train.callbacks import Callback
 from peel.train.checkpoint import Checkpoints
 from peel.train.engine import Engine, retry_on_oom
@@ -84,6 +86,37 @@ def test_norms_and_biases_decay_only_with_decay_norms(decay_norms: bool) -> None
     for name, parameter in model.named_parameters():
         expected = 0.999 if parameter.ndim > 1 or decay_norms else 1.0
         assert parameter.detach().mean().item() == pytest.approx(expected, rel=1e-6), name
+
+
+class ManyAxes(nn.Module):
+    """Norm layers whose scales have several axes, one of them written by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.LayerNorm([3, 8, 8]), nn.Conv2d(3, 4, 3)
+        self.scale, self.shift = (nn.Parameter(torch.zeros(1, 4, 1, 1)) for _ in range(2))
+        self.fc = nn.Linear(4, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.normalize(self.conv(self.norm(x))) * self.scale + self.shift
+        return self.fc(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("decay_norms", [False, True])
+def test_scales_with_several_axes_decay_only_with_decay_norms(decay_norms: bool, in_place: bool) -> None:
+    recipe = replace(PLAIN, lr=0.1, weight_decay=0.01, decay_norms=decay_norms, momentum=0.0, nesterov=False)
+    net: nn.Module = ManyAxes()
+    if in_place:
+        net = in_place_pair(net, peel.trace(net, torch.randn(1, 3, 8, 8)), {"conv": 2})
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(1.0)
+    batch = next(iter(few_digits().train.batches(torch.arange(50), 50, EVAL, CPU.device)))
+    TrainStep(net, ZeroGradient(), recipe, CPU)(batch, 0.1)
+    decayed = {name for name, parameter in net.named_parameters() if float(parameter.detach().min()) < 1}
+    weights = {name for name, _ in net.named_parameters() if name.endswith(("conv.weight", "fc.weight"))}
+    assert decayed == ({name for name, _ in net.named_parameters()} if decay_norms else weights)
 
 
 # Out of memory

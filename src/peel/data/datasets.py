@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, DataError, PeelError, did_you_mean
-from ..utils.rng import derive_seed
+from ..utils.rng import class_order
 from .augmentation import View
 from .batch import Batch
 from .image_folder import ImageFolder, check_image, find_images, load_image, read_all
@@ -135,9 +135,9 @@ def load_data(
 
 
 def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
-    """The split without a random fraction of its images, and these: for decisions without test images."""
+    """The split without a random fraction of each class, and the rest: for decisions without test images."""
     count = held_out_size(split.size, fraction)
-    order = torch.randperm(split.size, generator=torch.Generator().manual_seed(derive_seed("hold out", seed)))
+    order = class_order(split.labels, seed, in_proportion=True)
     return split.subset(order[count:].sort().values), split.subset(order[:count].sort().values)
 
 

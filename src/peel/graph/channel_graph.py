@@ -91,6 +91,8 @@ class ChannelGraph:
     """Weight -> axes over which it sums its input."""
     scales: tuple[str, ...]
     """Weights of norm layers."""
+    gates: frozenset[str]
+    """Parameters of layers that compute gates, as squeeze-excite does. They carry no importance."""
     num_atoms: int
     input_shapes: tuple[tuple[int, ...], ...]
     """Shapes of the example input, one sample."""

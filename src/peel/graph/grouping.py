@@ -63,13 +63,13 @@ def _blocks(captured: Capture, interpreter: Interpreter) -> dict[str, tuple[bool
             if any(ancestor not in _ancestors(module_of(user)) for user in node.users):
                 outputs.setdefault(ancestor, set()).add(node)
     return {
-        name: (is_sum, _spatial(last[name], interpreter))
+        name: (is_sum, spatial_size(last[name], interpreter))
         for name, is_sum in adds.items()
         if len(outputs.get(name, ())) == 1
     }
 
 
-def _spatial(node: Node, interpreter: Interpreter) -> Size:
+def spatial_size(node: Node, interpreter: Interpreter) -> Size:
     """The axes of a feature map that are neither the batch nor channels."""
     axes = interpreter.values[node]
     channel = next((i for i, axis in enumerate(axes) if i > 0 and is_free(axis)), 1)

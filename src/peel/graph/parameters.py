@@ -62,21 +62,22 @@ def norm_scales(model: nn.Module, graph: ChannelGraph) -> dict[str, nn.Parameter
     return {name: parameters[name] for name in graph.scales if name in parameters}
 
 
-def scale_axes(model: nn.Module, graph: ChannelGraph) -> list[ChannelAxis]:
-    """The scales of norm layers, along each axis that holds channels."""
+def scale_axes(model: nn.Module, graph: ChannelGraph, *, gates: bool = False) -> list[ChannelAxis]:
+    """The scales of norm layers, along each axis that holds channels; those of gates only on request."""
     scales = norm_scales(model, graph).items()
     axes = [ChannelAxis(name, axis, scale) for name, scale in scales for axis in range(scale.ndim)]
-    return [place for place in axes if place.ties(graph)]
+    return [place for place in axes if place.ties(graph) and (gates or place.name not in graph.gates)]
 
 
-def filter_axes(model: nn.Module, graph: ChannelGraph) -> list[ChannelAxis]:
-    """The weights of layers that write channels, along their output channels."""
+def filter_axes(model: nn.Module, graph: ChannelGraph, *, gates: bool = False) -> list[ChannelAxis]:
+    """The weights of layers that write channels, along their output channels; of gates only on request."""
     norms = norm_layers(graph)
     axes = []
     for name, weight in model.named_parameters():
         # The weight of a transposed convolution sums over its first axis and writes its second.
         axis = 1 if graph.consumers.get(name) == (0,) else 0
         place = ChannelAxis(name, axis, weight)
-        if weight.ndim >= 2 and place.layer not in norms and place.ties(graph):
+        is_filter = weight.ndim >= 2 and place.layer not in norms and (gates or name not in graph.gates)
+        if is_filter and place.ties(graph):
             axes.append(place)
     return axes

@@ -14,6 +14,7 @@ from .axes import Atom, Axis, Unit, Value, axis_size, expand, units_of
 from .call import Producer, results_of, values_in
 from .capture import Capture
 from .channel_graph import ChannelGraph, Layout, Member, Run, Tie, stretches
+from .gates import gate_parameters
 from .grouping import group_ties, spatial_sizes
 from .interpreter import Interpreter
 
@@ -116,6 +117,7 @@ class GraphBuilder:
             attributes=attributes,
             consumers={name: tuple(sorted(places)) for name, places in self.findings.consumers.items()},
             scales=tuple(self.findings.scales),
+            gates=gate_parameters(self.captured, self.interpreter),
             num_atoms=len(self.atoms),
             input_shapes=self.captured.input_shapes,
             operators=tuple(self.findings.operators),

@@ -29,7 +29,7 @@ class MethodConfig:
     backbone_init: str | dict[str, int] = "uniform"
     """Step 1: the backbone's widths: uniform, equal (the same number of channels), or a JSON file."""
     criterion: str = "bn"
-    """Step 2: bn, weight, legr, reconstruction, gradient, or your own as path/file.py:Name."""
+    """Step 2: bn, weight, legr, reconstruction, gradient, taylor, or your own as path/file.py:Name."""
     reduce: str = "mean"
     """Step 2: a group's importance is the mean or the sum over its channels."""
     l1_coefficient: NotNegative | None = None

@@ -14,7 +14,7 @@ from ..cost.widths import Widths
 from ..data.datasets import Split, hold_out
 from ..errors import ConfigError, did_you_mean
 from ..graph import ChannelGraph
-from ..graph.parameters import norm_scales
+from ..graph.parameters import norm_scales, spans
 from ..steps.backbone import backbone
 from ..steps.criteria import find_criterion, measure_layers
 from ..steps.importance import (
@@ -93,6 +93,21 @@ class _ImportanceLog(Callback):
         return {"importance": dict(self.importance_of(model).groups)}
 
 
+@torch.no_grad()
+def _init_scales(
+    network: nn.Module, value: float, graph: ChannelGraph, before: ChannelGraph | None = None
+) -> None:
+    """Set the scales of all norm layers, or only of the channels that the graph has beyond those before."""
+    for name, scale in norm_scales(network, graph).items():
+        for axis, runs in enumerate(graph.layouts[name]):
+            kept = (
+                [run.length for run in before.layouts[name][axis]] if before is not None else [0] * len(runs)
+            )
+            for (_, span), count in zip(spans(runs), kept, strict=True):
+                # New channels follow those that are kept.
+                scale[(slice(None),) * axis + (slice(span.start + count, span.stop),)] = value
+
+
 @dataclass
 class _Planner:
     problem: Problem
@@ -147,13 +162,14 @@ class _Planner:
         """The backbone of a round: fresh in the first, widened with its weights kept in later ones."""
         problem = self.problem
         seed_everything(derive_seed("backbone", problem.seed))
+        old, new = problem.graph.at(before), problem.graph.at(widths)
         if network is not None:
-            return slim(network, widths, graph=problem.graph.at(before), weights="inherit")
-        fresh = slim(problem.model, widths, graph=problem.graph).requires_grad_(True)
-        with torch.no_grad():
-            for scale in norm_scales(fresh, problem.graph).values():
-                scale.fill_(self.config.gamma_init)
-        return fresh
+            network = slim(network, widths, graph=old, weights="inherit")
+            _init_scales(network, self.config.gamma_init, new, old)
+        else:
+            network = slim(problem.model, widths, graph=problem.graph).requires_grad_(True)
+            _init_scales(network, self.config.gamma_init, new)
+        return network
 
     def _train_and_measure(
         self, number: int, network: nn.Module, graph: ChannelGraph

@@ -241,7 +241,7 @@ class Pipeline:
     def _train_final(self, name: str, widths: Widths, teacher: nn.Module | None) -> nn.Module:
         """Step 5: a network of these widths, trained from scratch with the recipe that all share."""
         problem, config = self.problem, self.config
-        seed_everything(derive_seed("init", name, problem.seed))
+        seed_everything(derive_seed("init", "final", problem.seed))  # paired: the same for all
         objective: Objective = CrossEntropy(self.recipe.label_smoothing)
         weight = DISTILLATIONS[config.distill] if config.kd_weight is None else config.kd_weight
         if config.distill == "in-place":

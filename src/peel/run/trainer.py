@@ -128,7 +128,7 @@ class Trainer:
                 )
             stored = loaded.state_dict(), non_persistent_buffers(loaded)
         weights, buffers = problem.engine.world.broadcast(stored)
-        network = slim(problem.model, widths, graph=problem.graph)
+        network = slim(problem.model, widths, graph=problem.graph).requires_grad_(True)
         network.load_state_dict(weights)
         for name, buffer in non_persistent_buffers(network).items():
             buffer.copy_(buffers[name])

@@ -21,6 +21,7 @@ from ..graph.parameters import norm_layers, spans
 from ..graph.rebuild import tensors_of
 from ..surgery import attach_info, info_of, slim
 from ..train.objective import Losses, Objective, get_logits
+from ..train.step import NormParameters
 
 #: Kind of distillation -> default weight of its term.
 DISTILLATIONS = {"teacher": 0.1, "in-place": 1.0, "none": 0.0}
@@ -67,7 +68,7 @@ class Pair(nn.Module):
         super().__init__()
         self.wide = wide
         own = {name: p for name, p in student.named_parameters() if name not in places}
-        self.own = nn.ParameterDict({_key(name): parameter for name, parameter in own.items()})
+        self.own = NormParameters({_key(name): parameter for name, parameter in own.items()})
         for name, buffer in student.named_buffers():
             self.register_buffer(_key(name), buffer)
         # A tuple keeps the student out of the module tree: its parameters must not be trained or saved twice.
@@ -124,14 +125,17 @@ class InPlace:
 def in_place_pair(
     model: nn.Module, graph: ChannelGraph, widths: Mapping[str, int], factor: float = IN_PLACE_WIDTH
 ) -> Pair:
-    """A pair whose wide network is `factor` times the original, and at least as wide as the student."""
+    """A pair whose wide network is `factor` times the original, and at least as wide as the student.
+
+    Every parameter is trained, also one that is frozen in the given model.
+    """
     student_widths = graph.check(widths)
     wide_widths = {}
     for name, width in graph.widths.items():
         step = graph.steps[name]
         wide_widths[name] = max(student_widths[name], round(width * factor / step) * step)
-    wide = slim(model, wide_widths, graph=graph)
-    student = slim(model, student_widths, graph=graph)
+    wide = slim(model, wide_widths, graph=graph).requires_grad_(True)
+    student = slim(model, student_widths, graph=graph).requires_grad_(True)
     layouts, wide_layouts = graph.at(student_widths).layouts, graph.at(wide_widths).layouts
     norms = norm_layers(graph)
     shared = [name for name, _ in student.named_parameters() if name.rpartition(".")[0] not in norms]

@@ -42,9 +42,9 @@ class CriterionInput:
     engine: Engine
     seed: int
 
-    def batches(self, images: int, batch_size: int) -> Iterator[Batch]:
-        """Batches of training images without augmentation, the same ones for the same seed."""
-        order = epoch_order(self.train.size, self.seed, -1)[:images]
+    def batches(self, images: int, batch_size: int, start: int = 0) -> Iterator[Batch]:
+        """Batches of training images without augmentation, the same ones for the same seed and start."""
+        order = epoch_order(self.train.size, self.seed, -1)[start : start + images]
         return self.train.batches(order, batch_size, EVAL, self.engine.device, self.engine.workers)
 
 

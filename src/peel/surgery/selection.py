@@ -68,11 +68,11 @@ def _atoms(graph: ChannelGraph) -> dict[int, Run]:
 def _default_scores(model: nn.Module, graph: ChannelGraph) -> dict[int, Tensor]:
     """Atom -> scores: the scales of its norm layers where it has any, else the norms of its filters."""
     scores = {atom: torch.zeros(run.size) for atom, run in _atoms(graph).items()}
-    for place in filter_axes(model, graph):
+    for place in filter_axes(model, graph, gates=True):
         norms = place.reduce(place.tensor.detach().float(), torch.linalg.vector_norm)
         _add(scores, place.runs(graph), norms.cpu())
     scales: dict[int, Tensor] = {}
-    for place in scale_axes(model, graph):
+    for place in scale_axes(model, graph, gates=True):
         scale = place.tensor.detach().abs().float().cpu()
         _add(scales, place.runs(graph), place.reduce(scale, torch.mean))
     return scores | scales

@@ -97,7 +97,9 @@ def initialize(model: nn.Module) -> set[int]:
 def _initializers(module: nn.Module) -> dict[str, Callable[[Tensor], Any]]:
     """He (fan-out) for convolutions, torch's default for linear layers, 1 and 0 for norm layers."""
     if isinstance(module, CONVOLUTIONS):
-        fan_out = math.prod(module.kernel_size) * module.out_channels // module.groups
+        # As torch and published recipes have it, which ignore groups. By the connections of an output, a
+        # depthwise layer would start with weights as large as the square root of its number of channels.
+        fan_out = math.prod(module.kernel_size) * module.out_channels
         normal = partial(nn.init.normal_, mean=0.0, std=math.sqrt(2.0 / fan_out))
         return {"weight": normal, "bias": nn.init.zeros_}
     if isinstance(module, nn.Linear):

@@ -54,8 +54,10 @@ class Engine:
     def autocast(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext()
 
-    def sync_batch_norm(self) -> AbstractContextManager[object]:
-        return SyncBatchNormMode() if self.sync_bn and self.world.size > 1 else nullcontext()
+    def sync_batch_norm(self, *, alone: bool = False) -> AbstractContextManager[object]:
+        """Batch norm over all processes; `alone`, the same computation without waiting for the others."""
+        is_on = self.sync_bn and self.world.size > 1
+        return SyncBatchNormMode(1 if alone else self.world.size) if is_on else nullcontext()
 
     @property
     def description(self) -> str:

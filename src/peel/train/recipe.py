@@ -26,7 +26,9 @@ class Recipe:
     lr: Annotated[float, Meta(ge=0, description="Peak learning rate.")] = 0.2
     momentum: Annotated[float, Meta(ge=0, lt=1, description="Momentum of SGD.")] = 0.9
     nesterov: Annotated[bool, Meta(description="Whether to use Nesterov momentum.")] = True
-    weight_decay: Annotated[float, Meta(ge=0, description="Decay of weights with more than one axis.")] = 1e-4
+    weight_decay: Annotated[
+        float, Meta(ge=0, description="Weight decay of everything but norm layers and biases.")
+    ] = 1e-4
     decay_norms: Annotated[bool, Meta(description="Whether norm layers and biases decay too.")] = False
     warmup_epochs: Annotated[float, Meta(ge=0, description="Epochs of linear warm-up.")] = 1.0
     warmup_from: Annotated[float, Meta(ge=0, description="Learning rate that warm-up starts at.")] = 0.0

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..data.batch import Batch
-from ..errors import ConfigError, OutOfMemoryError
+from ..errors import ConfigError, OutOfMemoryError, RunError
+from ..surgery.slim import NORMS
 from ..utils.rng import get_rng_state, set_rng_state
 from .engine import Engine, is_out_of_memory
 from .objective import Losses, Objective
@@ -192,24 +193,44 @@ class TrainStep:
 
     def _wrap_in_ddp(self, batch: Batch) -> DistributedDataParallel:
         """Wrap the loss in DDP, after a trial that finds out whether some parameters never get a gradient."""
-        parameters = [parameter for parameter in self.loss.parameters() if parameter.requires_grad]
         # A resumed run makes one more trial, which must not change its random numbers.
         rng_state = get_rng_state(self.engine.device)
-        with self.engine.sync_batch_norm(), self.engine.autocast():
-            total, _, _ = self.loss(*batch.split(self.accumulation_steps)[0])
-            gradients = torch.autograd.grad(total, parameters, allow_unused=True)
+        has_unused = self._try_out(batch)
         set_rng_state(rng_state, self.engine.device)
         options: dict[str, Any] = {_SYNC_BUFFERS: False}  # buffers are averaged at the end of an epoch
         ddp = DistributedDataParallel(
             self.loss,
             device_ids=[self.engine.device] if self.engine.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
-            find_unused_parameters=self.engine.world.any(any(gradient is None for gradient in gradients)),
+            find_unused_parameters=has_unused,
             **options,
         )
         # The trial updated the buffers, and DDP broadcast those of the main process.
         self.buffers.restore()
         return ddp
+
+    def _try_out(self, batch: Batch) -> bool:
+        """Whether some parameters get no gradient, in any process. If one process fails, all of them do."""
+        parameters = [parameter for parameter in self.loss.parameters() if parameter.requires_grad]
+        failure, has_unused = None, False
+        try:
+            with self.engine.sync_batch_norm(alone=True), self.engine.autocast():
+                total, _, _ = self.loss(*batch.split(self.accumulation_steps)[0])
+                gradients = torch.autograd.grad(total, parameters, allow_unused=True)
+            has_unused = any(gradient is None for gradient in gradients)
+        except Exception as error:
+            failure = error
+        told = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        outcomes = self.engine.world.gather(
+            (told, failure is not None and is_out_of_memory(failure), has_unused)
+        )
+        if failure is not None:
+            raise failure
+        for rank, (told, is_memory, _) in enumerate(outcomes):
+            if told:
+                text = f"rank {rank} failed in its first step ({told})."
+                raise torch.OutOfMemoryError(text) if is_memory else RunError(text)
+        return any(has_unused for _, _, has_unused in outcomes)
 
     def compile(self) -> None:
         """Compile the network from the next step on."""
@@ -274,11 +295,22 @@ def _compiled(loss: nn.Module) -> Callable[..., Any]:
     return compiled
 
 
+class NormParameters(nn.ParameterDict):
+    """Parameters of norm layers that a module holds without the layers."""
+
+
 def _make_optimizer(model: nn.Module, recipe: Recipe, engine: Engine, *, is_graphed: bool) -> torch.optim.SGD:
-    """SGD. Biases and norm layers (parameters with at most one axis) decay only with `decay_norms`."""
+    """SGD. Biases, scales and everything in norm layers decay only with `decay_norms`."""
+    norms = [module for module in model.modules() if isinstance(module, (*NORMS, NormParameters))]
+    of_norms = {id(parameter) for module in norms for parameter in module.parameters(recurse=False)}
+
+    def decays(parameter: nn.Parameter) -> bool:
+        # A scale of shape (1, channels, 1, 1) is a vector, too.
+        return sum(size > 1 for size in parameter.shape) > 1 and id(parameter) not in of_norms
+
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    weights = [parameter for parameter in trained if parameter.ndim > 1]
-    others = [parameter for parameter in trained if parameter.ndim <= 1]
+    weights = [parameter for parameter in trained if decays(parameter)]
+    others = [parameter for parameter in trained if not decays(parameter)]
     decay = recipe.weight_decay
     return torch.optim.SGD(
         [

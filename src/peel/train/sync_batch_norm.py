@@ -13,13 +13,23 @@ from torch.overrides import TorchFunctionMode
 
 
 class SyncBatchNormMode(TorchFunctionMode):
-    """While active, `F.batch_norm` in training mode takes mean and variance over all processes."""
+    """While active, `F.batch_norm` in training mode takes mean and variance over all processes.
+
+    With `processes=1`, the same is computed for this process alone: nothing waits for another process.
+    """
+
+    def __init__(self, processes: int) -> None:
+        super().__init__()
+        self.processes = processes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (_sync_batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
+        if func is F.batch_norm:
+            return _sync_batch_norm(self.processes, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def _sync_batch_norm(
+    processes: int,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -35,10 +45,11 @@ def _sync_batch_norm(
     shape = [1, -1] + [1] * (input.ndim - 2)
     values = input.float()
     # All processes have equally many images.
-    count = values.numel() // values.shape[1] * dist.get_world_size()
-    mean: Tensor = _AllReduce.apply(values.sum(axes)) / count
+    count = values.numel() // values.shape[1] * processes
+    total = _AllReduce.apply if processes > 1 else torch.clone
+    mean: Tensor = total(values.sum(axes)) / count
     centered = values - mean.view(shape)
-    variance: Tensor = _AllReduce.apply(centered.square().sum(axes)) / count
+    variance: Tensor = total(centered.square().sum(axes)) / count
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)

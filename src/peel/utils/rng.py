@@ -46,6 +46,21 @@ def epoch_order(size: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(size, generator=torch.Generator().manual_seed(derive_seed("order", seed, epoch)))
 
 
+def class_order(labels: Tensor, seed: int, *, in_proportion: bool = False) -> Tensor:
+    """A random order of images whose every prefix holds all classes.
+
+    The classes have equal numbers of images in it, as long as they last; `in_proportion`, numbers that are
+    proportional to their sizes.
+    """
+    labels, rng = labels.cpu(), torch.Generator().manual_seed(derive_seed("classes", seed))
+    order = torch.randperm(len(labels), generator=rng)
+    order = order[labels[order].argsort(stable=True)]
+    counts = labels.bincount()
+    rank = torch.arange(len(labels)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    place = rank + torch.rand(len(labels), generator=rng, dtype=torch.float64)
+    return order[(place / counts.repeat_interleave(counts) if in_proportion else place).argsort()]
+
+
 def hashed_uniform(index: Tensor, seed: int, draws: int) -> Tensor:
     """For each index, `draws` random numbers in [0, 1) by splitmix64, on the device of `index`."""
     # The constants as signed integers: int64 arithmetic of torch wraps around, as splitmix64 needs.

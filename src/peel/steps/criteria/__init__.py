@@ -14,7 +14,7 @@ from ...errors import ConfigError, PeelError, did_you_mean
 from ...graph import ChannelGraph
 from ...utils.references import load_object
 from ..importance import Criterion, CriterionInput, LayerScores
-from .gradient import Gradient
+from .gradient import Gradient, Taylor
 from .legr import Legr
 from .magnitude import NormScale, WeightMagnitude
 from .reconstruction import Reconstruction
@@ -28,6 +28,7 @@ CRITERIA: dict[str, type] = {
     "legr": Legr,
     "reconstruction": Reconstruction,
     "gradient": Gradient,
+    "taylor": Taylor,
 }
 
 

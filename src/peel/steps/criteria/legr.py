@@ -17,6 +17,7 @@ from ...graph import ChannelGraph
 from ...graph.parameters import filter_axes
 from ...surgery import slim
 from ...train.loop import evaluate
+from ...utils.rng import class_order
 from ..importance import CriterionInput, LayerScores, layer_scores
 
 #: Every tie keeps at least this fraction of its channels.
@@ -41,7 +42,7 @@ class Legr:
     mutated: float = 0.1
     """The fraction of the layers that a mutation changes."""
     images: int = 2000
-    """Held-out images that judge a candidate."""
+    """Held-out images that judge a candidate, equally many of each class."""
 
     def measure(self, inputs: CriterionInput) -> list[LayerScores]:
         norms = []
@@ -57,7 +58,7 @@ class Legr:
         """The best genes found. The first candidate is the plain norms."""
         rng = random.Random(inputs.seed)
         spreads = [float(norm.values.std()) if len(norm.values) > 1 else 0.0 for norm in norms]
-        images = inputs.held_out.subset(torch.arange(min(self.images, inputs.held_out.size)))
+        images = inputs.held_out.subset(class_order(inputs.held_out.labels, inputs.seed)[: self.images])
 
         def loss_of(genes: Genes) -> float:
             widths, scores = _prune(inputs.graph, _transformed(norms, genes), self.target)
@@ -98,12 +99,16 @@ def _transformed(norms: list[LayerScores], genes: Genes) -> list[LayerScores]:
 def _prune(
     graph: ChannelGraph, layers: list[LayerScores], target: float
 ) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Prune the lowest channels of all layers down to a fraction of the MACs: widths, and scores per tie."""
-    scores = {tie: torch.zeros(width) for tie, width in graph.widths.items()}
+    """Prune the lowest channels of all layers down to a fraction of the MACs: widths, and scores per tie.
+
+    Ties without scores (those inside of gates) keep their width.
+    """
+    scores: dict[str, Tensor] = {}
     for layer in layers:
         tie, values = layer.tie, layer.values
         # Layers that write the same channels add up; several values per channel count by their mean.
-        scores[tie] = scores[tie] + (values if len(values) == len(scores[tie]) else values.mean())
+        before = scores.get(tie, torch.zeros(graph.widths[tie]))
+        scores[tie] = before + (values if len(values) == len(before) else values.mean())
     ranking = []
     for tie, values in scores.items():
         kept = max(graph.steps[tie], math.ceil(MIN_KEPT * graph.widths[tie]))

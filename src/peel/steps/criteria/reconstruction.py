@@ -1,11 +1,13 @@
-"""The reconstruction error (ThiNet): how much the next layer's output changes without half of the channels.
+"""The reconstruction error (ThiNet): how much the next layers' outputs change without half of the channels.
 
-At random places of its output, a layer sums one contribution per input channel. Channels are removed
-greedily, always the one that changes the sum least, until half are gone. The relative error that remains is
-the importance.
+At random entries of its output (rows), a layer sums one contribution per input channel. Channels of a tie are
+removed greedily, always the one that changes the outputs of all layers that read the tie least, until half
+are gone. The importance is the relative error on rows of other images. On the rows that chose the channels,
+it would be too small, and the smaller the more channels there are.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,100 +21,147 @@ from ..importance import CriterionInput, LayerScores
 
 Reader = nn.Conv2d | nn.Linear
 
+Statistic = Callable[[int, Tensor], Tensor]
+"""(tie, contributions of its channels to the rows) -> a sum over the rows."""
+
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """The error of the next layer's output when half of the channels are removed."""
+    """The error of the next layers' outputs when half of the channels are removed: one value per tie."""
 
     each_epoch: ClassVar[bool] = False
 
-    images: int = 128
-    places: int = 10
-    """Sampled places of the output per image."""
+    images: int = 1024
+    """Half of them choose the channels to remove, the others score the choice."""
+    places: int = 20
+    """Sampled entries of each output per image."""
+    batch_size: int = 128
 
     @torch.no_grad()
     def measure(self, inputs: CriterionInput) -> list[LayerScores]:
-        names = list(inputs.graph.widths)
-        rng = torch.Generator().manual_seed(derive_seed("reconstruction", inputs.seed))
-        found = []
-        for name, (layer, layer_input) in self._read(inputs).items():
-            contributions = _contributions(layer, layer_input, self.places, rng)
-            columns: dict[int, list[Tensor]] = {}
-            for run, span in spans(inputs.graph.layouts[f"{name}.weight"][1]):
-                if run.tie >= 0:
-                    channels = contributions[:, span].reshape(len(contributions), run.size, run.inner).sum(2)
-                    columns.setdefault(run.tie, []).append(channels)
-            for tie, pieces in columns.items():
-                error = _error_without_half(torch.cat(pieces, 1), contributions.sum(1))
-                found.append(LayerScores(names[tie], name, error[None]))
-        return found
+        names, rng = list(inputs.graph.widths), torch.Generator()
+        rng.manual_seed(derive_seed("reconstruction", inputs.seed))
+        products = self._means(inputs, rng, 0, lambda tie, channels: channels.T @ channels)
+        removed = {tie: _least_half(product) for tie, product in products.items()}
 
-    def _read(self, inputs: CriterionInput) -> dict[str, tuple[Reader, Tensor]]:
-        """The layers that read free ties, and their inputs for some training images."""
+        def error(tie: int, channels: Tensor) -> Tensor:
+            return channels[:, removed[tie]].sum(1).square().sum()
+
+        errors = self._means(inputs, rng, 1, error)
+        return [LayerScores(names[tie], names[tie], errors[tie][None]) for tie in sorted(errors)]
+
+    def _means(
+        self, inputs: CriterionInput, rng: torch.Generator, half: int, statistic: Statistic
+    ) -> dict[int, Tensor]:
+        """Per tie, the statistic relative to the squared outputs, as a mean over the layers that read it."""
         readers = _readers(inputs)
-        caught: dict[nn.Module, Tensor] = {}
+        columns = _columns(inputs, readers)
+        sums: dict[tuple[int, str], Tensor] = {}
+        outputs: dict[str, Tensor] = {}
 
-        def catch(layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            caught[layer] = arguments[0].detach().float()
+        def add(name: str, layer: Reader, given: Tensor) -> None:
+            rows = _contributions(layer, given.float(), self.places, rng)
+            outputs[name] = rows.sum(1).square().sum() + outputs.get(name, 0)
+            for tie, channels in _by_tie(inputs, name, rows, columns).items():
+                sums[tie, name] = statistic(tie, channels) + sums.get((tie, name), 0)
 
-        hooks = [layer.register_forward_pre_hook(catch) for layer in readers.values()]
+        def hook_of(name: str) -> Callable[..., None]:
+            return lambda layer, args, kwargs: add(name, layer, (*args, *kwargs.values())[0])
+
+        hooks = [
+            layer.register_forward_pre_hook(hook_of(name), with_kwargs=True)
+            for name, layer in readers.items()
+        ]
+        count = min(self.images, inputs.train.size)
+        size = max(1, count // 2)
         try:
-            for batch in inputs.batches(self.images, self.images):
+            for batch in inputs.batches(size, self.batch_size, start=half * (count - size)):
                 inputs.model(batch.images)
         finally:
             for hook in hooks:
                 hook.remove()
-        return {name: (layer, caught[layer]) for name, layer in readers.items() if layer in caught}
+        found: dict[int, list[Tensor]] = {}
+        for (tie, name), total in sums.items():
+            found.setdefault(tie, []).append(total / outputs[name].clamp_min(1e-30))
+        return {tie: torch.stack(relative).mean(0) for tie, relative in found.items()}
 
 
 def _readers(inputs: CriterionInput) -> dict[str, Reader]:
-    """Layers that sum over all channels of a free tie, so no grouped convolutions."""
+    """Layers that sum over all channels of a free tie, so no grouped convolutions; and no layers of gates."""
+    graph = inputs.graph
     layers: dict[str, Reader] = {}
     for name, module in inputs.model.named_modules():
         weight = f"{name}.weight"
-        if isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1):
-            sums_over_input = 1 in inputs.graph.consumers.get(weight, ())
-            if sums_over_input and any(run.tie >= 0 for run in inputs.graph.layouts[weight][1]):
-                layers[name] = module
+        is_dense = isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1)
+        sums_over_input = is_dense and 1 in graph.consumers.get(weight, ()) and weight not in graph.gates
+        if sums_over_input and any(run.tie >= 0 for run in graph.layouts[weight][1]):
+            layers[name] = module
     return layers
 
 
-def _contributions(layer: Reader, inputs: Tensor, places: int, rng: torch.Generator) -> Tensor:
-    """For random entries of the output (rows), what each input channel contributes."""
+def _columns(inputs: CriterionInput, readers: dict[str, Reader]) -> dict[int, dict[int, slice]]:
+    """Tie -> atom -> the columns of its channels: the same ones for every layer that reads them."""
+    columns: dict[int, dict[int, slice]] = {}
+    for name in readers:
+        for run in inputs.graph.layouts[f"{name}.weight"][1]:
+            if run.tie >= 0:
+                places = columns.setdefault(run.tie, {})
+                start = len(places) * run.size
+                places.setdefault(run.atom, slice(start, start + run.size))
+    return columns
+
+
+def _by_tie(
+    inputs: CriterionInput, layer: str, rows: Tensor, columns: dict[int, dict[int, slice]]
+) -> dict[int, Tensor]:
+    """The contributions of the channels of each tie."""
+    found: dict[int, Tensor] = {}
+    for run, span in spans(inputs.graph.layouts[f"{layer}.weight"][1]):
+        if run.tie >= 0:
+            places = columns[run.tie]
+            channels = found.setdefault(run.tie, rows.new_zeros(len(rows), len(places) * run.size))
+            channels[:, places[run.atom]] += rows[:, span].reshape(-1, run.size, run.inner).sum(2)
+    return found
+
+
+def _contributions(layer: Reader, given: Tensor, places: int, rng: torch.Generator) -> Tensor:
+    """For random entries of the output (rows), what each entry of the input's channel axis contributes."""
     weight = layer.weight.detach().float()
+    image = torch.arange(len(given), device=given.device).repeat(places)
 
-    def draw(high: int, count: int) -> Tensor:
-        return torch.randint(high, (count,), generator=rng).to(inputs.device)
+    def draw(high: int) -> Tensor:
+        return torch.randint(high, (len(image),), generator=rng).to(given.device)
 
+    chosen = weight[draw(len(weight))]
     if isinstance(layer, nn.Linear):
-        rows = inputs.flatten(0, -2)
-        rows = rows.repeat(max(1, math.ceil(places / max(1, len(rows) // len(inputs)))), 1)
-        return rows * weight[draw(len(weight), len(rows))]
-    kernel, stride, dilation, padding = layer.kernel_size, layer.stride, layer.dilation, layer.padding
-    if isinstance(padding, str):
-        is_valid = padding == "valid"
-        padding = tuple(0 if is_valid else d * (k - 1) // 2 for d, k in zip(dilation, kernel, strict=True))
-    windows = F.pad(inputs, [padding[1], padding[1], padding[0], padding[0]])
-    for axis in (0, 1):
-        reach = dilation[axis] * (kernel[axis] - 1) + 1
-        windows = windows.unfold(axis + 2, reach, stride[axis])[..., :: dilation[axis]]
-    image = torch.arange(len(inputs), device=inputs.device).repeat(places)
-    top, left = (draw(size, len(image)) for size in windows.shape[2:4])
-    chosen = weight[draw(len(weight), len(image))]
+        positions = given.reshape(len(given), -1, given.shape[-1])
+        return positions[image, draw(positions.shape[1])] * chosen
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    windows = F.pad(given, _padding(layer), mode)
+    for axis, (kernel, dilation) in enumerate(zip(layer.kernel_size, layer.dilation, strict=True)):
+        windows = windows.unfold(axis + 2, dilation * (kernel - 1) + 1, layer.stride[axis])[..., ::dilation]
+    top, left = (draw(size) for size in windows.shape[2:4])
     return (windows[image, :, top, left] * chosen).sum((2, 3))
 
 
-def _error_without_half(contributions: Tensor, output: Tensor) -> Tensor:
-    """The squared contribution of the half of the channels that matters least, relative to the output."""
-    products = (contributions.T @ contributions).double()
-    alone = products.diagonal().clone()
+def _padding(layer: nn.Conv2d) -> list[int]:
+    """Left, right, top and bottom. With `same` and even kernels, the sides differ by one."""
+    if not isinstance(layer.padding, str):
+        top, left = layer.padding
+        return [left, left, top, top]
+    is_same, pairs = layer.padding == "same", zip(layer.dilation, layer.kernel_size, strict=True)
+    reach = [is_same * dilation * (kernel - 1) for dilation, kernel in pairs]
+    return [side for total in reversed(reach) for side in (total // 2, total - total // 2)]
+
+
+def _least_half(products: Tensor) -> Tensor:
+    """Which half of the channels changes the output least, greedily. `products`: of their contributions."""
+    products = products.double()
+    alone = products.diagonal()
     moved = torch.zeros_like(alone)
     removed = torch.zeros_like(alone, dtype=torch.bool)
-    error = torch.zeros((), dtype=torch.float64, device=contributions.device)
     for _ in range(len(alone) // 2):
-        change = (alone + 2 * moved).masked_fill(removed, math.inf)
-        channel = int(change.argmin())
-        error = error + change[channel]
+        channel = int((alone + 2 * moved).masked_fill(removed, math.inf).argmin())
         moved += products[channel]
         removed[channel] = True
-    return (error / output.double().square().sum().clamp_min(1e-30)).clamp_min(0).float()
+    return removed
