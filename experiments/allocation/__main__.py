@@ -25,7 +25,8 @@ from pathlib import Path
 from .images import prepare
 from .jobs import STAGES
 from .plot import PICTURE, plot
-from .results import RESULTS
+from .predict import originals, predict
+from .results import REPAIRS, RESULTS
 from .simulate import simulate
 from .tables import analyse
 from .train import measure, run
@@ -54,6 +55,17 @@ def main() -> None:
     command.add_argument(
         "--deadline", type=float, default=math.inf, help="start nothing that would end after so many seconds"
     )
+    folder = argparse.ArgumentParser(add_help=False)
+    folder.add_argument("--folder", type=Path, default=Path("originals"), help="the trained originals")
+    command = commands.add_parser(
+        "originals", parents=[images, small, results, folder], help="train originals"
+    )
+    command = commands.add_parser("predict", parents=[images, small, folder], help="score repaired networks")
+    command.add_argument("--results", type=Path, default=REPAIRS, help="the file of scores")
+    command.add_argument("--lanes", type=int, default=6, help="processes")
+    command.add_argument(
+        "--deadline", type=float, default=math.inf, help="start nothing after so many seconds"
+    )
     commands.add_parser("analyse", parents=[results], help="print the tables")
     commands.add_parser("simulate", parents=[results], help="compare designs of searches by trials")
     command = commands.add_parser("plot", parents=[results], help="draw the picture")
@@ -63,6 +75,8 @@ def main() -> None:
         "prepare": prepare,
         "time": measure,
         "run": run,
+        "originals": originals,
+        "predict": predict,
         "analyse": analyse,
         "simulate": simulate,
         "plot": plot,

@@ -24,6 +24,7 @@ Plans of searches by short trainings (see trial.py), one for every two seeds or 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -141,8 +142,8 @@ def coarse(name: str, budget: str) -> tuple[Candidate, ...]:
 
 
 def is_hidden(tie: str) -> bool:
-    """Whether these are the expanded channels of a block of MobileNetV2."""
-    return tie.endswith(".conv.0.0")
+    """Whether these channels lie inside a block: no residual stream holds them."""
+    return re.fullmatch(r"features\.\d+\.conv\.0\.0|layer\d\.\d\.conv1", tie) is not None
 
 
 def fine_groups(name: str) -> dict[str, tuple[str, ...]]:
@@ -153,7 +154,7 @@ def fine_groups(name: str) -> dict[str, tuple[str, ...]]:
         side = group.split("x")[0]
         groups[f"stream-{side}"] = tuple(t for t in ties if not is_hidden(t) and t not in net.freeze)
         groups[f"hidden-{side}"] = tuple(t for t in ties if is_hidden(t))
-    return {**groups, "last": net.freeze}
+    return {**groups, "last": net.freeze} if net.freeze else groups
 
 
 @cache

@@ -19,6 +19,9 @@ SHORT, LONG = 8, 24
 
 RESULTS = Path(__file__).parents[1] / "results" / "allocation.jsonl"
 
+#: Scores of repaired networks, and the allocation that a search with them finds (predict.py).
+REPAIRS, FOUND = RESULTS.with_name("repair.jsonl"), "repair found"
+
 
 def write(path: Path, line: Line) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
