@@ -3,21 +3,22 @@
     python -m experiments.allocation originals --images images.pt --folder originals
     python -m experiments.allocation predict --images images.pt --folder originals
 
-`predict` scores every allocation of the map, then searches: random allocations with finer groups are scored,
-a fit of their losses gives a best point, more are scored around it, and the best point of the fit of all is
-the result. Each score adds one line to the results; those that are there are skipped.
+`predict` searches: random allocations with finer groups are scored, and the best point of a fit of their
+losses is the result. Then it scores every allocation of the map. Each score adds one line to the results;
+those that are there are skipped.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
+import itertools
 import math
 import multiprocessing
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from peel.train.loop import evaluate
 from peel.utils.rng import derive_seed
 
 from .allocations import BUDGETS, NETWORKS, Candidate, candidate, network, uniform
-from .fit import Array, cost_function, fit_loss, point_with_lowest_loss, samples_of, shifted
+from .fit import Array, cost_function, fit_loss, log_ratios, point_with_lowest_loss, samples_of, shifted
 from .jobs import Job
 from .repair import Lesson, principal_channels, repair, teach
 from .results import FOUND, RESULTS, Line, read, write
@@ -43,23 +44,15 @@ from .trial import inner_groups
 ORIGINALS, EPOCHS = (0, 1), 16
 
 #: Unlabeled training images for the repair, and sampled places of each.
-IMAGES, PLACES = 4096, 8
+IMAGES, PLACES = 2048, 8
 
 #: Arguments of `repair` by the name of the predictor.
-PREDICTORS: dict[str, dict[str, Any]] = {
-    "repaired": {},
-    "recalibrated": {"refit": False},
-    "repaired, by scales": {},
-    "repaired, variances kept": {"rescale": False},
-}
+PREDICTORS: dict[str, dict[str, Any]] = {"repaired": {}, "recalibrated": {"refit": False}}
 
-#: The repaired network, trained for one epoch.
-TUNED = "repaired, one epoch"
+#: The search: random allocations, the deviation of their log ratios around uniform, and the original.
+DRAWN, SPREAD, TAUGHT_BY = 64, 0.35, 0
 
-#: The search: allocations in each round, and the deviation of their log ratios around the center.
-ROUNDS = ((64, 0.35), (48, 0.2))
-
-#: No finer group becomes narrower or wider than this, as log ratios to uniform.
+#: No random allocation has a finer group narrower or wider than this, as log ratios to uniform.
 LIMITS = math.log(0.4), math.log(2.5)
 
 
@@ -118,16 +111,12 @@ class Cutter:
         one, graph = task.candidate, network(task.candidate.network).graph
         original = self.original(one.network, task.original)
         began = time.perf_counter()
-        scores = None if task.predictor == "repaired, by scales" else original.scores
-        slim = peel.slim(original.model, one.widths, graph=graph, weights="inherit", scores=scores)
-        kept = select_best(original.model, graph, graph.units(one.widths), scores)
-        repair(slim, original.lesson, graph, kept, **PREDICTORS.get(task.predictor, {}))
+        model, scores = original.model, original.scores
+        slim = peel.slim(model, one.widths, graph=graph, weights="inherit", scores=scores)
+        kept = select_best(model, graph, graph.units(one.widths), scores)
+        repair(slim, original.lesson, graph, kept, **PREDICTORS[task.predictor])
         line = {"predictor": task.predictor, **asdict(one), "original": task.original}
-        if task.predictor == TUNED:
-            recipe = self.lane.recipe(1).changed(lr=0.1)
-            line |= self.lane.fit(slim.requires_grad_(True), graph.at(one.widths), recipe, task.original)
-        else:
-            line |= asdict(evaluate(slim, self.lane.images.held_out, self.lane.engine))
+        line |= asdict(evaluate(slim, self.lane.images.held_out, self.lane.engine))
         seconds = round(time.perf_counter() - began, 3)
         return line | {"seconds": seconds, "torch": torch.__version__, "device": self.lane.engine.description}
 
@@ -142,7 +131,10 @@ def start_cutter(images: Path, folder: Path, count: int | None, batch_size: int 
 
 
 def score_in_process(task: Task) -> dict[str, Any]:
-    return _cutter.score(task)
+    line = _cutter.score(task)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return line
 
 
 def train_original(name: str, seed: int) -> dict[str, Any]:
@@ -184,7 +176,7 @@ def predict(
     count: int | None = None,
     batch_size: int | None = None,
 ) -> None:
-    """Score the map by the predictors, and search. Nothing starts after the deadline."""
+    """Search, then score the map. Nothing starts after the deadline."""
     began = time.monotonic()
     with open_pool(lanes, images, folder, count, batch_size) as pool:
 
@@ -200,12 +192,10 @@ def predict(
             print(f"{time.monotonic() - began:6.0f} s, {len(read(results))} lines", flush=True)
             return read(results)
 
-        first, second, *others = PREDICTORS
-        compute(map_tasks([first, second]))
-        for number in range(1, len(ROUNDS) + 2):
-            cells, lines = [(name, budget) for budget in BUDGETS for name in NETWORKS], read(results)
-            compute(task for cell in cells for task in round_tasks(lines, *cell, number))
-        compute(map_tasks([TUNED, *others]))
+        for budget, name in itertools.product(BUDGETS, NETWORKS):
+            compute(search_tasks(name, budget))
+            compute(found_tasks(read(results), name, budget))
+        compute(map_tasks(PREDICTORS))
 
 
 def map_tasks(predictors: Iterable[str], trainings: Path = RESULTS) -> list[Task]:
@@ -223,29 +213,39 @@ def map_tasks(predictors: Iterable[str], trainings: Path = RESULTS) -> list[Task
 # The search
 
 
-def round_tasks(lines: Sequence[Line], name: str, budget: str, number: int) -> list[Task]:
-    """Scores of a round; the last one is that of the result."""
-    if number > len(ROUNDS):
-        chosen = found(lines, name, budget)
-    else:
-        center = np.zeros(len(inner_groups(name))) if number == 1 else best_of(lines, name, budget)
-        chosen = drawn(name, budget, number, None if center is None else tuple(center.tolist()))
-    return [Task("repaired", one, seed) for one in chosen for seed in ORIGINALS]
-
-
-@cache
-def drawn(name: str, budget: str, number: int, center: tuple[float, ...] | None) -> tuple[Candidate, ...]:
-    """Random allocations with finer groups around a center."""
-    if center is None:
-        return ()
-    count, spread = ROUNDS[number - 1]
-    groups, rng = inner_groups(name), np.random.default_rng(number)
-    logs = np.array(center) + spread * rng.standard_normal((count, len(groups)))
+def search_tasks(name: str, budget: str) -> list[Task]:
+    """Scores of uniform and of random allocations with finer groups."""
+    groups, rng = inner_groups(name), np.random.default_rng(1)
+    logs = SPREAD * rng.standard_normal((DRAWN, len(groups)))
     logs = shifted(logs, cost_function(name, budget, groups), *limits(name, budget))
-    return tuple(
-        candidate(name, budget, f"drawn {number}-{i:02d}", widths_at(name, budget, row))
-        for i, row in enumerate(logs)
-    )
+    widths = [widths_at(name, budget, row) for row in logs]
+    drawn = [candidate(name, budget, f"drawn 1-{i:02d}", one) for i, one in enumerate(widths)]
+    return [Task("repaired", one, TAUGHT_BY) for one in (uniform(name, budget), *drawn)]
+
+
+def found_tasks(lines: Sequence[Line], name: str, budget: str) -> list[Task]:
+    """The score of the result of the search; empty until the search is done."""
+    known = {key_of(line): line for line in lines}
+    tasks = search_tasks(name, budget)
+    if not all(task.key in known for task in tasks):
+        return []
+    widths = best_point_of([known[task.key] for task in tasks], name, budget)
+    return [Task("repaired", candidate(name, budget, FOUND, widths), TAUGHT_BY)]
+
+
+def best_point_of(lines: Sequence[Line], name: str, budget: str) -> dict[str, int]:
+    """The best point of the fit of the scores.
+
+    No group becomes narrower than half of the way, in logarithms, to its narrowest width in a score.
+    """
+    groups, base = inner_groups(name), uniform(name, budget)
+    fit, logs = fit_loss(groups, lines, base.widths), samples_of(groups, lines, base.widths).logs
+    bounds = np.stack([logs.min(0) / 2, logs.max(0)])
+    widths = point_with_lowest_loss(name, budget, groups, fit, bounds)
+    ratios = zip(groups, log_ratios(groups, widths, base.widths), strict=True)
+    text = ", ".join(f"{group} {math.exp(log):.2f}" for group, log in ratios)
+    print(f"{name}, {budget}: fit explains {fit.explained:.0%}; {text}", flush=True)
+    return widths
 
 
 def widths_at(name: str, budget: str, logs: Array) -> dict[str, int]:
@@ -261,40 +261,3 @@ def limits(name: str, budget: str) -> Array:
     full, base = network(name).graph.widths, uniform(name, budget).widths
     room = [min(math.log(full[tie] / base[tie]) for tie in ties) for ties in inner_groups(name).values()]
     return np.stack([np.full(len(room), LIMITS[0]), np.minimum(room, LIMITS[1])])
-
-
-def search_lines(lines: Sequence[Line], name: str, budget: str) -> list[Line]:
-    cell = "repaired", name, budget
-    alike = [line for line in lines if (line["predictor"], line["network"], line["budget"]) == cell]
-    return [
-        line for line in alike if line["allocation"].startswith("drawn") or line["allocation"] == "uniform"
-    ]
-
-
-def best_of(lines: Sequence[Line], name: str, budget: str) -> Array | None:
-    """The log ratios of the best point of the fit of all scores of the search."""
-    chosen, groups, base = search_lines(lines, name, budget), inner_groups(name), uniform(name, budget)
-    if len(chosen) < 4 * len(groups):
-        return None
-    fit = fit_loss(groups, chosen, base.widths)
-    logs = samples_of(groups, chosen, base.widths).logs
-    bounds = np.clip(np.stack([logs.min(0), logs.max(0)]), *limits(name, budget))
-    widths = point_with_lowest_loss(name, budget, groups, fit, bounds)
-    print(
-        f"{name}, {budget}: {len(chosen)} scores, power {fit.power:g}, explains {fit.explained:.0%}",
-        flush=True,
-    )
-    point: Array = samples_of(groups, [{"allocation": FOUND, "widths": widths, "loss": 0}], base.widths).logs[
-        0
-    ]
-    print(
-        "  " + " ".join(f"{group} {math.exp(log):.2f}" for group, log in zip(groups, point, strict=True)),
-        flush=True,
-    )
-    return point
-
-
-def found(lines: Sequence[Line], name: str, budget: str) -> list[Candidate]:
-    """The result of the search; empty until its rounds are done."""
-    point = best_of(lines, name, budget)
-    return [] if point is None else [candidate(name, budget, FOUND, widths_at(name, budget, point))]

@@ -53,6 +53,7 @@ class Lesson:
 @torch.no_grad()
 def teach(original: nn.Module, images: Tensor, places: int = PLACES) -> Lesson:
     """Run the original on unlabeled images and keep the outputs of its layers at sampled places."""
+    images = images.contiguous()  # depthwise convolutions in float32 are slow with channels last
     lesson = Lesson(images, {}, {})
 
     def keep(name: str, output: Tensor) -> None:
