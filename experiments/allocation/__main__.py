@@ -4,6 +4,8 @@
     python -m experiments.allocation time --images images.pt
     nvidia-cuda-mps-control -d     # several trainings share the GPU
     python -m experiments.allocation run --images images.pt --results results.jsonl --lanes 8
+    python -m experiments.allocation originals --images images.pt --folder originals
+    python -m experiments.allocation predict --images images.pt --folder originals --lanes 6
     python -m experiments.allocation analyse --results results.jsonl
     python -m experiments.allocation simulate --results results.jsonl
     python -m experiments.allocation plot --results results.jsonl --picture map.png
@@ -12,7 +14,8 @@
 read the test images. `run` trains the stages of jobs.py: first every allocation with a short schedule, then
 some with a long one, then the trials of searches (trial.py) and their plans. Each training adds one line to
 the results. Jobs that are in the results are skipped, so the same command resumes an interrupted run. The
-allocations are described in allocations.py. `simulate` compares designs of searches without training.
+allocations are described in allocations.py. `originals` and `predict` compare allocations without training
+one (predict.py). `simulate` compares designs of searches without training.
 """
 
 from __future__ import annotations

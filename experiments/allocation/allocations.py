@@ -16,6 +16,10 @@ MobileNetV2 has more, with other groups:
     fine balanced-00    finer groups, all of them wide or narrow (see trial.py)
     fine fitted         the best point of the fit with finer groups
 
+Both networks have one with finer groups that is found without training an allocation:
+
+    repair found        by the loss of the original, cut and repaired (see predict.py)
+
 Plans of searches by short trainings (see trial.py), one for every two seeds or one in all:
 
     trial-4             from trials of four epochs; fine trial-8: finer groups, eight epochs

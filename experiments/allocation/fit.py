@@ -23,7 +23,7 @@ from .allocations import (
     network,
     uniform,
 )
-from .results import Line, by_allocation
+from .results import FOUND, Line, by_allocation
 
 Array = np.ndarray[Any, Any]
 Groups = Mapping[str, Sequence[str]]
@@ -153,7 +153,11 @@ def fine_fitted(lines: Sequence[Line], name: str, budget: str, epochs: int) -> l
         return []
     found = by_allocation(lines, name, budget, epochs)
     chosen = [line for some in found.values() for line in some if line["seed"] in MAP_SEEDS]
-    rows = [(tuple(line["widths"].items()), line["loss"]) for line in chosen if line["allocation"] != FINE]
+    rows = [
+        (tuple(line["widths"].items()), line["loss"])
+        for line in chosen
+        if line["allocation"] not in (FINE, FOUND)
+    ]
     return [_fine_fitted(name, budget, tuple(rows))]
 
 

@@ -51,6 +51,12 @@ STAGES = [
     "balanced:8:10%:0:mobilenet",
     "trial-4:24:10%:0-9:resnet",
     "finetrial-8:24:10%:0-3:mobilenet",
+    # What a search with repaired networks finds (predict.py)
+    "repair:24:10%:0-9",
+    "repair:24:25%:0-9:resnet",
+    "uniform:24:25%:8-9:resnet",
+    "uniform:24:25%:0-5:mobilenet",
+    "repair:24:25%:0-4:mobilenet",
 ]
 
 

@@ -35,8 +35,8 @@ from peel.utils.rng import derive_seed
 from .allocations import BUDGETS, NETWORKS, Candidate, candidate, network, uniform
 from .fit import Array, cost_function, fit_loss, log_ratios, point_with_lowest_loss, samples_of, shifted
 from .jobs import Job
-from .repair import Lesson, principal_channels, repair, teach
-from .results import FOUND, RESULTS, Line, read, write
+from .repair import Lesson, principal_channels, refit, teach
+from .results import FOUND, RECALIBRATED, REPAIRED, RESULTS, Line, read, write
 from .train import Lane
 from .trial import inner_groups
 
@@ -45,9 +45,6 @@ ORIGINALS, EPOCHS = (0, 1), 16
 
 #: Unlabeled training images for the repair, and sampled places of each.
 IMAGES, PLACES = 2048, 8
-
-#: Arguments of `repair` by the name of the predictor.
-PREDICTORS: dict[str, dict[str, Any]] = {"repaired": {}, "recalibrated": {"refit": False}}
 
 #: The search: random allocations, the deviation of their log ratios around uniform, and the original.
 DRAWN, SPREAD, TAUGHT_BY = 64, 0.35, 0
@@ -114,7 +111,7 @@ class Cutter:
         model, scores = original.model, original.scores
         slim = peel.slim(model, one.widths, graph=graph, weights="inherit", scores=scores)
         kept = select_best(model, graph, graph.units(one.widths), scores)
-        repair(slim, original.lesson, graph, kept, **PREDICTORS[task.predictor])
+        refit(slim, original.lesson, graph, kept, only_norms=task.predictor == RECALIBRATED)
         line = {"predictor": task.predictor, **asdict(one), "original": task.original}
         line |= asdict(evaluate(slim, self.lane.images.held_out, self.lane.engine))
         seconds = round(time.perf_counter() - began, 3)
@@ -195,19 +192,18 @@ def predict(
         for budget, name in itertools.product(BUDGETS, NETWORKS):
             compute(search_tasks(name, budget))
             compute(found_tasks(read(results), name, budget))
-        compute(map_tasks(PREDICTORS))
+        compute(map_tasks())
 
 
-def map_tasks(predictors: Iterable[str], trainings: Path = RESULTS) -> list[Task]:
+def map_tasks(trainings: Path = RESULTS) -> list[Task]:
     """Every allocation that was trained, except plans that differ between seeds."""
     found: dict[tuple[str, str, str], Candidate] = {}
     for line in read(trainings):
         cell = line["network"], line["budget"], line["allocation"]
         if line["budget"] in BUDGETS and not line["allocation"].startswith("trial"):
             found[cell] = candidate(*cell, line["widths"], line["shares"], line["backbone_ratio"])
-    return [
-        Task(predictor, one, seed) for predictor in predictors for seed in ORIGINALS for one in found.values()
-    ]
+    tasks = itertools.product((REPAIRED, RECALIBRATED), ORIGINALS, found.values())
+    return [Task(predictor, one, seed) for predictor, seed, one in tasks]
 
 
 # The search
@@ -220,7 +216,7 @@ def search_tasks(name: str, budget: str) -> list[Task]:
     logs = shifted(logs, cost_function(name, budget, groups), *limits(name, budget))
     widths = [widths_at(name, budget, row) for row in logs]
     drawn = [candidate(name, budget, f"drawn 1-{i:02d}", one) for i, one in enumerate(widths)]
-    return [Task("repaired", one, TAUGHT_BY) for one in (uniform(name, budget), *drawn)]
+    return [Task(REPAIRED, one, TAUGHT_BY) for one in (uniform(name, budget), *drawn)]
 
 
 def found_tasks(lines: Sequence[Line], name: str, budget: str) -> list[Task]:
@@ -230,7 +226,7 @@ def found_tasks(lines: Sequence[Line], name: str, budget: str) -> list[Task]:
     if not all(task.key in known for task in tasks):
         return []
     widths = best_point_of([known[task.key] for task in tasks], name, budget)
-    return [Task("repaired", candidate(name, budget, FOUND, widths), TAUGHT_BY)]
+    return [Task(REPAIRED, candidate(name, budget, FOUND, widths), TAUGHT_BY)]
 
 
 def best_point_of(lines: Sequence[Line], name: str, budget: str) -> dict[str, int]:

@@ -1,19 +1,19 @@
 """Repair without training: a network cut from a trained one is refitted, layer by layer, in closed form.
 
-    kept = select_best(original, graph, graph.units(widths), scores)
     slim = peel.slim(original, widths, graph=graph, weights="inherit", scores=scores)
-    repair(slim, teach(original, images), graph, kept)
+    repair(slim, original, graph, images, scores=scores)
 
 Each convolution and linear layer is fitted by ridge regression: from its input in the slim network, whose
 earlier layers are repaired already, to its output in the original network at the kept channels. A batch norm
 takes its mean and variance from the slim network. One forward pass does all of it: a layer is refitted when
-it is called, so that the order is that of the computation.
+it is called, so that the order is that of the computation. Many cuts of one original share its outputs:
+`teach` once, then `refit` each of them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from peel.graph import ChannelGraph
 from peel.graph.parameters import values_by_tie
-from peel.surgery.selection import KeptChannels
+from peel.surgery.info import info_of
+from peel.surgery.selection import KeptChannels, select_best
 from peel.utils.rng import derive_seed
 
 Layer = nn.Conv2d | nn.Linear
@@ -91,21 +92,32 @@ def hooks(model: nn.Module, register: Any, kinds: Any = Layer) -> Iterator[None]
             handle.remove()
 
 
-@torch.no_grad()
 def repair(
+    slim: nn.Module,
+    original: nn.Module,
+    graph: ChannelGraph,
+    images: Tensor,
+    *,
+    scores: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Refit a network that `peel.slim` cut from `original` with inherited weights and these scores."""
+    kept = select_best(original, graph, graph.units(info_of(slim).widths), scores)
+    refit(slim, teach(original, images), graph, kept)
+
+
+@torch.no_grad()
+def refit(
     slim: nn.Module,
     lesson: Lesson,
     graph: ChannelGraph,
     kept: KeptChannels,
     *,
     ridge: float = RIDGE,
-    refit: bool = True,
-    rescale: bool = True,
+    only_norms: bool = False,
 ) -> None:
     """Refit all layers and set the statistics of batch norms, in place.
 
-    Without `refit`, only the batch norms are recalibrated. Without `rescale`, they keep the variances of the
-    original, and only their means follow the slim network.
+    With `only_norms`, only the batch norms are recalibrated.
     """
 
     def at_layer(name: str, layer: Layer, inputs: Tensor) -> None:
@@ -116,8 +128,7 @@ def repair(
         assert norm.running_mean is not None and norm.running_var is not None
         variance, mean = torch.var_mean(inputs, (0, 2, 3))
         norm.running_mean.copy_(mean)
-        if rescale:
-            norm.running_var.copy_(variance)
+        norm.running_var.copy_(variance)
 
     def on_layer(name: str, layer: Layer) -> Any:
         return layer.register_forward_pre_hook(lambda _, inputs: at_layer(name, layer, inputs[0]))
@@ -125,7 +136,7 @@ def repair(
     def on_norm(_: str, norm: nn.BatchNorm2d) -> Any:
         return norm.register_forward_pre_hook(lambda _, inputs: at_norm(norm, inputs[0]))
 
-    with hooks(slim, on_layer, Layer if refit else ()), hooks(slim, on_norm, nn.BatchNorm2d):
+    with hooks(slim, on_layer, () if only_norms else Layer), hooks(slim, on_norm, nn.BatchNorm2d):
         slim.eval()(lesson.images)
 
 
