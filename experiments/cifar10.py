@@ -155,7 +155,7 @@ def run_cell(options: argparse.Namespace, budget: str, seed: int) -> None:
 
     began = time.time()
     data = load(options)
-    common = {"budget": budget, **settings(options, seed)}
+    common = {"budget": budget, "divisor": 1, "grow": True, **settings(options, seed)}
     lines = read(options.results)
     done = {key_of(line) for line in lines}
     for name in options.plans:
@@ -201,7 +201,7 @@ def make_plan(options: argparse.Namespace, data: Any, name: str, common: dict[st
         network = zoo.create(options.net, num_classes=len(data.classes))
         graph = peel.trace(network, torch.zeros(1, *data.shape))
         freeze = zoo.FROZEN.get(network.peel_source["zoo"], ())
-        return {"widths": dict(peel.uniform(graph, common["budget"], freeze=freeze))}
+        return {"widths": dict(peel.uniform(graph, common["budget"], divisor=1, freeze=freeze))}
     stages = ["backbone", "plan"]
     plan = peel.prune(options.net, data, stages=stages, distill="none", **common, **PLANS[name]).plan
     assert plan is not None

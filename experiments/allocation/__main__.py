@@ -4,6 +4,8 @@
     python -m experiments.allocation time --images images.pt
     nvidia-cuda-mps-control -d     # several trainings share the GPU
     python -m experiments.allocation run --images images.pt --results results.jsonl --lanes 8
+    python -m experiments.allocation originals --images images.pt --folder originals
+    python -m experiments.allocation predict --images images.pt --folder originals --lanes 6
     python -m experiments.allocation analyze --results results.jsonl
     python -m experiments.allocation simulate --results results.jsonl
     python -m experiments.allocation plot --results results.jsonl --picture map.png
@@ -12,7 +14,8 @@
 read the test images. `run` trains the stages of jobs.py: first every allocation with a short schedule, then
 some with a long one, then the trials of searches (trial.py) and their plans. Each training adds one line to
 the results. Jobs that are in the results are skipped, so the same command resumes an interrupted run. The
-allocations are described in allocations.py. `simulate` compares designs of searches without training.
+allocations are described in allocations.py. `originals` and `predict` compare allocations without training
+one (predict.py). `simulate` compares designs of searches without training.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from pathlib import Path
 from .images import prepare
 from .jobs import STAGES
 from .plot import PICTURE, plot
-from .results import RESULTS
+from .predict import originals, predict
+from .results import REPAIRS, RESULTS
 from .simulate import simulate
 from .tables import analyze
 from .train import measure, run
@@ -54,6 +58,17 @@ def main() -> None:
     command.add_argument(
         "--deadline", type=float, default=math.inf, help="start nothing that would end after so many seconds"
     )
+    folder = argparse.ArgumentParser(add_help=False)
+    folder.add_argument("--folder", type=Path, default=Path("originals"), help="the trained originals")
+    command = commands.add_parser(
+        "originals", parents=[images, small, results, folder], help="train originals"
+    )
+    command = commands.add_parser("predict", parents=[images, small, folder], help="score repaired networks")
+    command.add_argument("--results", type=Path, default=REPAIRS, help="the file of scores")
+    command.add_argument("--lanes", type=int, default=6, help="processes")
+    command.add_argument(
+        "--deadline", type=float, default=math.inf, help="start nothing after so many seconds"
+    )
     commands.add_parser("analyze", parents=[results], help="print the tables")
     commands.add_parser("simulate", parents=[results], help="compare designs of searches by trials")
     command = commands.add_parser("plot", parents=[results], help="draw the picture")
@@ -63,6 +78,8 @@ def main() -> None:
         "prepare": prepare,
         "time": measure,
         "run": run,
+        "originals": originals,
+        "predict": predict,
         "analyze": analyze,
         "simulate": simulate,
         "plot": plot,

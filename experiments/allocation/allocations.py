@@ -16,6 +16,10 @@ MobileNetV2 has more, with other groups:
     fine balanced-00    finer groups, all of them wide or narrow (see trial.py)
     fine fitted         the best point of the fit with finer groups
 
+Both networks have one with finer groups that is found without training an allocation:
+
+    repair found        by the loss of the original, cut and repaired (see predict.py)
+
 Plans of searches by short trainings (see trial.py), one for every two seeds or one in all:
 
     trial-4             from trials of four epochs; fine trial-8: finer groups, eight epochs
@@ -24,6 +28,7 @@ Plans of searches by short trainings (see trial.py), one for every two seeds or 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -93,7 +98,7 @@ def candidate(
 @cache
 def uniform(name: str, budget: str) -> Candidate:
     net = network(name)
-    return candidate(name, budget, "uniform", peel.uniform(net.graph, budget, freeze=net.freeze))
+    return candidate(name, budget, "uniform", peel.uniform(net.graph, budget, freeze=net.freeze, divisor=1))
 
 
 def reallocated(
@@ -109,8 +114,9 @@ def reallocated(
     net = network(name)
     graph = graph or net.graph
     freeze = net.freeze if freeze is None else tuple(freeze)
-    backbone = peel.backbone(graph, budget, ratio, freeze=freeze)
-    widths = peel.reallocate(graph, backbone, shares, budget, freeze=freeze)
+    backbone = peel.backbone(graph, budget, ratio, freeze=freeze, divisor=1)
+    every_share = {**dict.fromkeys(graph.groups, 0.0), **shares}
+    widths = peel.reallocate(graph, backbone, every_share, budget, divisor=1, freeze=freeze, grow=True)
     return candidate(name, budget, f"{allocation}/{ratio:g}", widths, shares, ratio)
 
 
@@ -141,8 +147,8 @@ def coarse(name: str, budget: str) -> tuple[Candidate, ...]:
 
 
 def is_hidden(tie: str) -> bool:
-    """Whether these are the expanded channels of a block of MobileNetV2."""
-    return tie.endswith(".conv.0.0")
+    """Whether these channels lie inside a block: no residual stream holds them."""
+    return re.fullmatch(r"features\.\d+\.conv\.0\.0|layer\d\.\d\.conv1", tie) is not None
 
 
 def fine_groups(name: str) -> dict[str, tuple[str, ...]]:
@@ -153,7 +159,7 @@ def fine_groups(name: str) -> dict[str, tuple[str, ...]]:
         side = group.split("x")[0]
         groups[f"stream-{side}"] = tuple(t for t in ties if not is_hidden(t) and t not in net.freeze)
         groups[f"hidden-{side}"] = tuple(t for t in ties if is_hidden(t))
-    return {**groups, "last": net.freeze}
+    return {**groups, "last": net.freeze} if net.freeze else groups
 
 
 @cache
@@ -162,7 +168,7 @@ def broad(name: str, budget: str) -> tuple[Candidate, ...]:
     net = network(name)
     if not net.freeze:
         return ()
-    free = candidate(name, budget, "free uniform", peel.uniform(net.graph, budget))
+    free = candidate(name, budget, "free uniform", peel.uniform(net.graph, budget, divisor=1))
     return *by_kind(name, budget, 0.7), free
 
 

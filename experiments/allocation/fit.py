@@ -23,7 +23,7 @@ from .allocations import (
     network,
     uniform,
 )
-from .results import Line, by_allocation
+from .results import FOUND, Line, by_allocation
 
 Array = np.ndarray[Any, Any]
 Groups = Mapping[str, Sequence[str]]
@@ -153,7 +153,11 @@ def fine_fitted(lines: Sequence[Line], name: str, budget: str, epochs: int) -> l
         return []
     found = by_allocation(lines, name, budget, epochs)
     chosen = [line for some in found.values() for line in some if line["seed"] in MAP_SEEDS]
-    rows = [(tuple(line["widths"].items()), line["loss"]) for line in chosen if line["allocation"] != FINE]
+    rows = [
+        (tuple(line["widths"].items()), line["loss"])
+        for line in chosen
+        if line["allocation"] not in (FINE, FOUND)
+    ]
     return [_fine_fitted(name, budget, tuple(rows))]
 
 
@@ -184,7 +188,7 @@ def point_with_lowest_loss(name: str, budget: str, groups: Groups, fit: Fit, lim
     best = best_point(fit, cost_function(name, budget, groups), limits)
     factors = {tie: math.exp(best[place[tie]]) if tie in place else 1.0 for tie in net.graph.widths}
     ideal = {tie: base.widths[tie] * factor for tie, factor in factors.items()}
-    return dict(peel.round_to_budget(net.graph, ideal, budget, freeze=net.freeze))
+    return dict(peel.round_to_budget(net.graph, ideal, budget, divisor=1, freeze=net.freeze, grow=True))
 
 
 def cost_function(name: str, budget: str, groups: Groups) -> Callable[[Array], Array]:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .allocations import BUDGETS, NETWORKS, Candidate, broad, coarse, fine, network, uniform
+from .allocations import BUDGETS, NETWORKS, Candidate, broad, candidate, coarse, fine, network, uniform
 from .fit import fine_fitted, fitted
-from .results import LONG, SHORT, Line, mean_scores
+from .results import FOUND, LONG, REPAIRS, SHORT, Line, mean_scores, read
 from .trial import balanced, balanced_plans, plans, trials
 
 #: Of the short trainings: how many of the best get a long one, and how many from there to the worst.
@@ -51,6 +51,12 @@ STAGES = [
     "balanced:8:10%:0:mobilenet",
     "trial-4:24:10%:0-9:resnet",
     "finetrial-8:24:10%:0-3:mobilenet",
+    # What a search with repaired networks finds (predict.py)
+    "repair:24:10%:0-9",
+    "repair:24:25%:0-9:resnet",
+    "uniform:24:25%:8-9:resnet",
+    "uniform:24:25%:0-5:mobilenet",
+    "repair:24:25%:0-4:mobilenet",
 ]
 
 
@@ -115,6 +121,8 @@ def candidates(stage: str, name: str, budget: str, seed: int, lines: Sequence[Li
             return fine_fitted(lines, name, budget, LONG)
         case ["last"]:
             return last_group(name, budget)
+        case ["repair"]:
+            return found_by_repair(name, budget)
         case ["trials"]:
             return trials(name, budget)
         case ["balanced"]:
@@ -130,6 +138,17 @@ def last_group(name: str, budget: str) -> list[Candidate]:
     """Winner-take-all: the whole pool to the last group, lambda 0.5."""
     wanted = f"{list(network(name).graph.groups)[-1]}/0.5"
     return [one for one in coarse(name, budget) if one.allocation == wanted]
+
+
+def found_by_repair(name: str, budget: str) -> list[Candidate]:
+    """The result of the search with repaired networks."""
+    cell = name, budget, FOUND
+    widths = [
+        line["widths"]
+        for line in read(REPAIRS)
+        if (line["network"], line["budget"], line["allocation"]) == cell
+    ]
+    return [candidate(*cell, one) for one in widths[:1]]
 
 
 def picked(lines: Sequence[Line], name: str, budget: str) -> list[Candidate]:

@@ -10,26 +10,50 @@ from typing import Any
 
 from .allocations import BUDGETS, NETWORKS, coarse, groups_by_resolution, uniform
 from .fit import predictions, worths
-from .results import LONG, SHORT, Line, by_allocation, mean_scores, read, seed_noise
-from .tables import correlation_text, gain
+from .results import (
+    FOUND,
+    LONG,
+    REPAIRED,
+    REPAIRS,
+    SHORT,
+    Line,
+    by_allocation,
+    mean_scores,
+    read,
+    seed_noise,
+    untrained_losses,
+)
+from .tables import OTHER_GROUPS, correlation_text, gain
 
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "allocation.png"
 
 #: Long trainings that are compared with uniform in the second picture: network, budget, allocation, label.
 GAINS = (
     (NETWORKS[0], "10%", "fitted", "best point of the fit"),
+    (NETWORKS[0], "10%", FOUND, "search with repaired networks"),
     (NETWORKS[0], "10%", "trial-4", "searches by trials"),
     (NETWORKS[0], "10%", "4x4/0.5", "all to the last group"),
     (NETWORKS[0], "25%", "fitted", "best point of the fit"),
+    (NETWORKS[0], "25%", FOUND, "search with repaired networks"),
     (NETWORKS[1], "10%", "fine fitted", "best point, finer groups"),
+    (NETWORKS[1], "10%", FOUND, "search with repaired networks"),
     (NETWORKS[1], "10%", "fine trial-8", "search by balanced trials"),
+    (NETWORKS[1], "25%", FOUND, "search with repaired networks"),
 )
 
-COLORS = {"uniform": "black", "fitted": "magenta", "0.5": "tab:blue", "0.3": "tab:orange"}
+COLORS = {
+    "uniform": "black",
+    "fitted": "magenta",
+    "0.5": "tab:blue",
+    "0.3": "tab:orange",
+    "finer groups": "tab:green",
+}
 
 
 def color_of(allocation: str) -> str:
     """By its lambda, or its own."""
+    if allocation.split()[0] in OTHER_GROUPS:
+        return COLORS["finer groups"]
     return COLORS[allocation if allocation in COLORS else allocation.rpartition("/")[2]]
 
 
@@ -39,10 +63,11 @@ def plot(results: Path, picture: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    lines = read(results)
-    figure, axes = plt.subplots(2, 4, figsize=(15, 7.5), constrained_layout=True)
-    for axis, (name, budget) in zip(axes[0], itertools.product(NETWORKS, BUDGETS), strict=True):
-        draw_map(axis, lines, name, budget, SHORT)
+    lines, repairs = read(results), read(REPAIRS)
+    figure, axes = plt.subplots(3, 4, figsize=(15, 11), constrained_layout=True)
+    for column, (name, budget) in zip(axes.T, itertools.product(NETWORKS, BUDGETS), strict=True):
+        draw_map(column[0], lines, name, budget, SHORT)
+        draw_repaired(column[2], lines, repairs, name, budget)
     for name, (left, right) in zip(NETWORKS, (axes[1, :2], axes[1, 2:]), strict=True):
         draw_prediction(left, lines, name, BUDGETS[0], SHORT, LONG)
         draw_worths(right, lines, name)
@@ -53,7 +78,7 @@ def plot(results: Path, picture: Path) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), title="lambda", fontsize=8)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=80)
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     for axis, field, unit in zip(axes, ("top1", "loss"), (100, 1), strict=True):
         draw_gains(axis, lines, field, unit)
     figure.savefig(picture.with_stem(picture.stem + "-gains"), dpi=80)
@@ -118,6 +143,34 @@ def draw_prediction(axis: Any, lines: Sequence[Line], name: str, budget: str, sh
     axis.margins(x=0.15)
     axis.set_xlabel(f"loss minus uniform, by the fit of {short} epochs", fontsize=8)
     axis.set_ylabel(f"top-1 minus uniform, points, {long} epochs", fontsize=8)
+
+
+def draw_repaired(axis: Any, lines: Sequence[Line], repairs: Sequence[Line], name: str, budget: str) -> None:
+    """Losses after training over the loss of the cut and repaired network, both minus uniform."""
+    predicted = untrained_losses(repairs, REPAIRED, name, budget)
+    texts = []
+    for epochs, marker in ((SHORT, "o"), (LONG, "^")):
+        scores = mean_scores(lines, name, budget, epochs)
+        shown = [one for one in scores if one in predicted and not one.startswith("free")]
+        for one in shown:
+            x, y = predicted[one], scores[one].loss - scores["uniform"].loss
+            edge = (
+                {"facecolors": "none", "edgecolors": color_of(one)}
+                if epochs == LONG
+                else {"c": color_of(one)}
+            )
+            axis.scatter(x, y, marker=marker, s=16 if epochs == SHORT else 40, **edge)
+        judged = [one for one in shown if one != FOUND]
+        if len(judged) >= 5:
+            text = correlation_text([predicted[one] for one in judged], [scores[one].loss for one in judged])
+            texts.append(f"{epochs} epochs {text}")
+    axis.axhline(0, color="black", linewidth=0.8)
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.set_title(
+        f"{name.removeprefix('cifar_')}, {budget}: rank correlation\n{', '.join(texts)}", fontsize=8
+    )
+    axis.set_xlabel("repaired, untrained: loss minus uniform", fontsize=8)
+    axis.set_ylabel("trained (dots 8, triangles 24 epochs)", fontsize=8)
 
 
 def draw_worths(axis: Any, lines: Sequence[Line], name: str) -> None:

@@ -19,6 +19,10 @@ SHORT, LONG = 8, 24
 
 RESULTS = Path(__file__).parents[1] / "results" / "allocation.jsonl"
 
+#: Scores of cut networks by two predictors, and the allocation that a search finds (predict.py).
+REPAIRS = RESULTS.with_name("repair.jsonl")
+REPAIRED, RECALIBRATED, FOUND = "repaired", "recalibrated", "repair found"
+
 
 def write(path: Path, line: Line) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,3 +81,14 @@ def seed_noise(lines: Iterable[Line], name: str, epochs: int, field: str) -> tup
                 squares += (len(some) - 1) * statistics.variance(line[field] for line in some)
                 freedom += len(some) - 1
     return (math.sqrt(squares / freedom) if freedom else math.nan), freedom
+
+
+def untrained_losses(lines: Iterable[Line], predictor: str, name: str, budget: str) -> dict[str, float]:
+    """Allocation -> loss of the cut, untrained network minus that of uniform, the mean over originals."""
+    cell = predictor, name, budget
+    alike = [line for line in lines if (line["predictor"], line["network"], line["budget"]) == cell]
+    zero = {line["original"]: line["loss"] for line in alike if line["allocation"] == "uniform"}
+    losses: dict[str, list[float]] = {}
+    for line in alike:
+        losses.setdefault(line["allocation"], []).append(line["loss"] - zero[line["original"]])
+    return {allocation: statistics.mean(some) for allocation, some in losses.items()}

@@ -8,19 +8,37 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .allocations import BALANCED, BUDGETS, NETWORKS, coarse, fine_groups, groups_by_resolution, uniform
-from .fit import fit_loss, predictions, worths
-from .results import SHORT, Line, by_allocation, mean_scores, read, schedules, seed_noise
-from .trial import print_balanced, print_searches
+from .fit import Groups, fit_loss, predictions, worths
+from .results import (
+    FOUND,
+    RECALIBRATED,
+    REPAIRED,
+    REPAIRS,
+    SHORT,
+    Line,
+    Score,
+    by_allocation,
+    mean_scores,
+    read,
+    schedules,
+    seed_noise,
+    untrained_losses,
+)
+from .trial import inner_groups, print_balanced, print_searches
 
 #: Kinds of allocations with other groups than the method's: the first word of their names.
-OTHER_GROUPS = ("fine", "kind", "free")
+OTHER_GROUPS = ("fine", "kind", "free", "repair")
+
+#: Left out where predictors are compared: allocations with a free last convolution, plans of searches by
+#: trials (they differ between seeds), and the allocation that a predictor has chosen.
+NOT_COMPARED = ("free", "trial", FOUND)
 
 #: Rows of the best and of the worst allocations in a table.
 ROWS = 6
@@ -36,7 +54,7 @@ def analyze(results: Path) -> None:
             print_allocations(lines, name, budget, epochs)
             print_worths(lines, name, budget, epochs)
     if len(schedules(lines)) > 1:
-        print_prediction(lines)
+        print_prediction(lines, read(REPAIRS))
     for epochs, name, budget in itertools.product(schedules(lines), NETWORKS, BUDGETS):
         print_searches(lines, name, budget, epochs)
         print_balanced(lines, name, budget, epochs)
@@ -108,7 +126,6 @@ def t_quantile(freedom: float) -> float:
 
 def print_worths(lines: Sequence[Line], name: str, budget: str, epochs: int) -> None:
     """Which groups deserve more: their worth over their cost."""
-    base = uniform(name, budget)
     every = [line for some in by_allocation(lines, name, budget, epochs).values() for line in some]
     other = [line for line in every if line["allocation"].split()[0] in OTHER_GROUPS]
     fits: list[tuple[Any, list[Line]]] = [
@@ -117,36 +134,118 @@ def print_worths(lines: Sequence[Line], name: str, budget: str, epochs: int) -> 
     if other:
         fits.append((fine_groups(name), every))
     for groups, rows in fits:
-        if len({line["allocation"] for line in rows}) < 2 * len(groups):
-            continue
-        fit = fit_loss(groups, rows, base.widths)
-        part = f"{fit.explained:.0%} of what was left out"
-        print(f"\nFit of {len(rows)} trainings, power {fit.power:g}; explains {part}.\n")
-        print("| group | part of the cost | part of the worth | worth over cost (95 %) |\n|---|---|---|---|")
-        for group, cost, worth, low, high in worths(groups, rows, base):
-            print(f"| {group} | {cost:.2f} | {worth:.2f} | {worth / cost:.2f} ({low:.2f} to {high:.2f}) |")
+        print_fit(groups, rows)
 
 
-def print_prediction(lines: Sequence[Line]) -> None:
-    """How well short trainings, and their fit, rank allocations as long trainings do."""
-    short, longer = SHORT, [epochs for epochs in schedules(lines) if epochs > SHORT]
-    print("\n## How well short trainings predict long ones: rank correlations (95 %)\n")
-    print("| network, budget | allocations | epochs | by | of losses | of top-1 |\n|---|---|---|---|---|---|")
-    for epochs, name, budget in itertools.product(longer, NETWORKS, BUDGETS):
-        first, second = (mean_scores(lines, name, budget, count) for count in (short, epochs))
-        common = sorted(first.keys() & second.keys())
-        if len(common) < 5:
+def print_fit(groups: Groups, rows: Sequence[Line]) -> None:
+    """The fit of some losses of one network and budget, if there are enough allocations."""
+    if len({line["allocation"] for line in rows}) < 2 * len(groups):
+        return
+    base = uniform(rows[0]["network"], rows[0]["budget"])
+    fit = fit_loss(groups, rows, base.widths)
+    part = f"{fit.explained:.0%} of what was left out"
+    print(f"\nFit of {len(rows)} losses, power {fit.power:g}; explains {part}.\n")
+    print("| group | part of the cost | part of the worth | worth over cost (95 %) |\n|---|---|---|---|")
+    for group, cost, worth, low, high in worths(groups, rows, base):
+        print(f"| {group} | {cost:.2f} | {worth:.2f} | {worth / cost:.2f} ({low:.2f} to {high:.2f}) |")
+
+
+Predictor = Mapping[str, Score]
+"""Allocation -> its predicted scores. Only their order matters."""
+
+
+def print_prediction(lines: Sequence[Line], repairs: Sequence[Line]) -> None:
+    """How well predictors rank allocations as trainings do."""
+    print("\n## Predictors: rank correlations with trainings (95 %)\n")
+    print("| network, budget | epochs | by | allocations | of losses | of top-1 |\n|---|---|---|---|---|---|")
+    for epochs, name, budget in itertools.product(schedules(lines), NETWORKS, BUDGETS):
+        if epochs < SHORT:
             continue
-        widths = {one.allocation: one.widths for one in coarse(name, budget)}
-        predicted = predictions(lines, name, budget, short, {one: widths[one] for one in common})
-        own, by_fit = [], []
-        for field, sign in (("loss", 1), ("top1", -1)):
-            before, after = ([getattr(scores[one], field) for one in common] for scores in (first, second))
-            own.append(correlation_text(before, after))
-            by_fit.append(correlation_text(predicted, [sign * value for value in after]))
-        start = f"| {name}, {budget} | {len(common)} | {short} and {epochs}"
-        print(f"{start} | one training | {own[0]} | {own[1]} |")
-        print(f"{start} | the fit of losses | {by_fit[0]} | {by_fit[1]} |")
+        trained = {
+            one: score
+            for one, score in mean_scores(lines, name, budget, epochs).items()
+            if not one.startswith(NOT_COMPARED)
+        }
+        predictors = untrained(lines, repairs, name, budget)
+        if epochs > SHORT:
+            predictors |= by_short_trainings(lines, name, budget, trained)
+        sets = [trained.keys() & predictor.keys() for predictor in predictors.values()]
+        for allocations in sorted({tuple(sorted(some)) for some in sets if len(some) >= 5}, key=len):
+            for label, predictor in predictors.items():
+                if predictor.keys() >= set(allocations):
+                    texts = correlations(predictor, trained, allocations)
+                    print(f"| {name}, {budget} | {epochs} | {label} | {len(allocations)} | {texts} |")
+    print_costs(repairs)
+    for name, budget in itertools.product(NETWORKS, BUDGETS):
+        known = {one.allocation for one in coarse(name, budget)}
+        cell = REPAIRED, name, budget
+        alike = [line for line in repairs if (line["predictor"], line["network"], line["budget"]) == cell]
+        print(f"\n{name}, {budget}: losses of repaired networks")
+        print_fit(groups_by_resolution(name), [line for line in alike if line["allocation"] in known])
+        print_fit(inner_groups(name), [line for line in alike if not line["allocation"].startswith("free")])
+
+
+def correlations(predictor: Predictor, trained: Mapping[str, Score], allocations: Sequence[str]) -> str:
+    pairs = [
+        ([getattr(scores[one], field) for one in allocations])
+        for field in ("loss", "top1")
+        for scores in (predictor, trained)
+    ]
+    return f"{correlation_text(*pairs[:2])} | {correlation_text(*pairs[2:])}"
+
+
+def untrained(lines: Sequence[Line], repairs: Sequence[Line], name: str, budget: str) -> dict[str, Predictor]:
+    """Predictors that train no allocation. The number of parameters is a control."""
+    predictors: dict[str, Predictor] = {}
+    for label in (REPAIRED, RECALIBRATED):
+        losses = untrained_losses(repairs, label, name, budget)
+        predictors[label] = {one: Score(loss, -loss, 0) for one, loss in losses.items()}
+    sizes = {
+        line["allocation"]: line["params"]
+        for line in lines
+        if (line["network"], line["budget"]) == (name, budget)
+    }
+    return predictors | {"parameters": {one: Score(-size, size, 0) for one, size in sizes.items()}}
+
+
+def by_short_trainings(
+    lines: Sequence[Line], name: str, budget: str, trained: Mapping[str, Score]
+) -> dict[str, Predictor]:
+    short = mean_scores(lines, name, budget, SHORT)
+    known = {one.allocation: one.widths for one in coarse(name, budget)}
+    widths = {one: known[one] for one in sorted(short.keys() & trained.keys() & known.keys())}
+    if len(widths) < 5:
+        return {}
+    predicted = zip(widths, predictions(lines, name, budget, SHORT, widths), strict=True)
+    by_fit = {one: Score(loss, -loss, 0) for one, loss in predicted}
+    return {
+        "its short training": {one: short[one] for one in widths},
+        "fit of the others' short trainings": by_fit,
+    }
+
+
+def print_costs(repairs: Sequence[Line]) -> None:
+    """Seconds of a score, and what repair gives without training."""
+    print(
+        "\n| network, budget | cut | seconds, median | uniform: loss | top-1 | agreement of two originals |"
+    )
+    print("|---|---|---|---|---|---|")
+    for name, budget, label in itertools.product(NETWORKS, BUDGETS, (RECALIBRATED, REPAIRED)):
+        cell = label, name, budget
+        some = [line for line in repairs if (line["predictor"], line["network"], line["budget"]) == cell]
+        if not some:
+            continue
+        seconds = statistics.median(line["seconds"] for line in some)
+        base = [line for line in some if line["allocation"] == "uniform"]
+        loss, top1 = (statistics.mean(line[field] for line in base) for field in ("loss", "top1"))
+        first, second = (
+            {line["allocation"]: line["loss"] for line in some if line["original"] == seed} for seed in (0, 1)
+        )
+        both = sorted(first.keys() & second.keys())
+        agreement = rank_correlation(
+            np.array([first[one] for one in both]), np.array([second[one] for one in both])
+        )
+        print(f"| {name}, {budget} | {label} | {seconds:.2f} | {loss:.3f} | {top1:.1%} | {agreement:.2f} |")
 
 
 def correlation_text(first: Sequence[float], second: Sequence[float]) -> str:

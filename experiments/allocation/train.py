@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 import peel
 from peel.errors import DivergedError
+from peel.graph import ChannelGraph
 from peel.surgery.padding import fast_widths, pad
 from peel.train.engine import Engine, make_engine
 from peel.train.loop import evaluate, fit
@@ -51,19 +53,24 @@ class Lane(NamedTuple):
         return recipe if self.batch_size is None else recipe.changed(batch_size=self.batch_size)
 
     def train(self, job: Job) -> dict[str, Any]:
-        """Train one allocation from scratch and return its line. Odd widths are padded, as in `peel run`."""
-        began = time.perf_counter()
-        net, one, engine = network(job.candidate.network), job.candidate, self.engine
+        """Train one allocation from scratch and return its line."""
+        return self.train_model(job)[1]
+
+    def train_model(self, job: Job) -> tuple[nn.Module, dict[str, Any]]:
+        net, one = network(job.candidate.network), job.candidate
         seed_everything(derive_seed("init", one.allocation, job.seed))
         model = peel.slim(net.model, one.widths, graph=net.graph).requires_grad_(True)
-        graph = net.graph.at(one.widths)
+        line: dict[str, Any] = {**asdict(one), "epochs": job.epochs, "seed": job.seed}
+        return model, line | self.fit(model, net.graph.at(one.widths), self.recipe(job.epochs), job.seed)
+
+    def fit(self, model: nn.Module, graph: ChannelGraph, recipe: Recipe, seed: int) -> dict[str, Any]:
+        """Train a model and return its scores. Odd widths are padded in a copy, as in `peel run`."""
+        began, engine, line = time.perf_counter(), self.engine, dict[str, Any]()
         padded = pad(model, graph, fast_widths(model, graph)) if engine.pad_channels else None
         model = model if padded is None else padded.model
-        recipe, seed = self.recipe(job.epochs), derive_seed("order", job.seed)
-        line: dict[str, Any] = {**asdict(one), "epochs": job.epochs, "seed": job.seed}
         try:
-            objective = CrossEntropy(recipe.label_smoothing)
-            last = fit(model, objective, self.images.train, recipe, engine=engine, seed=seed)[-1]
+            objective, order = CrossEntropy(recipe.label_smoothing), derive_seed("order", seed)
+            last = fit(model, objective, self.images.train, recipe, engine=engine, seed=order)[-1]
             line |= asdict(evaluate(model, self.images.held_out, engine))
             line |= {"train_loss": last.train["loss"], "epoch_seconds": last.seconds}
         except DivergedError as error:

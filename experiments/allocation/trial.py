@@ -188,7 +188,7 @@ def balanced(name: str, budget: str) -> tuple[Candidate, ...]:
     for i, row in enumerate(logs):
         factors = {tie: math.exp(row[place]) for place, ties in enumerate(groups.values()) for tie in ties}
         ideal = {tie: width * factors.get(tie, 1.0) for tie, width in base.widths.items()}
-        widths = peel.round_to_budget(net.graph, ideal, budget, freeze=net.freeze)
+        widths = peel.round_to_budget(net.graph, ideal, budget, divisor=1, freeze=net.freeze, grow=True)
         found.append(candidate(name, budget, f"{BALANCED}-{i:02d}", widths))
     return tuple(found)
 
