@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,23 @@ def test_model_of_a_file_is_built_with_its_arguments(tmp_path: Path) -> None:
     assert zoo.create(f"{reference}:model", width=6).out_features == 6
     assert zoo.create(f"{reference}:built").out_features == 3
     assert zoo.find(f"{reference}:model").source == "user"
+
+
+def test_model_of_a_file_imports_its_neighbors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    for folder, use in (("plain_folder", "from neighbor_of_zoo"), ("zoo_package/inner", "from .neighbor")):
+        place = tmp_path / folder
+        place.mkdir(parents=True)
+        name = use.removeprefix("from ").removeprefix(".")
+        (place / f"{name}.py").write_text("from torch import nn\nWIDTH = 5\nBlock = nn.Linear\n")
+        late = f"{use} import WIDTH"
+        text = f"{use} import Block\n\ndef model():\n    {late}\n    return Block(2, WIDTH)\n"
+        (place / "own_network.py").write_text(text)
+    for package in ("zoo_package", "zoo_package/inner"):
+        (tmp_path / package / "__init__.py").touch()
+    assert zoo.create("plain_folder/own_network.py:model").out_features == 5
+    assert zoo.create("zoo_package/inner/own_network.py:model").out_features == 5
 
 
 @pytest.mark.parametrize(

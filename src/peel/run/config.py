@@ -15,6 +15,7 @@ from ..errors import ConfigError, check_choice, did_you_mean
 from ..methods.config import MethodConfig
 from ..train.engine import COMPILE
 from ..train.recipe import FIELDS, Recipe
+from ..utils.validation import describe_error
 
 #: The original is the teacher; backbone is steps 1 and 2, plan steps 3 and 4, peel step 5.
 STAGES = ("original", "backbone", "plan", "uniform", "peel")
@@ -124,7 +125,7 @@ def make_config(given: Mapping[str, Any]) -> Config:
     try:
         return msgspec.convert(values, Config)
     except (msgspec.ValidationError, TypeError) as error:
-        raise ConfigError(_explain(str(error), values)) from error
+        raise ConfigError(_explain(error, values)) from error
 
 
 def _check_names(prefix: str, given: Mapping[str, Any], kind: type) -> None:
@@ -134,13 +135,12 @@ def _check_names(prefix: str, given: Mapping[str, Any], kind: type) -> None:
             raise ConfigError(f"there is no setting {prefix}{name}.{did_you_mean(name, known)}")
 
 
-def _explain(message: str, values: Mapping[str, Any]) -> str:
+def _explain(error: Exception, values: Mapping[str, Any]) -> str:
     """msgspec's "Expected `int` >= 1 - at `$.rounds`" -> "rounds: expected int >= 1, not 0."."""
-    found = re.fullmatch(r"(.*?) - at `\$\.([\w.]+).*`", message)
+    found = re.fullmatch(r".* - at `\$\.([\w.]+).*`", str(error))
     if found is None:
-        return f"{message}."
+        return f"{error}."
     value: Any = values
-    for name in found[2].split("."):
+    for name in found[1].split("."):
         value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
-    expected = re.sub(r", got .*", "", found[1].replace("`", "")).replace(" | null", "")
-    return f"{found[2]}: {expected[:1].lower()}{expected[1:]}, not {value!r}."
+    return f"{found[1]}: {describe_error(error)}, not {value!r}."
