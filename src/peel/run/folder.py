@@ -81,7 +81,7 @@ class RunFolder:
         return self
 
     def _acquire(self) -> None:
-        """Lock the folder: with flock, or where the file system has none, with a file that names the process."""
+        """Lock the folder: with flock, or with a file that names the process where there is no flock."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # filelock says which of the two it uses
