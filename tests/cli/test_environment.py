@@ -22,7 +22,8 @@ from helpers.small import small_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RUN = ["run", "helpers.small:Small", "--stages", "original", "--train.epochs", "1", "--device", "cpu"]
+RUN = ["run", "helpers.small:Small", "--data", "digits", "--stages", "original", "--train.epochs", "1"]
+RUN += ["--device", "cpu"]
 
 
 def joined(place: Path, name: bytes) -> Path:

@@ -154,6 +154,8 @@ def test_own_models_may_take_gray_images_and_no_arguments(
             [
                 "run",
                 "own_gray.py:gray",
+                "--data",
+                "digits",
                 "--output",
                 "run",
                 "--stages",

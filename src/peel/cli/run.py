@@ -106,7 +106,7 @@ def _as_json(result: Result) -> dict[str, Any]:
 
 def default_folder(config: Config) -> Path:
     """A folder named after the settings: the same command finds it again."""
-    names = f"{Path(config.model).name}-{Path(config.data).name}-{config.budget}-seed{config.seed}"
+    names = f"{Path(config.model).name}-{Path(str(config.data)).name}-{config.budget}-seed{config.seed}"
     values = {name: value for name, value in config.to_dict().items() if name not in FREE}
     digest = hashlib.sha256(json_library.dumps(values, sort_keys=True).encode()).hexdigest()
     return Path("runs") / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', names).strip('-')}-{digest[:6]}"

@@ -11,6 +11,7 @@ import msgspec
 import tomli_w
 from msgspec import Meta
 
+from .. import zoo
 from ..errors import ConfigError, check_choice, did_you_mean
 from ..methods.config import MethodConfig
 from ..train.engine import COMPILE
@@ -41,8 +42,8 @@ class Config(MethodConfig):
 
     model: str = "cifar_resnet20"
     """The model: a name, or a reference to a callable."""
-    data: str = "digits"
-    """digits, cifar10, cifar100, fashion-mnist, or a folder with train/ and val/ (or test/)."""
+    data: str | None = None
+    """digits (the default of models by name), cifar10, cifar100, fashion-mnist, or a folder of images."""
     recipe: str = "auto"
     """The training recipe: auto, imagenet-resnet, imagenet-mobilenet, cifar, cifar-fast, digits, ..."""
     train: RecipeOverrides = field(default_factory=RecipeOverrides)
@@ -116,6 +117,11 @@ def make_config(given: Mapping[str, Any]) -> Config:
             else dataclasses.asdict(overrides or RecipeOverrides())
         )
         _check_names(f"{name}.", values[name], RecipeOverrides)
+    if values.get("data") is None:
+        model = values.get("model", Config.model)
+        if zoo.is_own(model):
+            raise ConfigError(f"no data is given for {model}: name it with --data.")
+        values["data"] = "digits"
     for name in ("freeze", "ignore", "stages"):
         if isinstance(values.get(name), str):
             values[name] = (values[name],)

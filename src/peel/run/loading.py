@@ -97,6 +97,10 @@ def check_model(network: nn.Module, data: Data) -> None:
     if extra is not None:
         raise ModelError(f"{extra}: peel cannot save what get_extra_state returns. Make it a buffer.")
     logits, count = _logits_of_zeros(network, data.shape), len(data.classes)
+    if count < 2:
+        raise DataError(
+            f"{data.name} has one class, {', '.join(data.classes)}: a classifier needs two or more."
+        )
     if logits.ndim != 2 or logits.shape[1] != count:
         raise DataError(
             f"the model returns logits of shape {tuple(logits.shape[1:])}, but {data.name} has {count} "

@@ -278,7 +278,7 @@ class Pipeline:
         files = {"peel": "slim.json", "original": self.teacher_file}
         self.rows[name] = Row(
             name,
-            **(asdict(metrics) if metrics is not None else record.history[-1].test or {}),
+            **(metrics.to_dict() if metrics is not None else record.history[-1].test or {}),
             macs=graph.macs(widths),
             params=graph.params(widths),
             seconds=record.seconds,

@@ -40,7 +40,7 @@ log = logging.getLogger("peel")
 
 def prune(
     model: nn.Module | str,
-    data: Data | str | Path = "digits",
+    data: Data | str | Path | None = None,
     *,
     output: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
@@ -64,7 +64,7 @@ def prune(
     given = {
         **settings,
         "model": model if isinstance(model, str) else _reference(model),
-        "data": data.name if isinstance(data, Data) else str(data),
+        "data": data.name if isinstance(data, Data) else data,
         "teacher": "given module" if isinstance(teacher, nn.Module) else str(teacher),
     }
     if criterion is not None and not isinstance(criterion, str):
@@ -73,7 +73,8 @@ def prune(
         criterion = None
     config = make_config(given)
     with preserve_process_state():
-        pipeline = _prepare(model, data if isinstance(data, Data) else str(data), config, callbacks)
+        assert config.data is not None
+        pipeline = _prepare(model, data if isinstance(data, Data) else config.data, config, callbacks)
         pipeline.teacher = teacher if isinstance(teacher, nn.Module) else config.teacher
         pipeline.criterion = criterion
         pipeline.check()

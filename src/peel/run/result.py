@@ -17,12 +17,13 @@ class Row:
     name: str
     loss: float
     top1: float
-    top5: float
     macs: int
     params: int
     seconds: float
     image_passes: int
     file: str
+    top5: float | None = None
+    """None with five classes or fewer."""
 
 
 @dataclass(frozen=True)

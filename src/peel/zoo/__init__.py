@@ -61,10 +61,16 @@ def names() -> dict[str, list[str]]:
     return {CIFAR: list(CIFAR_MODELS), TORCHVISION: _torchvision_names(), TIMM: _timm_names()}
 
 
+def is_own(reference: str) -> bool:
+    """Whether a reference names the user's own code."""
+    source, colon, _ = reference.rpartition(":")
+    return bool(colon) and source not in (CIFAR, TORCHVISION, TIMM)
+
+
 def find(reference: str) -> ModelSpec:
     """The source of a model. The error for an unknown name lists similar ones."""
-    source, colon, name = reference.rpartition(":")
-    if colon and source not in (CIFAR, TORCHVISION, TIMM):
+    source, _, name = reference.rpartition(":")
+    if is_own(reference):
         return ModelSpec("user", reference, (3, 224, 224))
     if source in ("", CIFAR) and name in CIFAR_MODELS:
         return ModelSpec(CIFAR, name, (3, 32, 32))
