@@ -51,6 +51,37 @@ def test_missing_pretrained_weights_are_refused() -> None:
         zoo.create("cifar_resnet20", pretrained=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "classes", "size", "resize", "mean"),
+    [
+        ("resnet50", 1000, 224, 232, 0.485),
+        ("inception_v3", 1000, 299, 342, 0.485),
+        ("mobilenetv4_conv_small", 1000, 224, 256, 0.485),
+        ("timm:tf_efficientnet_lite0", 1000, 224, 256, 0.5),
+    ],
+)
+def test_pretrained_weights_know_how_they_are_fed(
+    name: str, classes: int, size: int, resize: int, mean: float
+) -> None:
+    found = zoo.pretrained(name)
+    assert (found.classes, found.size, found.resize, found.mean[0]) == (classes, size, resize, mean)
+    assert len(found.std) == 3
+
+
+def test_weights_that_cannot_be_downloaded_give_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(peel.ModelError) as caught:
+        zoo.create("timm:mobilenetv4_conv_small", num_classes=10, pretrained=True)
+    message = str(caught.value)
+    assert message.startswith("the pretrained weights of timm:mobilenetv4_conv_small cannot be loaded: ")
+    assert message.endswith("--teacher FILE.")
+    assert "\n" not in message
+    assert capfd.readouterr() == ("", "")
+
+
 OWN = """
 import torch
 built = torch.nn.Linear(2, 3)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_type_hints
 
 import msgspec
 import tomli_w
+from cyclopts import Parameter
 from msgspec import Meta
 
 from .. import zoo
@@ -20,6 +21,9 @@ from ..utils.validation import describe_error
 
 #: The original is the teacher; backbone is steps 1 and 2, plan steps 3 and 4, peel step 5.
 STAGES = ("original", "backbone", "plan", "uniform", "peel")
+
+#: Several numbers may follow one flag.
+Numbers = Annotated[tuple[float, ...], Parameter(consume_multiple=True, negative_iterable=())]
 
 #: The fields of `Recipe`, each of which may be left out.
 RecipeOverrides: Any = dataclasses.make_dataclass(
@@ -62,6 +66,10 @@ class Config(MethodConfig):
     """Seed of everything random."""
     image_size: Annotated[int, Meta(ge=1)] | None = None
     """Side of the images in pixels. Default: their own, and 224 for folders of large images."""
+    mean: Numbers | None = None
+    """Mean of the pixels (0 to 1), per channel or of all. Default: what the teacher has, else of the data."""
+    std: Numbers | None = None
+    """Standard deviation of the pixels, likewise."""
     data_root: str | None = None
     """Where torchvision stores the data sets it downloads."""
     skip_corrupt: bool = False
@@ -122,8 +130,8 @@ def make_config(given: Mapping[str, Any]) -> Config:
         if zoo.is_own(model):
             raise ConfigError(f"no data is given for {model}: name it with --data.")
         values["data"] = "digits"
-    for name in ("freeze", "ignore", "stages"):
-        if isinstance(values.get(name), str):
+    for name in ("freeze", "ignore", "stages", "mean", "std"):
+        if isinstance(values.get(name), str | int | float):
             values[name] = (values[name],)
     for name in ("data", "teacher", "plan", "data_root", "backbone_init"):
         if isinstance(values.get(name), Path):

@@ -25,6 +25,7 @@ from .folder import RunFolder
 from .loading import (
     check_model,
     frozen_ties,
+    has_new_classifier,
     load_model_and_data,
     model_notes,
     read_widths,
@@ -74,14 +75,16 @@ def prune(
     config = make_config(given)
     with preserve_process_state():
         assert config.data is not None
-        pipeline = _prepare(model, data if isinstance(data, Data) else config.data, config, callbacks)
-        pipeline.teacher = teacher if isinstance(teacher, nn.Module) else config.teacher
+        given_teacher = teacher if isinstance(teacher, nn.Module) else config.teacher
+        given_data = data if isinstance(data, Data) else config.data
+        pipeline = _prepare(model, given_data, given_teacher, config, callbacks)
         pipeline.criterion = criterion
         pipeline.check()
         agreed = {**pipeline.identity, "teacher found": pipeline.loaded_teacher is not None}
         pipeline.world.check_equal("a setting", json.dumps(agreed, sort_keys=True))
         if dry_run:
             return pipeline.estimate()
+        pipeline.evaluate_teacher()
         if output is None or not pipeline.world.is_main_process:
             # Only the main process writes; the others get from it what they need.
             return pipeline.run()
@@ -94,11 +97,16 @@ def _reference(item: object) -> str:
 
 
 def _prepare(
-    model: nn.Module | str, data: Data | str, config: Config, callbacks: Sequence[Callback]
+    model: nn.Module | str,
+    data: Data | str,
+    teacher: nn.Module | str,
+    config: Config,
+    callbacks: Sequence[Callback],
 ) -> Pipeline:
     """Load and trace everything; nothing is written or trained yet."""
     seed_everything(derive_seed("original", config.seed))
-    network, loaded = load_model_and_data(model, data, config)
+    network, loaded = load_model_and_data(model, data, config, teacher)
+    new_classifier = has_new_classifier(model, teacher, loaded)
     check_model(network, loaded)
     graph = trace(network, torch.zeros(1, *loaded.shape), groups=config.groups)
     recipes = resolve_recipes(config, loaded, network)
@@ -133,8 +141,10 @@ def _prepare(
         recipes[0],
         Trainer(problem, callbacks if engine.world.is_main_process else (), config.checkpoint_seconds),
         run_identity(resolved, graph, network, loaded, engine, recipes, plan),
+        teacher,
+        new_classifier,
         given_widths=plan,
-        notes=model_notes(model, network, config),
+        notes=model_notes(model, network, config, new_classifier),
     )
 
 

@@ -1,6 +1,12 @@
-"""The trained original: a module, a file, a run folder, or the weights that torchvision or timm offer."""
+"""The trained original: a module, a file, a run folder, or the weights that torchvision or timm offer.
 
+It is evaluated before anything is trained: a teacher that fails on the data would cost a run for nothing.
+"""
+
+import contextlib
 import copy
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,14 +15,28 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ..errors import DataError, RunError, StoreError
+from ..data.augmentation import EVAL
+from ..data.datasets import IMAGENET_MEAN, IMAGENET_STD, Data
+from ..errors import ConfigError, DataError, RunError, StoreError
 from ..methods.problem import Problem
 from ..surgery.info import info_of
-from ..surgery.serialization import load
+from ..surgery.serialization import load, read_input
+from ..train.engine import eval_batch_size
 from ..train.objective import get_logits
 from ..utils.files import parse_object, read_file
 from ..utils.fingerprint import fingerprint
 from .result import StageRecord
+
+#: Images that the likely reasons for a low accuracy are tried on.
+TRIED_IMAGES = 1000
+
+#: How networks are usually fed: name -> mean and standard deviation, for pixels from 0 to 1.
+NORMALIZATIONS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "pixels from 0 to 1": ((0.0,), (1.0,)),
+    "pixels from -1 to 1": ((0.5,), (0.5,)),
+    "pixels from 0 to 255": ((0.0,), (1 / 255,)),
+    "the mean and deviation of ImageNet": (IMAGENET_MEAN, IMAGENET_STD),
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +66,93 @@ def find_teacher(reference: nn.Module | str, problem: Problem) -> Teacher | None
         teacher = Teacher(load_weights(file, problem.model), str(file), known)
         _refuse_slim(teacher, problem)
     _check(teacher.model, problem)
+    stored = info_of(teacher.model).input or {}
+    classes = tuple(stored.get("classes", problem.data.classes))
+    if classes != problem.data.classes and sorted(classes) == sorted(problem.data.classes):
+        raise DataError(f"the teacher's classes are in another order: {', '.join(classes[:5])}, ...")
     return teacher
+
+
+def input_of(reference: nn.Module | str) -> Mapping[str, Any]:
+    """How a teacher is fed (classes, shape, mean, std), as far as a module or a file of peel says it."""
+    if isinstance(reference, nn.Module):
+        return info_of(reference).input or {}
+    path = Path(reference)
+    file = path / "stages" / "original.json" if path.is_dir() else path
+    return (read_input(file) or {}) if file.suffix == ".json" and file.is_file() else {}
+
+
+def check_accuracy(teacher: Teacher, top1: float, problem: Problem, is_chosen: bool) -> None:
+    """Refuse a teacher that fails on the data. `is_chosen`: mean and std were given, and are not doubted.
+
+    A teacher that a run of peel trained may have lost half of what its record had above chance. Any other
+    must be above chance by three standard errors, and no usual normalization may be better by as much.
+    """
+    labels = problem.data.test.labels
+    chance = float(labels.bincount().max()) / len(labels)
+    if teacher.record is not None and teacher.record.history and teacher.record.history[-1].test:
+        recorded = teacher.record.history[-1].test["top1"]
+        if top1 < (recorded + min(recorded, chance)) / 2 - _error(recorded, len(labels)):
+            raise DataError(
+                f"the teacher is right for {top1:.1%} of the test images of {problem.data.name}; its record "
+                f"says {recorded:.1%}. It was trained on other data, or fed otherwise (--mean, --std)."
+            )
+        return
+    reasons = _reasons(teacher.model, problem, is_chosen)
+    if top1 > chance + _error(chance, len(labels)) and not reasons:
+        return
+    known = reasons or [
+        f"Likely reasons: its mean and standard deviation are not {list(problem.data.train.mean)} and "
+        f"{list(problem.data.train.std)} (--mean, --std); its weights are not trained; or its classes are in "
+        f"another order than {', '.join(problem.data.classes[:3])}, ..."
+    ]
+    raise DataError(
+        f"the teacher is right for only {top1:.1%} of the test images of {problem.data.name}; always the "
+        f"same class would be right for {chance:.1%}. {' '.join(known)} Or train it: --teacher train."
+    )
+
+
+def _error(fraction: float, count: int) -> float:
+    """Three standard errors of a fraction of `count` images, and at least one image."""
+    return 3 * math.sqrt(max(fraction * (1 - fraction), 1 / count) / count)
+
+
+def _reasons(model: nn.Module, problem: Problem, is_chosen: bool) -> list[str]:
+    """What makes the teacher better on some test images: another normalization, or renamed classes."""
+    data = problem.data
+    step = -(-data.test.size // TRIED_IMAGES)
+    index = torch.arange(0, data.test.size, step)
+    labels = data.test.labels.cpu()[index]
+    predicted = _predictions(model, data, index, problem)
+    best = float((predicted == labels).float().mean())
+    reasons, limit = [], best + _error(best, len(index))
+    for name, (mean, std) in {} if is_chosen else NORMALIZATIONS.items():
+        with contextlib.suppress(ConfigError):  # other channels, or splits of the user's own
+            found = _predictions(model, data.normalized(mean, std), index, problem)
+            top1 = float((found == labels).float().mean())
+            if top1 > max(best, limit):
+                best = top1
+                numbers = [" ".join(f"{value:g}" for value in values) for values in (mean, std)]
+                text = f"With {name} it is right for {top1:.1%} of {len(index)} images"
+                reasons = [f"{text}: give --mean {numbers[0]} --std {numbers[1]}."]
+    # A renaming is found on one half of the images and scored on the other.
+    counts = torch.zeros(len(data.classes), len(data.classes))
+    counts.index_put_((predicted[::2], labels[::2]), torch.ones(len(labels[::2])), accumulate=True)
+    renamed = float((counts.argmax(1)[predicted[1::2]] == labels[1::2]).float().mean())
+    if renamed > best + 2 * _error(best, len(index)):
+        reasons = [
+            f"With its classes renamed it is right for {renamed:.1%}: they are in another order than the "
+            f"data's ({', '.join(data.classes[:3])}, ...)."
+        ]
+    return reasons
+
+
+@torch.inference_mode()
+def _predictions(model: nn.Module, data: Data, index: Tensor, problem: Problem) -> Tensor:
+    engine = problem.engine
+    model.eval()
+    batches = data.test.batches(index, eval_batch_size(data.shape), EVAL, engine.device, engine.workers)
+    return torch.cat([get_logits(model(batch.images)).argmax(1).cpu() for batch in batches])
 
 
 def weights_hash(model: nn.Module) -> str:
@@ -105,19 +211,33 @@ def load_weights(path: Path, original: nn.Module) -> nn.Module:
             f"{path} cannot be loaded without running code from it ({type(error).__name__}). Save the "
             "model's state_dict() with torch.save, or the model with peel.save."
         ) from error
-    for key in ("state_dict", "model", "model_state_dict"):
-        if isinstance(stored, dict) and isinstance(stored.get(key), dict):
-            stored = stored[key]
-    if not isinstance(stored, dict) or not all(isinstance(value, Tensor) for value in stored.values()):
-        raise StoreError(
-            f"{path} holds no state dict (names and tensors, possibly under `state_dict` or `model`)."
-        )
-    weights = {
-        name.removeprefix("module.").removeprefix("_orig_mod."): value for name, value in stored.items()
-    }
     teacher = copy.deepcopy(original)
+    weights = _find_state_dict(stored, path, teacher)
     try:
         teacher.load_state_dict(weights)
     except RuntimeError as error:
         raise StoreError(f"{path} does not fit the model. {error}") from error
     return teacher
+
+
+def _find_state_dict(stored: Any, path: Path, model: nn.Module) -> dict[str, Tensor]:
+    """The weights in a checkpoint, under one of the usual keys, without the prefix that wrappers add."""
+    while isinstance(stored, dict):
+        inner = (stored.get(key) for key in ("state_dict", "model_state_dict", "model", "net"))
+        found = next((value for value in inner if isinstance(value, dict)), None)
+        if found is None:
+            break
+        stored = found
+    if not isinstance(stored, dict) or not any(isinstance(value, Tensor) for value in stored.values()):
+        raise StoreError(
+            f"{path} holds no state dict (names and tensors, possibly under `state_dict`, `model` or `net`)."
+        )
+    wanted = list(model.state_dict())
+    if not stored.keys() & set(wanted):
+        # Lightning adds `model.`, DataParallel `module.`, torch.compile `_orig_mod.`.
+        ends = (name.removesuffix(wanted[0]) for name in stored if name.endswith(f".{wanted[0]}"))
+        for prefix in ends:
+            cut = {n.removeprefix(prefix): value for n, value in stored.items() if n.startswith(prefix)}
+            if cut.keys() >= set(wanted):
+                return cut
+    return stored
