@@ -160,6 +160,7 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     # The rest
     (["--device", "tpu"], ["tpu"]),
     (["--device", "cuda:99"], ["cuda:99"]),
+    (["--threads", "0"], ["threads: expected int >= 1, not 0"]),
     (["--workers", "-1"], ["workers: expected int >= 0, not -1"]),
     (["--seed", "one"], ["one"]),
     (["--seed", "-1"], ["seed: expected int >= 0, not -1"]),

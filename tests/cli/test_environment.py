@@ -19,6 +19,7 @@ from PIL import Image
 from helpers.commands import line
 from helpers.killing import KILLED, command, exit_code, run_until, start
 from helpers.small import small_run
+from peel.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -259,3 +260,23 @@ def test_a_variable_that_is_not_a_number_is_named(variable: str, tmp_path: Path)
 
 def test_the_variable_rank_alone_does_not_silence_a_run(tmp_path: Path) -> None:
     assert "original" in run(tmp_path / "log", "--output", str(tmp_path / "run"), RANK="1")
+
+
+# Threads
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_waiting_threads_leave_the_cores_to_others(given: str | None, found: str) -> None:
+    code = "import os, sys; from peel.cli.main import main; main(['--version']); "
+    code += "print(os.environ.get('OMP_WAIT_POLICY'), 'torch' in sys.modules)"
+    variables = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    variables |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    variables |= {} if given is None else {"OMP_WAIT_POLICY": given}
+    shown = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
+    assert shown.stdout.splitlines()[-1] == f"{found} False", "torch reads it when it is loaded"
+
+
+def test_a_process_that_has_loaded_torch_keeps_its_variables() -> None:
+    before = dict(os.environ)
+    assert main(["--version"]) == 0
+    assert dict(os.environ) == before

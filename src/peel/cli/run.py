@@ -24,7 +24,7 @@ from .summary import draw_estimate, draw_result
 from .terminal import make_console, print_json
 
 #: Settings that do not change what is computed: the same command with others finds the same default folder.
-FREE = ("stages", "device", "workers", "compile", "checkpoint_seconds", "accumulate")
+FREE = ("stages", "device", "threads", "workers", "compile", "checkpoint_seconds", "accumulate")
 
 
 def run(

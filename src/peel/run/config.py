@@ -76,6 +76,8 @@ class Config(MethodConfig):
     """Leave out images that cannot be read instead of stopping."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
+    threads: Annotated[int, Meta(ge=1)] | None = None
+    """CPU threads. Default: as many as are worth it for this network, up to OMP_NUM_THREADS."""
     workers: Annotated[int, Meta(ge=0)] | None = None
     """Data-loader workers for image folders. Default: one per core, at most 24 per GPU (4 on a CPU)."""
     deterministic: bool = False

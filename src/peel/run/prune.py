@@ -14,7 +14,7 @@ from torch import nn
 from ..cost.rounding import resolve_budget
 from ..data.datasets import Data
 from ..errors import PeelError, RunError
-from ..graph import trace
+from ..graph import ChannelGraph, trace
 from ..methods.problem import Problem
 from ..train.callbacks import Callback
 from ..train.engine import make_engine
@@ -122,6 +122,8 @@ def _prepare(
         accumulate=config.accumulate,
         compile=config.compile,
         sync_bn=config.sync_bn,
+        threads=config.threads,
+        layer_macs=_layer_macs(network, graph, recipes[0].batch_size // config.accumulate),
     )
     problem = Problem(
         network,
@@ -146,6 +148,12 @@ def _prepare(
         given_widths=plan,
         notes=model_notes(model, network, config, new_classifier),
     )
+
+
+def _layer_macs(network: nn.Module, graph: ChannelGraph, batch_size: int) -> float:
+    """Multiply-adds of a forward pass, per layer."""
+    layers = sum(parameter.ndim > 1 for parameter in network.parameters())
+    return graph.macs() * batch_size / max(1, layers)
 
 
 def _run_in_folder(output: str | Path, pipeline: Pipeline, config: Config, command: str) -> Result:
