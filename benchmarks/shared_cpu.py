@@ -4,7 +4,7 @@
     python benchmarks/shared_cpu.py --repeats 3 -- --train.epochs 4       options after -- go to `peel run`
     OMP_WAIT_POLICY=ACTIVE python benchmarks/shared_cpu.py -- --threads 2   what torch does by itself
 
-A run alone and two at the same time take turns. The ratio counts on a machine that is idle otherwise: its load
+A run alone and two at the same time take turns. The ratio counts on an otherwise idle machine: its load
 is shown. Processor seconds per run show what waiting threads waste, on a busy machine too.
 """
 
