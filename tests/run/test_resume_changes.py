@@ -269,9 +269,5 @@ def test_another_number_of_threads_is_logged(own: Path, caplog: pytest.LogCaptur
     """Threads add sums in another order."""
     small_run(output=own, seed=3)
     assert "threads" not in caplog.text
-    torch.set_num_threads(2)
-    try:
-        small_run(output=own, seed=3)
-    finally:
-        torch.set_num_threads(1)
+    small_run(output=own, seed=3, threads=2)
     assert f"{own} resumes with threads 2 instead of 1: the result may not be bit-identical" in caplog.text

@@ -110,19 +110,19 @@ class Data:
 
         One number holds for all channels.
         """
-        values = {"mean": mean or self.train.mean, "std": std or self.train.std}
-        count = self.shape[0]
-        for name, given in values.items():
+        train, test, count = self.train, self.test, self.shape[0]
+        values = []
+        for name, given in (("mean", mean or train.mean), ("std", std or train.std)):
             if len(given) not in (1, count) or (name == "std" and min(given) <= 0):
                 kind = "positive numbers" if name == "std" else "numbers"
                 raise ConfigError(f"{name} must be 1 or {count} {kind}, one per channel, not {list(given)}.")
-        changes = {name: tuple(given) * (count // len(given)) for name, given in values.items()}
-        if changes == {"mean": self.train.mean, "std": self.train.std}:
+            values.append(tuple(given) * (count // len(given)))
+        if values == [train.mean, train.std]:
             return self
-        if not all(isinstance(split, InMemoryImages | ImageFolder) for split in (self.train, self.test)):
+        if not isinstance(train, InMemoryImages | ImageFolder) or not isinstance(test, type(train)):
             raise ConfigError(f"mean and std of {self.name} are those of its own splits: change them there.")
-        train, test = (replace(split, **changes) for split in (self.train, self.test))  # type: ignore[type-var]
-        return replace(self, train=train, test=test)
+        parts = (replace(part, mean=values[0], std=values[1]) for part in (train, test))
+        return replace(self, train=next(parts), test=next(parts))
 
     def to(self, device: torch.device) -> Data:
         return replace(self, train=self.train.to(device), test=self.test.to(device))

@@ -33,17 +33,16 @@ def load_model_and_data(
     stored = asdict(weights) if weights else input_of(model if teacher == "pretrained" else teacher)
 
     def load(channels: int) -> Data:
-        loaded = data
-        if isinstance(loaded, str):
-            loaded = load_data(
-                loaded,
-                image_size=config.image_size,
-                channels=channels,
-                root=config.data_root,
-                skip_corrupt=config.skip_corrupt,
-                **({} if weights is None else {"crop": (weights.size, weights.resize)}),
-            )
-        return loaded.normalized(config.mean or stored.get("mean"), config.std or stored.get("std"))
+        if isinstance(data, Data):
+            return data
+        return load_data(
+            data,
+            image_size=config.image_size,
+            channels=channels,
+            root=config.data_root,
+            skip_corrupt=config.skip_corrupt,
+            **({} if weights is None else {"crop": (weights.size, weights.resize)}),
+        )
 
     if isinstance(model, str):
         loaded = load(zoo.find(model).input_size[0])
@@ -51,7 +50,8 @@ def load_model_and_data(
     else:
         loaded, network = load(next(_conv_inputs(model), 3)), _on_cpu(model)
     channels = _input_channels(network, loaded.shape)
-    return network, (load(channels) if channels != loaded.shape[0] else loaded)
+    loaded = load(channels) if channels != loaded.shape[0] else loaded
+    return network, loaded.normalized(config.mean or stored.get("mean"), config.std or stored.get("std"))
 
 
 def has_new_classifier(model: nn.Module | str, teacher: nn.Module | str, data: Data) -> bool:
