@@ -23,8 +23,8 @@ from peel.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RUN = ["run", "helpers.small:Small", "--data", "digits", "--stages", "original", "--train.epochs", "1"]
-RUN += ["--device", "cpu"]
+RUN = ["run", "helpers.small:Small", "--stages", "original", "--train.epochs", "1", "--device", "cpu"]
+DIGITS = ["--data", "digits"]
 
 
 def joined(place: Path, name: bytes) -> Path:
@@ -35,7 +35,8 @@ def joined(place: Path, name: bytes) -> Path:
 def run(log: Path, *options: str, **environment: str) -> str:
     """The output of the command."""
     log.write_text("")
-    code = exit_code(command([*RUN, *options], log, **environment))
+    data = [] if "--data" in options else DIGITS
+    code = exit_code(command([*RUN, *data, *options], log, **environment))
     text = log.read_text(errors="replace")
     assert code == 0, text
     assert "Traceback" not in text
@@ -93,7 +94,7 @@ def test_without_a_home_and_without_a_network(home: str | None, tmp_path: Path) 
     variables = {name: value for name, value in os.environ.items() if name not in homes}
     variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | ({"HOME": home} if home else {})
     done = subprocess.run(
-        [*offline, sys.executable, "-m", "peel", *RUN],
+        [*offline, sys.executable, "-m", "peel", *RUN, *DIGITS],
         cwd=tmp_path,
         env=variables,
         stdin=subprocess.DEVNULL,
@@ -165,7 +166,9 @@ def on_a_terminal(output: Path, **environment: str) -> str:
 
     watching = threading.Thread(target=watch)
     watching.start()
-    code = exit_code(command([*RUN, "--output", str(output)], Path(os.ttyname(theirs)), **environment))
+    code = exit_code(
+        command([*RUN, *DIGITS, "--output", str(output)], Path(os.ttyname(theirs)), **environment)
+    )
     os.close(theirs)
     watching.join(10)
     os.close(mine)

@@ -186,13 +186,14 @@ def fresh(seed: int = 0, **settings: Any) -> Small:
 @torch.no_grad()
 def taught(kind: type[Small] = Small, data: Data | None = None) -> Small:
     """A teacher, made without backward passes: the classifier is the one of least squares."""
-    train = (data or few_digits()).train
+    data = data or few_digits()
+    train, classes = data.train, len(data.classes)
     torch.manual_seed(0)
-    model = kind().eval()
+    model = kind(num_classes=classes).eval()
     images, labels, _ = next(iter(train.batches(torch.arange(train.size), train.size, EVAL, CPU.device)))
     classifier, model.fc = model.fc, nn.Identity()
     features = torch.cat([model(images), torch.ones(len(images), 1)], 1)
-    targets = 10 * nn.functional.one_hot(labels, 10).float() - 1
+    targets = 10 * nn.functional.one_hot(labels, classes).float() - 1
     solution = torch.linalg.lstsq(features, targets).solution
     classifier.weight.copy_(solution[:-1].T)
     classifier.bias.copy_(solution[-1])

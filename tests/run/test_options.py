@@ -420,6 +420,9 @@ def test_the_weight_of_the_teacher_is_a_tenth_unless_given() -> None:
 def test_a_teacher_with_a_larger_weight_is_followed_more_closely() -> None:
     length = frozenset({"epochs": 6, "batch_size": 50}.items())
     teacher = taught()
+    with torch.no_grad():  # far less certain than the labels
+        teacher.fc.weight.mul_(0.1)
+        teacher.fc.bias.mul_(0.1)
     images, *_ = next(iter(few_digits().test.batches(torch.arange(90), 90, EVAL, CPU.device)))
 
     def distance(weight: float) -> float:
@@ -436,7 +439,7 @@ def test_a_teacher_with_a_larger_weight_is_followed_more_closely() -> None:
             outputs = [network.eval()(images).log_softmax(1) for network in (student.model, teacher)]
         return nn.functional.kl_div(*outputs, reduction="batchmean", log_target=True).item()
 
-    assert distance(20.0) < 0.3 * distance(0.0)
+    assert distance(20.0) < 0.5 * distance(0.0)
 
 
 def test_the_temperature_changes_the_weights() -> None:

@@ -254,6 +254,19 @@ def test_an_untrained_teacher_stops_the_run_before_anything_is_written(tmp_path:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_teacher_of_rare_classes_need_not_beat_the_most_frequent_class() -> None:
+    """It finds 16 of 24 among 600, with 8 false alarms: hardly better than no alarm, but no guess."""
+    labels = torch.zeros(600, dtype=torch.long)
+    labels[::25] = 1
+    bright = labels.clone()
+    bright[::75], bright[1::75] = 0, 1
+    pixels = (255 * bright)[:, None, None, None].expand(600, 8, 8, 3).to(torch.uint8)
+    data = peel.Data.from_tensors("rare", ("no", "yes"), (pixels, labels), (pixels, labels))
+    teacher = taught(data=data)
+    result = small_run(Small(num_classes=2), data, teacher=teacher, stages=["original"])
+    assert result.rows[0].top1 == pytest.approx(1 - 16 / 600)
+
+
 @pytest.mark.parametrize(("mean", "std"), [((0.0,), (1.0,)), ((0.5,), (0.5,))])
 def test_a_teacher_that_was_fed_otherwise_stops_the_run_and_the_flags_are_named(
     mean: tuple[float], std: tuple[float]

@@ -6,7 +6,8 @@ It is evaluated before anything is trained: a teacher that fails on the data wou
 import contextlib
 import copy
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,28 +89,18 @@ def check_accuracy(teacher: Teacher, top1: float, problem: Problem, is_chosen: b
     A teacher that a run of peel trained may have lost half of what its record had above chance. Any other
     must be above chance by three standard errors, and no usual normalization may be better by as much.
     """
-    labels = problem.data.test.labels
-    chance = float(labels.bincount().max()) / len(labels)
-    if teacher.record is not None and teacher.record.history and teacher.record.history[-1].test:
-        recorded = teacher.record.history[-1].test["top1"]
-        if top1 < (recorded + min(recorded, chance)) / 2 - _error(recorded, len(labels)):
+    data, history = problem.data, teacher.record.history if teacher.record is not None else []
+    text = f"the teacher is right for only {top1:.1%} of the test images of {data.name}"
+    if history and history[-1].test:
+        recorded = history[-1].test["top1"]
+        least = (recorded + min(recorded, 1 / len(data.classes))) / 2
+        if top1 < least - _error(recorded, data.test.size):
             raise DataError(
-                f"the teacher is right for {top1:.1%} of the test images of {problem.data.name}; its record "
-                f"says {recorded:.1%}. It was trained on other data, or fed otherwise (--mean, --std)."
+                f"{text}; its record says {recorded:.1%}. It was trained on other data, or fed otherwise "
+                "(--mean, --std)."
             )
-        return
-    reasons = _reasons(teacher.model, problem, is_chosen)
-    if top1 > chance + _error(chance, len(labels)) and not reasons:
-        return
-    known = reasons or [
-        f"Likely reasons: its mean and standard deviation are not {list(problem.data.train.mean)} and "
-        f"{list(problem.data.train.std)} (--mean, --std); its weights are not trained; or its classes are in "
-        f"another order than {', '.join(problem.data.classes[:3])}, ..."
-    ]
-    raise DataError(
-        f"the teacher is right for only {top1:.1%} of the test images of {problem.data.name}; always the "
-        f"same class would be right for {chance:.1%}. {' '.join(known)} Or train it: --teacher train."
-    )
+    elif reason := _reason(teacher.model, problem, is_chosen):
+        raise DataError(f"{text}. {reason} Or train it: --teacher train.")
 
 
 def _error(fraction: float, count: int) -> float:
@@ -117,34 +108,45 @@ def _error(fraction: float, count: int) -> float:
     return 3 * math.sqrt(max(fraction * (1 - fraction), 1 / count) / count)
 
 
-def _reasons(model: nn.Module, problem: Problem, is_chosen: bool) -> list[str]:
-    """What makes the teacher better on some test images: another normalization, or renamed classes."""
+def _reason(model: nn.Module, problem: Problem, is_chosen: bool) -> str:
+    """Why a teacher fails on some test images; empty where it does not."""
     data = problem.data
-    step = -(-data.test.size // TRIED_IMAGES)
-    index = torch.arange(0, data.test.size, step)
-    labels = data.test.labels.cpu()[index]
+    index = torch.arange(0, data.test.size, -(-data.test.size // TRIED_IMAGES))
+    labels, count = data.test.labels.cpu()[index], len(index)
+
+    def score(predicted: Tensor) -> float:
+        return float((predicted == labels).float().mean())
+
     predicted = _predictions(model, data, index, problem)
-    best = float((predicted == labels).float().mean())
-    reasons, limit = [], best + _error(best, len(index))
+    best, better = score(predicted), ""
+    limit = best + _error(best, count)
     for name, (mean, std) in {} if is_chosen else NORMALIZATIONS.items():
         with contextlib.suppress(ConfigError):  # other channels, or splits of the user's own
-            found = _predictions(model, data.normalized(mean, std), index, problem)
-            top1 = float((found == labels).float().mean())
+            top1 = score(_predictions(model, data.normalized(mean, std), index, problem))
             if top1 > max(best, limit):
-                best = top1
-                numbers = [" ".join(f"{value:g}" for value in values) for values in (mean, std)]
-                text = f"With {name} it is right for {top1:.1%} of {len(index)} images"
-                reasons = [f"{text}: give --mean {numbers[0]} --std {numbers[1]}."]
-    # A renaming is found on one half of the images and scored on the other.
-    counts = torch.zeros(len(data.classes), len(data.classes))
-    counts.index_put_((predicted[::2], labels[::2]), torch.ones(len(labels[::2])), accumulate=True)
-    renamed = float((counts.argmax(1)[predicted[1::2]] == labels[1::2]).float().mean())
-    if renamed > best + 2 * _error(best, len(index)):
-        reasons = [
-            f"With its classes renamed it is right for {renamed:.1%}: they are in another order than the "
-            f"data's ({', '.join(data.classes[:3])}, ...)."
-        ]
-    return reasons
+                flags = " ".join(f"{flag} {_numbers(x)}" for flag, x in (("--mean", mean), ("--std", std)))
+                best, better = top1, f"With {name} it is right for {top1:.1%} of {count}: give {flags}."
+    # A renaming of the classes is found on one half of the images and scored on the other.
+    answers = list(zip(predicted.tolist(), labels.tolist(), strict=True))
+    names = {found: label for (found, label), _ in reversed(Counter(answers[::2]).most_common())}
+    renamed = sum(names.get(found) == label for found, label in answers[1::2]) / max(1, count // 2)
+    if renamed > best + 2 * _error(best, count):
+        text = f"With its classes renamed it is right for {renamed:.1%}"
+        return f"{text}: they are in another order than the data's ({', '.join(data.classes[:3])}, ...)."
+    # What guesses of the same frequency would score.
+    frequencies = [x.bincount(minlength=len(data.classes)) / count for x in (predicted, labels)]
+    chance = float(frequencies[0] @ frequencies[1])
+    if better or best > chance + _error(chance, count):
+        return better
+    return (
+        f"Guesses would be right for {chance:.1%}. Likely reasons: its mean and standard deviation are not "
+        f"{_numbers(data.train.mean)} and {_numbers(data.train.std)} (--mean, --std); its weights are not "
+        f"trained; or its classes are in another order than {', '.join(data.classes[:3])}, ..."
+    )
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return " ".join(f"{value:g}" for value in values)
 
 
 @torch.inference_mode()
