@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from helpers.small import Small, small_run
 from peel.cli.main import main
 from peel.cli.progress import RunProgress
 from peel.errors import BudgetError, ConfigError, DataError, ModelError, PeelError, WidthsError
+from peel.run.prune import prune
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -158,6 +160,7 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     # The rest
     (["--device", "tpu"], ["tpu"]),
     (["--device", "cuda:99"], ["cuda:99"]),
+    (["--threads", "0"], ["threads: expected int >= 1, not 0"]),
     (["--workers", "-1"], ["workers: expected int >= 0, not -1"]),
     (["--seed", "one"], ["one"]),
     (["--seed", "-1"], ["seed: expected int >= 0, not -1"]),
@@ -174,7 +177,8 @@ def test_a_wrong_flag_is_explained_and_nothing_is_written(
     write_plans(place)
     before = content(place)
     output = [] if "--output" in options else ["--output", "out"]
-    assert main(["run", "own.py:model", "--quiet", *output, *options]) == code
+    data = [] if "--data" in options else ["--data", "digits"]
+    assert main(["run", "own.py:model", "--quiet", *output, *data, *options]) == code
     captured = capsys.readouterr()
     shown = " ".join((captured.out + captured.err).replace("│", " ").split())
     for part in expected:
@@ -189,7 +193,8 @@ def test_a_wrong_model_is_explained_and_nothing_is_written(
     model: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = content(place)
-    assert main(["run", model, "--output", "out", "--quiet"]) == (3 if model == "own.py:seven" else 2)
+    command = ["run", model, "--data", "digits", "--output", "out", "--quiet"]
+    assert main(command) == (3 if model == "own.py:seven" else 2)
     messages = {
         "own.py:modell": "Did you mean model",
         "cifar_resnet21": "Did you mean",
@@ -259,6 +264,38 @@ def test_a_network_without_norm_layers_needs_another_criterion(tmp_path: Path) -
     assert small_run(nn.Sequential(*layers), criterion="weight", stages=["backbone", "plan"]).plan is not None
 
 
+# Data that does not suit the model
+
+
+def test_a_network_of_ones_own_needs_data(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "own.py:model", "--output", "out"]) == 2
+    assert "no data is given for own.py:model: name it with --data" in capsys.readouterr().err
+    assert not (place / "out").exists()
+    with pytest.raises(ConfigError, match=r"no data is given for helpers.small:Small"):
+        prune(Small())
+    assert prune("cifar_resnet20", dry_run=True).plan is not None
+
+
+def test_one_class_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for split in ("train", "val"):
+        shutil.rmtree(place / "good" / split / "dog")
+    assert main(["run", "own.py:model", "--data", "good", "--output", "out"]) == 3
+    assert "good has one class, cat: a classifier needs two" in capsys.readouterr().err
+    assert not (place / "out").exists()
+
+
+def test_top_5_of_two_classes_is_left_out(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["run", "own.py:model", "--data", "good", "--output", "out", "--quiet", "--stages", "original"]
+    assert main([*command, "--train.epochs", "1", "--train.batch-size", "6"]) == 0
+    shown = capsys.readouterr().out
+    assert "top-1" in shown
+    assert "top-5" not in shown
+    assert json.loads((place / "out" / "result.json").read_text())["rows"][0]["top5"] is None
+    page = (place / "out" / "report.html").read_text()
+    assert "top-1" in page
+    assert "top-5" not in page
+
+
 # Corrupt images
 
 
@@ -285,7 +322,7 @@ def test_the_command_stops_at_corrupt_images_and_runs_without_them(
 def test_a_run_that_diverges_says_so_and_keeps_finished_stages(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["run", "own.py:model", "--output", "out", "--quiet", "--train.epochs", "1"]
+    command = ["run", "own.py:model", "--data", "digits", "--output", "out", "--quiet", "--train.epochs", "1"]
     command += ["--train.batch-size", "256", "--backbone.epochs", "2", "--backbone.lr", "1e30"]
     assert main([*command, "--backbone.warmup-epochs", "1"]) == 4
     assert "finite" in capsys.readouterr().err
@@ -296,7 +333,7 @@ def test_a_run_that_diverges_says_so_and_keeps_finished_stages(
 def test_an_interrupted_command_says_so_and_resumes_later(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["run", "own.py:model", "--output", "out", "--stages", "original"]
+    command = ["run", "own.py:model", "--data", "digits", "--output", "out", "--stages", "original"]
     command += ["--train.epochs", "2", "--train.batch-size", "256"]
 
     def interrupt(*_: Any) -> None:

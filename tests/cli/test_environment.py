@@ -19,10 +19,12 @@ from PIL import Image
 from helpers.commands import line
 from helpers.killing import KILLED, command, exit_code, run_until, start
 from helpers.small import small_run
+from peel.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 RUN = ["run", "helpers.small:Small", "--stages", "original", "--train.epochs", "1", "--device", "cpu"]
+DIGITS = ["--data", "digits"]
 
 
 def joined(place: Path, name: bytes) -> Path:
@@ -33,7 +35,8 @@ def joined(place: Path, name: bytes) -> Path:
 def run(log: Path, *options: str, **environment: str) -> str:
     """The output of the command."""
     log.write_text("")
-    code = exit_code(command([*RUN, *options], log, **environment))
+    data = [] if "--data" in options else DIGITS
+    code = exit_code(command([*RUN, *data, *options], log, **environment))
     text = log.read_text(errors="replace")
     assert code == 0, text
     assert "Traceback" not in text
@@ -91,7 +94,7 @@ def test_without_a_home_and_without_a_network(home: str | None, tmp_path: Path) 
     variables = {name: value for name, value in os.environ.items() if name not in homes}
     variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | ({"HOME": home} if home else {})
     done = subprocess.run(
-        [*offline, sys.executable, "-m", "peel", *RUN],
+        [*offline, sys.executable, "-m", "peel", *RUN, *DIGITS],
         cwd=tmp_path,
         env=variables,
         stdin=subprocess.DEVNULL,
@@ -163,7 +166,9 @@ def on_a_terminal(output: Path, **environment: str) -> str:
 
     watching = threading.Thread(target=watch)
     watching.start()
-    code = exit_code(command([*RUN, "--output", str(output)], Path(os.ttyname(theirs)), **environment))
+    code = exit_code(
+        command([*RUN, *DIGITS, "--output", str(output)], Path(os.ttyname(theirs)), **environment)
+    )
     os.close(theirs)
     watching.join(10)
     os.close(mine)
@@ -258,3 +263,23 @@ def test_a_variable_that_is_not_a_number_is_named(variable: str, tmp_path: Path)
 
 def test_the_variable_rank_alone_does_not_silence_a_run(tmp_path: Path) -> None:
     assert "original" in run(tmp_path / "log", "--output", str(tmp_path / "run"), RANK="1")
+
+
+# Threads
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_waiting_threads_leave_the_cores_to_others(given: str | None, found: str) -> None:
+    code = "import os, sys; from peel.cli.main import main; main(['--version']); "
+    code += "print(os.environ.get('OMP_WAIT_POLICY'), 'torch' in sys.modules)"
+    variables = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    variables |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    variables |= {} if given is None else {"OMP_WAIT_POLICY": given}
+    shown = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
+    assert shown.stdout.splitlines()[-1] == f"{found} False", "torch reads it when it is loaded"
+
+
+def test_a_process_that_has_loaded_torch_keeps_its_variables() -> None:
+    before = dict(os.environ)
+    assert main(["--version"]) == 0
+    assert dict(os.environ) == before

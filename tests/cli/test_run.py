@@ -28,6 +28,8 @@ def model(num_classes=10):
 COMMAND = [
     "run",
     "own.py:model",
+    "--data",
+    "digits",
     "--train.epochs",
     "1",
     "--train.batch-size",
@@ -103,7 +105,8 @@ def test_every_field_of_a_recipe_is_a_flag(place: Path) -> None:
     }  # fmt: skip
     options = [part for name, value in fields.items() for part in (f"--train.{name}", value)]
     options += ["--train.no-nesterov", "--train.decay-norms", "--backbone.lr", "0.07"]
-    assert main(["run", "own.py:model", "--stages", "original", "--output", "out", "--quiet", *options]) == 0
+    options += ["--data", "digits", "--stages", "original", "--output", "out", "--quiet"]
+    assert main(["run", "own.py:model", *options]) == 0
     identity = read(place / "out" / "state.json")["identity"]
     for name, value in {**fields, "nesterov": False, "decay-norms": True}.items():
         found = identity["train"][name.replace("-", "_")]
@@ -128,6 +131,7 @@ def test_brackets_in_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.
     config, folder = tmp_path / "config.toml", tmp_path / "[bold]run[/]"
     config.write_text('[groups]\n"[/early]" = ["conv1", "conv2"]\n"[bold]" = ["conv3", "conv4"]\n')
     options = ["--train.epochs", "1", "--backbone.epochs", "1", "--device", "cpu", "--config", str(config)]
+    options += ["--data", "digits"]
     assert main(["run", "helpers.small:Small", *options, "--output", str(folder)]) == 0
     captured = capsys.readouterr()
     assert f'peel.load("{folder / "slim"}"' in " ".join((captured.out + captured.err).split())

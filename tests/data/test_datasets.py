@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torchvision.transforms.v2 import functional
 
 import peel
-from helpers.images import images_of
+from helpers.images import images_of, write_folder
 from helpers.small import CPU, Small, few_digits
 from peel.data.augmentation import EVAL
 from peel.data.datasets import hold_out, load_data
@@ -138,6 +140,20 @@ def test_a_failed_download_names_the_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(DataError, match=r"cifar10 is not in .*file/data.*--data-root"):
         load_data("cifar10", root=tmp_path / "file" / "data")
+
+
+@pytest.mark.parametrize(("crop", "side", "edge"), [((224, 256), 224, 256), ((160, 200), 160, 200)])
+def test_large_images_are_cropped_as_asked(
+    crop: tuple[int, int], side: int, edge: int, tmp_path: Path
+) -> None:
+    data = load_data(str(write_folder(tmp_path, size=(300, 340), count=1)), crop=crop)
+    assert data.shape == (3, side, side)
+    image = images_of(data.test, torch.arange(1), 1, EVAL)[0]
+    pixels = torch.from_numpy(np.array(Image.open(tmp_path / "val" / "cat" / "0.png"))).permute(2, 0, 1)
+    resized = functional.center_crop(functional.resize(pixels, [edge], antialias=True), [side, side])
+    mean, std = (torch.tensor(values)[:, None, None] for values in (data.test.mean, data.test.std))
+    assert torch.allclose(image * std + mean, resized / 255, atol=1e-5)
+    assert data.input_spec().get("resize") == (None if crop == (224, 256) else edge)
 
 
 def test_data_from_tensors_is_normalized_by_the_training_images_and_can_be_trained_on() -> None:

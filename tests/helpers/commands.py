@@ -7,7 +7,13 @@ from pathlib import Path
 from helpers.killing import command, exit_code
 
 #: The original alone: two epochs of eleven steps, with a checkpoint after each epoch.
-ORIGINAL = {"--stages": "original", "--train.epochs": "2", "--train.batch-size": "128", "--device": "cpu"}
+ORIGINAL = {
+    "--data": "digits",
+    "--stages": "original",
+    "--train.epochs": "2",
+    "--train.batch-size": "128",
+    "--device": "cpu",
+}
 
 
 def line(output: Path | str, *options: str, model: str = "helpers.small:Faulty") -> list[str]:

@@ -8,8 +8,8 @@ import tempfile
 import torch
 
 from helpers import killing  # noqa: F401
-from helpers.small import Dropping, Small, small_run
+from helpers.small import Dropping, small_run, taught
 
 torch.set_num_threads(1)
 with tempfile.TemporaryDirectory() as folder:
-    small_run(Dropping(), teacher=Small(), stages=["original"], output=f"{folder}/run")
+    small_run(Dropping(), teacher=taught(), stages=["original"], output=f"{folder}/run")

@@ -18,6 +18,7 @@ from helpers.small import Small
 #: Without a teacher, whose logits depend on batch-norm statistics that each process has of its own part.
 #: With a low learning rate: a high one amplifies differences in rounding.
 SHORT = [
+    "--data", "digits",
     "--train.epochs", "1", "--backbone.epochs", "1", "--train.batch-size", "128", "--train.lr", "0.01",
     "--distill", "none", "--device", "cpu", "--quiet",
 ]  # fmt: skip

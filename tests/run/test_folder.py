@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import resource
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,18 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # Two processes
 
 
-def hold(folder: Path, held: Path) -> None:
+def refuse(number: int) -> Callable[..., None]:
+    """A `flock` that the file system does not have."""
+
+    def flock(*_: object) -> None:
+        raise OSError(number, "there is no flock")
+
+    return flock
+
+
+def hold(folder: Path, held: Path, refused: int | None = None) -> None:
+    if refused is not None:
+        fcntl.flock = refuse(refused)
     with RunFolder(folder):
         held.touch()
         time.sleep(60)
@@ -45,6 +58,24 @@ def test_a_folder_is_locked_while_a_process_uses_it_and_free_after_a_kill(tmp_pa
         process.kill()
     assert exit_code(process) == KILLED
     assert small_run(output=folder, stages=["original"]).rows
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def test_a_folder_is_locked_on_a_file_system_without_flock(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", refuse(number))
+    folder = tmp_path / "run"
+    process = start(hold, folder, tmp_path / "held", number)
+    try:
+        wait_for(tmp_path / "held")
+        with pytest.raises(RunError, match=r"run is in use by another process.* --output"):
+            small_run(output=folder)
+    finally:
+        process.kill()
+    assert exit_code(process) == KILLED
+    assert small_run(output=folder, stages=["original"]).rows, "the lock of a dead process does not count"
+    assert not list(folder.glob(".lock*"))
 
 
 def test_of_two_commands_at_the_same_time_one_runs_and_the_other_is_refused(tmp_path: Path) -> None:

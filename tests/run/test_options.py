@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import peel
-from helpers.small import CPU, Counting, Small, few_digits, same_weights, small_run
+from helpers.small import CPU, Counting, Small, few_digits, same_weights, small_run, taught
 from peel.data.augmentation import EVAL
 from peel.errors import ConfigError
 from peel.methods.plan import Architecture, Plan
@@ -468,8 +468,10 @@ def test_the_weight_of_the_teacher_is_a_tenth_unless_given() -> None:
 
 def test_a_teacher_with_a_larger_weight_is_followed_more_closely() -> None:
     length = frozenset({"epochs": 6, "batch_size": 50}.items())
-    torch.manual_seed(5)
-    teacher = Small()
+    teacher = taught()
+    with torch.no_grad():  # far less certain than the labels
+        teacher.fc.weight.mul_(0.1)
+        teacher.fc.bias.mul_(0.1)
     images, *_ = next(iter(few_digits().test.batches(torch.arange(90), 90, EVAL, CPU.device)))
 
     def distance(weight: float) -> float:
@@ -486,7 +488,7 @@ def test_a_teacher_with_a_larger_weight_is_followed_more_closely() -> None:
             outputs = [network.eval()(images).log_softmax(1) for network in (student.model, teacher)]
         return nn.functional.kl_div(*outputs, reduction="batchmean", log_target=True).item()
 
-    assert distance(20.0) < 0.3 * distance(0.0)
+    assert distance(20.0) < 0.5 * distance(0.0)
 
 
 def test_the_temperature_changes_the_weights() -> None:

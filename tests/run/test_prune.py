@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import peel
 from helpers.folders import content, read
-from helpers.small import CPU, WIDTHS, Counting, Small, few_digits, same_weights, small_run
+from helpers.small import CPU, WIDTHS, Counting, Small, few_digits, same_weights, small_run, taught
 from peel.cost.count import count_macs
 from peel.data.augmentation import EVAL
 from peel.errors import ConfigError
@@ -112,7 +112,7 @@ def test_the_result_is_the_same_with_and_without_a_folder(finished: tuple[Path, 
 
 def test_the_models_of_the_caller_are_not_changed() -> None:
     torch.manual_seed(0)
-    model, teacher = Small().train(), Small().train()
+    model, teacher = Small().train(), taught()
     before = copy.deepcopy([model, teacher])
     small_run(model, teacher=teacher)
     for old, now in zip(before, (model, teacher)):
@@ -235,6 +235,6 @@ def test_a_note_names_frozen_parameters_which_are_trained_too() -> None:
 
 
 def test_a_note_says_that_the_weights_of_a_given_model_are_not_used() -> None:
-    model = Small()
+    model = taught()
     assert any("not used" in note for note in small_run(model, stages=["original"]).notes)
     assert not any("not used" in note for note in small_run(model, teacher=model, stages=["original"]).notes)

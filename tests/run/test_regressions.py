@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import peel
-from helpers.small import Small, few_digits, small_run
+from helpers.small import Small, few_digits, small_run, taught
 from peel.cli.main import main
 from peel.data.in_memory import InMemoryImages
 
@@ -62,7 +62,7 @@ def test_stages_can_be_added_later(tmp_path: Path) -> None:
 
 
 def test_a_given_teacher_needs_no_stage(tmp_path: Path) -> None:
-    result = small_run(stages=["backbone", "plan", "peel"], teacher=Small())
+    result = small_run(stages=["backbone", "plan", "peel"], teacher=taught())
     assert [row.name for row in result.rows] == ["peel"]
     assert "distillation" in result.history["peel"][-1].train
 
@@ -172,6 +172,8 @@ def test_own_models_may_take_gray_images_and_no_arguments(
             [
                 "run",
                 "own_gray.py:gray",
+                "--data",
+                "digits",
                 "--output",
                 "run",
                 "--stages",

@@ -16,7 +16,7 @@ from PIL import Image
 import peel
 from helpers.commands import run
 from helpers.folders import content, kept, read, weights
-from helpers.small import Counting, Small, few_digits, small_run
+from helpers.small import Counting, few_digits, small_run, taught
 from peel.data.datasets import Data
 from peel.errors import RunError
 from peel.run.prune import prune
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         ({"groups": {"all": ["conv1", "conv2", "conv3", "conv4"]}}, ["groups.all: None -> ['conv1'"]),
         ({"data": few_digits(199)}, ["data.images: '"]),
         ({"plan": {"conv1": 4, "conv2": 4, "conv3": 8, "conv4": 8}}, ["plan.conv1: None -> 4"]),
-        ({"teacher": Small()}, ["teacher: 'train' -> 'given module'"]),
+        ({"teacher": taught()}, ["teacher: 'train' -> 'given module'"]),
     ],
 )
 def test_other_settings_are_refused_with_the_difference(
@@ -289,9 +289,5 @@ def test_another_number_of_threads_is_logged(own: Path, caplog: pytest.LogCaptur
     """Threads add sums in another order."""
     small_run(output=own, seed=3)
     assert "threads" not in caplog.text
-    torch.set_num_threads(2)
-    try:
-        small_run(output=own, seed=3)
-    finally:
-        torch.set_num_threads(1)
+    small_run(output=own, seed=3, threads=2)
     assert f"{own} resumes with threads 2 instead of 1: the result may not be bit-identical" in caplog.text

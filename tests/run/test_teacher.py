@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torchvision
 from torch import nn
 
 import peel
 from helpers.folders import content, read
 from helpers.killing import KILLED, exit_code, run_until, start
-from helpers.small import CPU, WIDTHS, Counting, Small, few_digits, same_weights, small_run
-from peel.errors import CorruptFileError, DataError, RunError, StoreError
+from helpers.small import CPU, WIDTHS, Counting, Small, few_digits, same_weights, small_run, taught
+from peel import zoo
+from peel.errors import ConfigError, CorruptFileError, DataError, RunError, StoreError
 from peel.run.result import Result
 from peel.train.loop import evaluate
 
@@ -91,12 +94,11 @@ def test_the_folder_of_a_run_can_be_given_as_teacher(finished: tuple[Path, Resul
 
 
 @pytest.mark.parametrize(
-    "form", ["plain", "state_dict", "model", "module prefix", "compiled prefix", "peel", "module"]
+    "form",
+    ["plain", "state_dict", "model", "net", "module.", "_orig_mod.", "model.", "lightning", "peel", "module"],
 )
-def test_a_teacher_is_loaded_from_a_state_dict_a_saved_model_or_a_module(
-    form: str, tmp_path: Path, finished: tuple[Path, Result]
-) -> None:
-    trained = peel.load(finished[0] / "stages" / "original", model=Small())
+def test_a_teacher_is_loaded_from_a_state_dict_a_saved_model_or_a_module(form: str, tmp_path: Path) -> None:
+    trained = taught()
     weights = trained.state_dict()
     path = tmp_path / "teacher.pt"
     teacher: Any = path
@@ -104,9 +106,11 @@ def test_a_teacher_is_loaded_from_a_state_dict_a_saved_model_or_a_module(
         teacher = peel.save(trained, tmp_path / "teacher")
     elif form == "module":
         teacher = trained
-    elif form.endswith("prefix"):
-        prefix = "module." if form == "module prefix" else "_orig_mod."
-        torch.save({f"{prefix}{name}": tensor for name, tensor in weights.items()}, path)
+    elif form == "lightning":
+        prefixed = {f"model.net.{name}": tensor for name, tensor in weights.items()}
+        torch.save({"state_dict": {**prefixed, "loss.weight": torch.ones(10)}, "epoch": 3}, path)
+    elif form.endswith("."):
+        torch.save({f"{form}{name}": tensor for name, tensor in weights.items()}, path)
     else:
         torch.save(weights if form == "plain" else {form: weights, "epoch": 3}, path)
     counting = Counting()
@@ -199,10 +203,10 @@ def test_a_slim_network_is_refused_as_teacher(
 
 def test_a_run_does_not_resume_with_another_teacher(tmp_path: Path) -> None:
     weights, run = tmp_path / "weights.pt", tmp_path / "run"
-    torch.save(Small().state_dict(), weights)
+    torch.save(taught().state_dict(), weights)
     small_run(teacher=weights, output=run, stages=["original", "backbone", "plan", "uniform"])
     moved = weights.rename(tmp_path / "moved.pt")
-    torch.save({name: tensor + 1 for name, tensor in Small().state_dict().items()}, weights)
+    torch.save({name: tensor * 1.001 for name, tensor in taught().state_dict().items()}, weights)
     before = content(run / "stages")
     with pytest.raises(RunError, match=r"hash of the teacher's weights: '\w+' -> '\w+'"):
         small_run(teacher=weights, output=run)
@@ -225,7 +229,126 @@ def test_another_run_can_use_the_teacher_and_the_plan_of_a_killed_one(tmp_path: 
 
 
 def test_the_folder_of_a_run_without_an_original_is_refused_as_teacher(tmp_path: Path) -> None:
-    small_run(teacher=Small(), output=tmp_path / "one", stages=["original"])
+    small_run(teacher=taught(), output=tmp_path / "one", stages=["original"])
     with pytest.raises(StoreError, match=r"there is no teacher at .*one\. .*--stages original --output"):
         small_run(teacher=tmp_path / "one", output=tmp_path / "two")
     assert not (tmp_path / "two").exists()
+
+
+# Teachers that fail on the data
+
+
+def digits(**changes: Any) -> peel.Data:
+    """More digits, normalized otherwise."""
+    whole = few_digits(600, 300)
+    return whole.normalized(changes.get("mean"), changes.get("std"))
+
+
+def test_an_untrained_teacher_stops_the_run_before_anything_is_written(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    for stages in (["original", "backbone", "plan", "peel"], ["backbone", "plan", "peel"]):
+        with pytest.raises(DataError, match=r"the teacher is right for only .*%") as caught:
+            small_run(data=digits(), teacher=Small(), stages=stages, output=tmp_path / "run")
+    for part in ("--mean", "weights are not trained", "another order", "--teacher train"):
+        assert part in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_of_rare_classes_need_not_beat_the_most_frequent_class() -> None:
+    """It finds 16 of 24 among 600, with 8 false alarms: hardly better than no alarm, but no guess."""
+    labels = torch.zeros(600, dtype=torch.long)
+    labels[::25] = 1
+    bright = labels.clone()
+    bright[::75], bright[1::75] = 0, 1
+    pixels = (255 * bright)[:, None, None, None].expand(600, 8, 8, 3).to(torch.uint8)
+    data = peel.Data.from_tensors("rare", ("no", "yes"), (pixels, labels), (pixels, labels))
+    teacher = taught(data=data)
+    result = small_run(Small(num_classes=2), data, teacher=teacher, stages=["original"])
+    assert result.rows[0].top1 == pytest.approx(1 - 16 / 600)
+
+
+@pytest.mark.parametrize(("mean", "std"), [((0.0,), (1.0,)), ((0.5,), (0.5,))])
+def test_a_teacher_that_was_fed_otherwise_stops_the_run_and_the_flags_are_named(
+    mean: tuple[float], std: tuple[float]
+) -> None:
+    teacher = taught(data=digits(mean=mean, std=std))
+    flags = f"--mean {mean[0]:g} --std {std[0]:g}"
+    with pytest.raises(DataError, match=rf"right for only .* With pixels from .*: give {flags}\."):
+        small_run(data=digits(mean=(0.3,), std=(0.05,)), teacher=teacher, stages=["original"])
+    result = small_run(data=digits(), teacher=teacher, stages=["original"], mean=mean, std=std)
+    assert result.rows[0].top1 > 0.4
+
+
+def test_a_teacher_with_its_classes_in_another_order_stops_the_run(tmp_path: Path) -> None:
+    teacher = taught(data=digits())
+    with torch.no_grad():
+        teacher.fc.weight.copy_(teacher.fc.weight.roll(3, 0))
+        teacher.fc.bias.copy_(teacher.fc.bias.roll(3, 0))
+    with pytest.raises(DataError, match=r"With its classes renamed it is right for .* in another order"):
+        small_run(data=digits(), teacher=teacher, stages=["original"])
+    small_run(data=digits(), stages=["original"], output=tmp_path / "teacher")
+    reversed_names = replace(digits(), classes=tuple("9876543210"))
+    with pytest.raises(DataError, match=r"the teacher's classes are in another order: 0, 1, 2"):
+        small_run(data=reversed_names, teacher=tmp_path / "teacher", stages=["original"])
+
+
+def test_a_teacher_that_a_run_trained_is_compared_with_its_record(tmp_path: Path) -> None:
+    """A short training is no reason to refuse it; an accuracy far below the recorded one is."""
+    weak = small_run(data=digits(), stages=["original"], output=tmp_path / "weak").rows[0].top1
+    again = small_run(data=digits(), teacher=tmp_path / "weak", stages=["original"])
+    assert again.rows[0].top1 == weak
+    good = {"train": {"epochs": 12, "batch_size": 30}, "stages": ["original"]}
+    assert small_run(data=digits(), output=tmp_path / "good", **good).rows[0].top1 > 0.8
+    shuffled = replace(digits().test, labels=digits().test.labels.roll(1))  # type: ignore[type-var]
+    with pytest.raises(DataError, match=r"is right for .*; its record says [89]\d\.\d%"):
+        small_run(data=replace(digits(), test=shuffled), teacher=tmp_path / "good", stages=["original"])
+
+
+def test_a_teacher_brings_its_mean_and_std_and_the_slim_network_keeps_them(tmp_path: Path) -> None:
+    data = digits(mean=(0.25,), std=(0.75,))
+    small_run(data=data, stages=["original"], output=tmp_path / "teacher")
+    run = tmp_path / "run"
+    small_run(data=digits(), teacher=tmp_path / "teacher", output=run)
+    for name in ("slim", "stages/uniform"):
+        info = peel.load(run / name, model=Small()).peel_info
+        assert (info.input["mean"], info.input["std"]) == ([0.25] * 3, [0.75] * 3)
+    assert read(run / "state.json")["identity"]["data"]["mean"] == [0.25] * 3
+    with pytest.raises(RunError, match=r"data.mean: \[0.25, 0.25, 0.25\] -> \[0.3"):
+        small_run(data=digits(), teacher=tmp_path / "teacher", output=run, mean=(0.3,))
+
+
+@pytest.mark.parametrize("change", [{"mean": (0.1, 0.2)}, {"std": (0.0,)}, {"std": (1, -1, 1)}])
+def test_a_wrong_mean_or_std_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"(mean|std) must be 1 or 3 (positive )?numbers"):
+        small_run(stages=["original"], **change)
+
+
+# Pretrained weights
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """torchvision's cache with weights for its resnet18; returns the network that they are of."""
+    torch.manual_seed(1)
+    model = zoo.create("resnet18")
+    (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
+    file = torchvision.models.ResNet18_Weights.DEFAULT.url.rpartition("/")[2]
+    torch.save(model.state_dict(), tmp_path / "hub" / "checkpoints" / file)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    return model
+
+
+def test_pretrained_weights_of_other_classes_get_a_new_classifier_and_are_trained(
+    hub: nn.Module, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"teacher": "pretrained", "stages": ["original"], "output": tmp_path / "run"}
+    short = {"epochs": 1, "batch_size": 64, "lr": 1e-6}
+    result = small_run("resnet18", few_digits(64), train=short, **settings)
+    assert any("resnet18 know other classes" in note for note in result.notes)
+    trained = peel.load(tmp_path / "run" / "stages" / "original")
+    assert torch.allclose(trained.conv1.weight, hub.conv1.weight, atol=1e-4), "it started from them"
+    assert trained.fc.weight.shape == (10, 512)
+    assert trained.peel_info.input["mean"] == [0.485, 0.456, 0.406]
+    counting = Counting()
+    small_run("resnet18", few_digits(64), train=short, callbacks=[counting], **settings)
+    assert counting.steps == {}, "it resumes"

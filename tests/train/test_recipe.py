@@ -169,3 +169,22 @@ def test_every_field_has_a_description() -> None:
 def test_an_unknown_recipe_is_answered_with_similar_names() -> None:
     with pytest.raises(ConfigError, match=r"'imagenet-resnett'\. Did you mean imagenet-resnet"):
         named_recipe("imagenet-resnett")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"milestones": 0.5}, "milestones: expected a list, not 0.5"),
+        ({"milestones": [0.5, 1.5]}, "milestones: expected float < 1.0"),
+        ({"nesterov": "false"}, "nesterov: expected bool, not 'false'"),
+        ({"epochs": 0}, "epochs: expected int >= 1, not 0"),
+    ],
+)
+def test_a_recipe_checks_its_values(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Recipe(**change)
+    with pytest.raises(ConfigError, match=words):
+        PLAIN.changed(**change)
+    with pytest.raises(ConfigError, match=words):
+        make_config({"train": change})
+    assert Recipe(milestones=[0.5]).milestones == (0.5,)  # type: ignore[arg-type]

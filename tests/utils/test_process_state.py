@@ -14,6 +14,8 @@ import torch
 import peel
 from helpers.small import Small, small_run
 from peel.train.callbacks import Callback
+from peel.train.engine import make_engine
+from peel.utils.process_state import preserve_process_state
 
 
 def state() -> dict[str, Any]:
@@ -63,6 +65,31 @@ def test_failure(one_thread: None) -> None:
     with pytest.raises(RuntimeError, match="in the middle"):
         small_run(model, stages=["original"], callbacks=[Failing()])
     assert state() == before
+
+
+class Threads(Callback):
+    def on_step_end(self, step: int, total_steps: int, batch_size: int) -> None:
+        self.seen = torch.get_num_threads()
+
+
+@pytest.mark.parametrize(("settings", "expected"), [({}, 1), ({"threads": 3}, 3)])
+def test_a_tiny_network_is_trained_on_one_thread_unless_told(settings: dict[str, int], expected: int) -> None:
+    threads = Threads()
+    with preserve_process_state():
+        torch.set_num_threads(2)
+        small_run(stages=["original"], callbacks=[threads], **settings)
+        assert threads.seen == expected
+        assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(("layer_macs", "expected"), [(8e6, 1), (60e6, 1), (70e6, 2), (1e9, 2)])
+def test_threads_follow_the_work_of_a_layer_up_to_those_that_are_there(
+    layer_macs: float, expected: int
+) -> None:
+    with preserve_process_state():
+        torch.set_num_threads(2)
+        make_engine("cpu", layer_macs=layer_macs)
+        assert torch.get_num_threads() == expected
 
 
 def test_the_given_model_is_left_as_it_was(one_thread: None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,37 @@ def test_missing_pretrained_weights_are_refused() -> None:
         zoo.create("cifar_resnet20", pretrained=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "classes", "size", "resize", "mean"),
+    [
+        ("resnet50", 1000, 224, 232, 0.485),
+        ("inception_v3", 1000, 299, 342, 0.485),
+        ("mobilenetv4_conv_small", 1000, 224, 256, 0.485),
+        ("timm:tf_efficientnet_lite0", 1000, 224, 256, 0.5),
+    ],
+)
+def test_pretrained_weights_know_how_they_are_fed(
+    name: str, classes: int, size: int, resize: int, mean: float
+) -> None:
+    found = zoo.pretrained(name)
+    assert (found.classes, found.size, found.resize, found.mean[0]) == (classes, size, resize, mean)
+    assert len(found.std) == 3
+
+
+def test_weights_that_cannot_be_downloaded_give_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(peel.ModelError) as caught:
+        zoo.create("timm:mobilenetv4_conv_small", num_classes=10, pretrained=True)
+    message = str(caught.value)
+    assert message.startswith("the pretrained weights of timm:mobilenetv4_conv_small cannot be loaded: ")
+    assert message.endswith("--teacher FILE.")
+    assert "\n" not in message
+    assert capfd.readouterr() == ("", "")
+
+
 OWN = """
 import torch
 built = torch.nn.Linear(2, 3)
@@ -66,6 +98,23 @@ def test_model_of_a_file_is_built_with_its_arguments(tmp_path: Path) -> None:
     assert zoo.create(f"{reference}:model", width=6).out_features == 6
     assert zoo.create(f"{reference}:built").out_features == 3
     assert zoo.find(f"{reference}:model").source == "user"
+
+
+def test_model_of_a_file_imports_its_neighbors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    for folder, use in (("plain_folder", "from neighbor_of_zoo"), ("zoo_package/inner", "from .neighbor")):
+        place = tmp_path / folder
+        place.mkdir(parents=True)
+        name = use.removeprefix("from ").removeprefix(".")
+        (place / f"{name}.py").write_text("from torch import nn\nWIDTH = 5\nBlock = nn.Linear\n")
+        late = f"{use} import WIDTH"
+        text = f"{use} import Block\n\ndef model():\n    {late}\n    return Block(2, WIDTH)\n"
+        (place / "own_network.py").write_text(text)
+    for package in ("zoo_package", "zoo_package/inner"):
+        (tmp_path / package / "__init__.py").touch()
+    assert zoo.create("plain_folder/own_network.py:model").out_features == 5
+    assert zoo.create("zoo_package/inner/own_network.py:model").out_features == 5
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     set_arguments(arguments)
+    if "torch" not in sys.modules:
+        # Read when torch is loaded. OpenMP threads that spin while they wait take the cores from others.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         # A path may hold characters that this terminal cannot show.
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -24,7 +24,7 @@ from .summary import draw_estimate, draw_result
 from .terminal import make_console, print_json
 
 #: Settings that do not change what is computed. They are not part of the name of the default folder.
-FREE = ("stages", "device", "workers", "compile", "checkpoint_seconds", "accumulate")
+FREE = ("stages", "device", "threads", "workers", "compile", "checkpoint_seconds", "accumulate")
 
 
 def run(
@@ -102,7 +102,7 @@ def _as_json(result: Result) -> dict[str, Any]:
 
 def default_folder(config: Config) -> Path:
     """A folder named after the settings: the same command finds it again."""
-    names = f"{Path(config.model).name}-{Path(config.data).name}-{config.budget}-seed{config.seed}"
+    names = f"{Path(config.model).name}-{Path(str(config.data)).name}-{config.budget}-seed{config.seed}"
     values = {name: value for name, value in config.to_dict().items() if name not in FREE}
     digest = hashlib.sha256(json_library.dumps(values, sort_keys=True).encode()).hexdigest()
     return Path("runs") / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', names).strip('-')}-{digest[:6]}"

@@ -18,14 +18,15 @@ def draw_result(result: Result, console: Console, *, with_notes: bool = False) -
     for note in result.notes if with_notes else ():
         console.print(f"note: {note}", markup=False)
     if result.rows:
-        table = _table("", "top-1", "top-5", "MACs", "params", "memory, 1 image", "time")
         full = result.rows[0]
+        top5 = ["top-5"] if full.top5 is not None else []
+        table = _table("", "top-1", *top5, "MACs", "params", "memory, 1 image", "time")
         for row in result.rows:
             is_compared = row is not full and full.name == "original"
             table.add_row(
                 _TITLES[row.name],
                 f"{row.top1:.2%}",
-                f"{row.top5:.2%}",
+                *(f"{row.top5:.2%}" for _ in top5),
                 format_count(row.macs) + (f" ({row.macs / full.macs:.0%})" if is_compared else ""),
                 format_count(row.params),
                 format_bytes(row.memory),

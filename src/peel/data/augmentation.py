@@ -43,7 +43,9 @@ class View:
 EVAL = View()
 
 
-def augment_image(image: Tensor, index: int, view: View, size: Sequence[int], *, jitter: bool) -> Tensor:
+def augment_image(
+    image: Tensor, index: int, view: View, size: Sequence[int], *, jitter: bool, resize: int | None = None
+) -> Tensor:
     """Crop and augment one image (uint8, channels x height x width); returns height x width x channels.
 
     `jitter=False` leaves out the color jitter and the flip of `imagenet`, for a kernel on the GPU.
@@ -54,7 +56,7 @@ def augment_image(image: Tensor, index: int, view: View, size: Sequence[int], *,
         if jitter:
             image = color_jitter_and_flip(image[None], place, view.seed)[0].to(torch.uint8)
         return image.permute(1, 2, 0)
-    image = center_crop(image, size).permute(1, 2, 0)
+    image = center_crop(image, size, resize).permute(1, 2, 0)
     if view.augment == "none":
         return image
     return crop_windows(draw_windows(place, view, size[0]), image[None])[0]
@@ -140,11 +142,11 @@ def draw_crop(height: int, width: int, seed: int, index: int) -> tuple[int, int,
     return (height - tall) // 2, (width - wide) // 2, tall, wide
 
 
-def center_crop(image: Tensor, size: Sequence[int]) -> Tensor:
+def center_crop(image: Tensor, size: Sequence[int], resize: int | None = None) -> Tensor:
     """Resize the short side of an image (channels x height x width), then crop its center."""
     from torchvision.transforms.v2 import functional
 
-    resized = functional.resize(image, [round(min(size) * RESIZE)], antialias=True)
+    resized = functional.resize(image, [resize or round(min(size) * RESIZE)], antialias=True)
     return functional.center_crop(resized, list(size))  # type: ignore[no-any-return]
 
 

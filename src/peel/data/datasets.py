@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
@@ -95,9 +95,34 @@ class Data:
         return self.train.shape
 
     def input_spec(self) -> dict[str, Any]:
-        """How to feed a network that was trained on these images: classes, shape, mean and std."""
-        spec = {"classes": self.classes, "shape": self.shape, "mean": self.train.mean, "std": self.train.std}
-        return {name: list(values) for name, values in spec.items()}
+        """How to feed a network that was trained on these images: classes, shape, mean and std.
+
+        Also the short side before the center crop, where it is not in proportion to 256 for 224.
+        """
+        mean, std = self.train.mean, self.train.std
+        spec = {"classes": self.classes, "shape": self.shape, "mean": mean, "std": std}
+        resize = getattr(self.train, "resize", None)
+        rest = {} if resize is None else {"resize": resize}
+        return {name: list(values) for name, values in spec.items()} | rest
+
+    def normalized(self, mean: Sequence[float] | None, std: Sequence[float] | None) -> Data:
+        """The same images with another mean and standard deviation (None: unchanged), for pixels from 0 to 1.
+
+        One number holds for all channels.
+        """
+        train, test, count = self.train, self.test, self.shape[0]
+        values = []
+        for name, given in (("mean", mean or train.mean), ("std", std or train.std)):
+            if len(given) not in (1, count) or (name == "std" and min(given) <= 0):
+                kind = "positive numbers" if name == "std" else "numbers"
+                raise ConfigError(f"{name} must be 1 or {count} {kind}, one per channel, not {list(given)}.")
+            values.append(tuple(given) * (count // len(given)))
+        if values == [train.mean, train.std]:
+            return self
+        if not isinstance(train, InMemoryImages | ImageFolder) or not isinstance(test, type(train)):
+            raise ConfigError(f"mean and std of {self.name} are those of its own splits: change them there.")
+        parts = (replace(part, mean=values[0], std=values[1]) for part in (train, test))
+        return replace(self, train=next(parts), test=next(parts))
 
     def to(self, device: torch.device) -> Data:
         return replace(self, train=self.train.to(device), test=self.test.to(device))
@@ -110,12 +135,14 @@ def load_data(
     channels: int = 3,
     root: str | Path | None = None,
     skip_corrupt: bool = False,
+    crop: tuple[int, int] = (224, 256),
 ) -> Data:
     """The dataset called `name`, or the folder of images at that path.
 
     Images are converted to `channels` (gray ones repeated) and `image_size`: by default their own size, or
     224 for a folder of images that are large or differ in size. torchvision downloads to `root`.
-    `skip_corrupt` leaves out the files of a folder that cannot be read.
+    `skip_corrupt` leaves out the files of a folder that cannot be read. `crop` holds for folders of large
+    images: the side of the images instead of 224, and the short side that the center is cropped from.
     """
     if image_size is not None and (type(image_size) is not int or image_size < 1):
         raise ConfigError(f"image_size must be a whole number of at least 1, not {image_size!r}.")
@@ -131,7 +158,7 @@ def load_data(
         raise PeelError(f"the data {name} needs torchvision: pip install peel-pruning[vision]")
     if name in DATA:
         return _torchvision(name, channels, image_size, root)
-    return _folder(folder, channels, image_size, skip_corrupt)
+    return _folder(folder, channels, image_size, skip_corrupt, crop)
 
 
 def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
@@ -176,7 +203,9 @@ def _torchvision(name: str, channels: int, image_size: int | None, root: str | P
     return Data.from_tensors(name, tuple(splits[0].classes), train, test)
 
 
-def _folder(folder: Path, channels: int, image_size: int | None, skip_corrupt: bool) -> Data:
+def _folder(
+    folder: Path, channels: int, image_size: int | None, skip_corrupt: bool, crop: tuple[int, int]
+) -> Data:
     evaluations = (name for name in ("val", "test", "validation", "valid") if (folder / name).is_dir())
     evaluation = next(evaluations, None)
     if not (folder / "train").is_dir() or evaluation is None:
@@ -188,13 +217,15 @@ def _folder(folder: Path, channels: int, image_size: int | None, skip_corrupt: b
     if test_classes != classes:
         odd = ", ".join(sorted(set(classes) ^ set(test_classes))[:5])
         raise DataError(f"{folder}: train/ and {evaluation}/ have different classes: {odd} not in both.")
-    height, width = _common_size(paths, image_size)
+    height, width = _common_size(paths, image_size, crop[0])
+    # In proportion, where the images are of another size.
+    resize = None if crop == (224, 256) else round(min(height, width) * crop[1] / crop[0])
     shape = channels, height, width
     # Both splits are read together, so that one error names all corrupt files.
     count, paths, labels = len(paths), [*paths, *test_paths], [*labels, *test_labels]
     is_small = max(height, width) <= IN_MEMORY_SIDE
     if is_small and len(paths) * channels * height * width <= IN_MEMORY_BYTES:
-        readable, images = read_all(paths, partial(load_image, shape=shape), skip=skip_corrupt)
+        readable, images = read_all(paths, partial(load_image, shape=shape, resize=resize), skip=skip_corrupt)
     else:
         readable, images = read_all(paths, check_image, skip=skip_corrupt)[0], []
     count = sum(i < count for i in readable)
@@ -209,12 +240,12 @@ def _folder(folder: Path, channels: int, image_size: int | None, skip_corrupt: b
         return Data.from_tensors(str(folder), tuple(classes), next(in_memory), next(in_memory))
     mean, std = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((0.45,) * channels, (0.225,) * channels)
     names = [str(paths[i]) for i in readable]
-    train, test = (ImageFolder(names[part], found[part], shape, mean, std) for part in parts.values())
+    train, test = (ImageFolder(names[part], found[part], shape, mean, std, resize) for part in parts.values())
     return Data(str(folder), tuple(classes), train, test, "imagenet")
 
 
-def _common_size(paths: list[Path], image_size: int | None) -> tuple[int, int]:
-    """The size asked for; else the common size of the images if they are small; else 224."""
+def _common_size(paths: list[Path], image_size: int | None, default: int) -> tuple[int, int]:
+    """The size asked for; else the common size of the images if they are small; else the default."""
     if image_size is not None:
         return image_size, image_size
     from PIL import Image
@@ -224,8 +255,8 @@ def _common_size(paths: list[Path], image_size: int | None) -> tuple[int, int]:
         # A corrupt file is reported when all files are read.
         with contextlib.suppress(Exception), Image.open(path) as image:
             sizes.add((image.height, image.width))
-    common = sizes.pop() if len(sizes) == 1 else (224, 224)
-    return common if max(common) <= IN_MEMORY_SIDE else (224, 224)
+    common = sizes.pop() if len(sizes) == 1 else (default, default)
+    return common if max(common) <= IN_MEMORY_SIDE else (default, default)
 
 
 def _mean_and_std(pixels: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -44,6 +44,8 @@ class ImageFolder:
     shape: tuple[int, int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    resize: int | None = None
+    """The short side before a center crop. Default: 256 for a crop of 224, and in proportion."""
     _pools: dict[int, WorkerPool] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -87,7 +89,7 @@ class ImageFolder:
         """uint8 batches (images x height x width x channels), decoded in pieces by the workers."""
         channels, *size = self.shape
         requests = (
-            partial(_load, [self.paths[i] for i in piece], piece, view, self.shape, jitter)
+            partial(_load, [self.paths[i] for i in piece], piece, view, self.shape, jitter, self.resize)
             for index in indices
             for piece in map(Tensor.tolist, torch.split(index, PIECE))
         )
@@ -104,7 +106,7 @@ class ImageFolder:
 
 
 def _load(
-    paths: list[str], index: list[int], view: View, shape: tuple[int, ...], jitter: bool
+    paths: list[str], index: list[int], view: View, shape: tuple[int, ...], jitter: bool, resize: int | None
 ) -> list[Tensor]:
     """Some images of a batch, decoded and augmented by a worker."""
     channels, *size = shape
@@ -115,7 +117,7 @@ def _load(
         except Exception as error:
             text = f"{path} was readable before training, but is not any more"
             raise DataError(f"{text}: {type(error).__name__}: {error}") from error
-        augmented.append(augment_image(image, place, view, size, jitter=jitter))
+        augmented.append(augment_image(image, place, view, size, jitter=jitter, resize=resize))
     return augmented
 
 
@@ -205,10 +207,10 @@ def read_all(paths: Sequence[Path], read: Callable[[Path], T], *, skip: bool) ->
     return list(good), list(good.values())
 
 
-def load_image(path: Path, shape: tuple[int, int, int]) -> Tensor:
+def load_image(path: Path, shape: tuple[int, int, int], resize: int | None = None) -> Tensor:
     """An image of this shape (channels, height, width): uint8, height x width x channels."""
     image = decode(path, shape[0])
-    return (image if image.shape == shape else center_crop(image, shape[1:])).permute(1, 2, 0)
+    return (image if image.shape == shape else center_crop(image, shape[1:], resize)).permute(1, 2, 0)
 
 
 def check_image(path: Path) -> None:

@@ -6,11 +6,12 @@ them fires.
 """
 
 import copy
+import io
 import logging
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,10 +105,19 @@ def computed_tensors(model: nn.Module) -> dict[int, Tensor]:
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Restore what capturing could disturb outside the model: random states, warnings, logging."""
+    """Restore what capturing could disturb outside the model: random states, warnings, logging.
+
+    Nothing is printed meanwhile: of a model that it cannot capture, torch prints the graph so far.
+    """
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     disabled = logging.root.manager.disable
-    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+    nowhere = io.StringIO()
+    with (
+        torch.random.fork_rng(devices=devices),
+        warnings.catch_warnings(),
+        redirect_stdout(nowhere),
+        redirect_stderr(nowhere),
+    ):
         warnings.simplefilter("ignore")
         logging.disable(logging.CRITICAL)
         try:

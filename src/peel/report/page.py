@@ -151,10 +151,12 @@ def _outcome_table(rows: Mapping[str, Mapping[str, Any]]) -> Table | None:
     def cost(row: Mapping[str, Any], key: str) -> str:
         return _cell(row, key, lambda count: f"{count:,} ({_percent_of(count, original.get(key))})")
 
+    accuracies = {"top1": "top-1", "top5": "top-5"}
+    shown = [key for key in accuracies if any(row.get(key) is not None for row in rows.values())]
     cells = [
         [
             "uniform, same budget" if name == "uniform" else label(name),
-            *(_cell(row, key, _percent) for key in ("top1", "top5")),
+            *(_cell(row, key, _percent) for key in shown),
             *(cost(row, key) for key in ("macs", "params", "memory")),
             _cell(row, "seconds", format_duration),
             _cell(row, "image_passes", format_count),
@@ -162,8 +164,8 @@ def _outcome_table(rows: Mapping[str, Mapping[str, Any]]) -> Table | None:
         ]
         for name, row in rows.items()
     ]
-    columns = "network,top-1,top-5,MACs (of original),params,bytes (one image),time,image passes,saved as"
-    return Table(columns.split(","), cells)
+    columns = "MACs (of original),params,bytes (one image),time,image passes,saved as"
+    return Table(["network", *(accuracies[key] for key in shown), *columns.split(",")], cells)
 
 
 def _comparison(record: RunRecord, rows: Mapping[str, Mapping[str, Any]]) -> str:

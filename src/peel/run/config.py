@@ -9,15 +9,21 @@ from typing import Annotated, Any, get_type_hints
 
 import msgspec
 import tomli_w
+from cyclopts import Parameter
 from msgspec import Meta
 
+from .. import zoo
 from ..errors import ConfigError, check_choice, did_you_mean
 from ..methods.config import MethodConfig
 from ..train.engine import COMPILE
 from ..train.recipe import FIELDS, Recipe
+from ..utils.validation import describe_error
 
 #: The original is the teacher; backbone is steps 1 and 2, plan steps 3 and 4, peel step 5.
 STAGES = ("original", "backbone", "plan", "uniform", "peel")
+
+#: Several numbers may follow one flag.
+Numbers = Annotated[tuple[float, ...], Parameter(consume_multiple=True, negative_iterable=())]
 
 #: The fields of `Recipe`, each of which may be left out.
 RecipeOverrides: Any = dataclasses.make_dataclass(
@@ -40,8 +46,8 @@ class Config(MethodConfig):
 
     model: str = "cifar_resnet20"
     """The model: a name, or a reference to a callable."""
-    data: str = "digits"
-    """digits, cifar10, cifar100, fashion-mnist, or a folder with train/ and val/ (or test/)."""
+    data: str | None = None
+    """digits (the default of models by name), cifar10, cifar100, fashion-mnist, or a folder of images."""
     recipe: str = "auto"
     """The training recipe: auto, imagenet-resnet, imagenet-mobilenet, cifar, cifar-fast, digits, ..."""
     train: RecipeOverrides = field(default_factory=RecipeOverrides)
@@ -60,12 +66,18 @@ class Config(MethodConfig):
     """Seed of everything random."""
     image_size: Annotated[int, Meta(ge=1)] | None = None
     """Side of the images in pixels. Default: their own, and 224 for folders of large images."""
+    mean: Numbers | None = None
+    """Mean of the pixels (0 to 1), per channel or of all. Default: what the teacher has, else of the data."""
+    std: Numbers | None = None
+    """Standard deviation of the pixels, likewise."""
     data_root: str | None = None
     """Where torchvision stores the data sets it downloads."""
     skip_corrupt: bool = False
     """Leave out images that cannot be read instead of stopping."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
+    threads: Annotated[int, Meta(ge=1)] | None = None
+    """CPU threads. Default: as many as are worth it for this network, up to OMP_NUM_THREADS."""
     workers: Annotated[int, Meta(ge=0)] | None = None
     """Data-loader workers for image folders. Default: one per core, at most 24 per GPU (4 on a CPU)."""
     deterministic: bool = False
@@ -111,8 +123,13 @@ def make_config(given: Mapping[str, Any]) -> Config:
         overrides = values.get(name) or {}
         values[name] = dict(overrides) if isinstance(overrides, Mapping) else dataclasses.asdict(overrides)
         _check_names(f"{name}.", values[name], RecipeOverrides)
-    for name in ("freeze", "ignore", "stages"):
-        if isinstance(values.get(name), str):
+    if values.get("data") is None:
+        model = values.get("model", Config.model)
+        if zoo.is_own(model):
+            raise ConfigError(f"no data is given for {model}: name it with --data.")
+        values["data"] = "digits"
+    for name in ("freeze", "ignore", "stages", "mean", "std"):
+        if isinstance(values.get(name), str | int | float):
             values[name] = (values[name],)
     for name in ("data", "teacher", "plan", "data_root", "backbone_init"):
         if isinstance(values.get(name), Path):
@@ -120,7 +137,7 @@ def make_config(given: Mapping[str, Any]) -> Config:
     try:
         return msgspec.convert(values, Config)
     except (msgspec.ValidationError, TypeError) as error:
-        raise ConfigError(_explain(str(error), values)) from error
+        raise ConfigError(_explain(error, values)) from error
 
 
 def _check_names(prefix: str, given: Mapping[str, Any], kind: type) -> None:
@@ -130,13 +147,12 @@ def _check_names(prefix: str, given: Mapping[str, Any], kind: type) -> None:
             raise ConfigError(f"there is no setting {prefix}{name}.{did_you_mean(name, known)}")
 
 
-def _explain(message: str, values: Mapping[str, Any]) -> str:
+def _explain(error: Exception, values: Mapping[str, Any]) -> str:
     """msgspec's "Expected `int` >= 1 - at `$.rounds`" -> "rounds: expected int >= 1, not 0."."""
-    found = re.fullmatch(r"(.*?) - at `\$\.([\w.]+).*`", message)
+    found = re.fullmatch(r".* - at `\$\.([\w.]+).*`", str(error))
     if found is None:
-        return f"{message}."
+        return f"{error}."
     value: Any = values
-    for name in found[2].split("."):
+    for name in found[1].split("."):
         value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
-    expected = re.sub(r", got .*", "", found[1].replace("`", "")).replace(" | null", "")
-    return f"{found[2]}: {expected[:1].lower()}{expected[1:]}, not {value!r}."
+    return f"{found[1]}: {describe_error(error)}, not {value!r}."

@@ -14,15 +14,17 @@ error.json                           the error that ended the last start
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from torch import nn
 
 from ..errors import RunError
@@ -34,6 +36,9 @@ from .result import StageRecord
 
 T = TypeVar("T")
 
+#: What `flock` answers on file systems without it, such as some network mounts.
+NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+
 WAY_OUT = "Restore it from a copy, or start a new run with another --output."
 
 
@@ -43,7 +48,7 @@ class RunFolder:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.run_id = ""
-        self._lock = FileLock(self.folder / ".lock", timeout=0)
+        self._lock: BaseFileLock = FileLock(self.folder / ".lock", timeout=0)
 
     def __enter__(self) -> RunFolder:
         try:
@@ -55,25 +60,38 @@ class RunFolder:
                 f"cannot create the folder {self.folder}: {error.strerror}. Name another with --output."
             ) from error
         try:
-            names = sorted({entry.name for entry in self.folder.iterdir()} - {".lock"})
-            foreign = [name for name in names if not name.startswith(".writing-")]
+            names = sorted(entry.name for entry in self.folder.iterdir())
+            foreign = [name for name in names if not name.startswith((".lock", ".writing-"))]
             if foreign and "state.json" not in names:
                 raise RunError(
                     f"{self.folder} holds files that are not of a run ({', '.join(foreign[:3])}). "
                     f"Name another folder with --output."
                 )
-            self._lock.acquire()
+            self._acquire()
             for leftover in self.folder.rglob(".writing-*"):
                 leftover.unlink(missing_ok=True)
         except Timeout:
             raise RunError(
                 f"{self.folder} is in use by another process. Wait for it to end, or name another folder "
-                f"with --output."
+                f"with --output. (If no process uses it, delete {self._lock.lock_file}.)"
             ) from None
         except OSError as error:
             self._lock.release()
             raise RunError(f"cannot use the folder {self.folder}: {error.strerror}.") from error
         return self
+
+    def _acquire(self) -> None:
+        """Lock the folder: with flock, or with a file that names the process where there is no flock."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # filelock says which of the two it uses
+                self._lock.acquire()
+        except OSError as error:
+            if isinstance(error, Timeout) or error.errno not in NO_FLOCK:
+                raise
+            self.path(".lock").unlink(missing_ok=True)
+            self._lock = SoftFileLock(self.path(".lock-process"), timeout=0)
+            self._lock.acquire()
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()

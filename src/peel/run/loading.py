@@ -22,9 +22,16 @@ from ..surgery.info import info_of
 from ..train.objective import get_logits
 from ..train.recipe import Recipe, backbone_recipe, named_recipe
 from .config import Config
+from .teacher import input_of
 
 
-def load_model_and_data(model: nn.Module | str, data: Data | str, config: Config) -> tuple[nn.Module, Data]:
+def load_model_and_data(
+    model: nn.Module | str, data: Data | str, config: Config, teacher: nn.Module | str
+) -> tuple[nn.Module, Data]:
+    """The images are preprocessed as the settings say; else as the teacher was trained; else by their own."""
+    weights = zoo.pretrained(model) if isinstance(model, str) and teacher == "pretrained" else None
+    stored = asdict(weights) if weights else input_of(model if teacher == "pretrained" else teacher)
+
     def load(channels: int) -> Data:
         if isinstance(data, Data):
             return data
@@ -34,15 +41,24 @@ def load_model_and_data(model: nn.Module | str, data: Data | str, config: Config
             channels=channels,
             root=config.data_root,
             skip_corrupt=config.skip_corrupt,
+            **({} if weights is None else {"crop": (weights.size, weights.resize)}),
         )
 
     if isinstance(model, str):
         loaded = load(zoo.find(model).input_size[0])
-        network = _create(model, len(loaded.classes), config.teacher == "pretrained")
+        network = _create(model, len(loaded.classes), weights is not None)
     else:
         loaded, network = load(next(_conv_inputs(model), 3)), _on_cpu(model)
     channels = _input_channels(network, loaded.shape)
-    return network, (load(channels) if channels != loaded.shape[0] else loaded)
+    loaded = load(channels) if channels != loaded.shape[0] else loaded
+    return network, loaded.normalized(config.mean or stored.get("mean"), config.std or stored.get("std"))
+
+
+def has_new_classifier(model: nn.Module | str, teacher: nn.Module | str, data: Data) -> bool:
+    """Whether pretrained weights are asked for that know another number of classes."""
+    if not isinstance(model, str) or teacher != "pretrained":
+        return False
+    return zoo.pretrained(model).classes != len(data.classes)
 
 
 def _on_cpu(model: nn.Module) -> nn.Module:
@@ -97,6 +113,10 @@ def check_model(network: nn.Module, data: Data) -> None:
     if extra is not None:
         raise ModelError(f"{extra}: peel cannot save what get_extra_state returns. Make it a buffer.")
     logits, count = _logits_of_zeros(network, data.shape), len(data.classes)
+    if count < 2:
+        raise DataError(
+            f"{data.name} has one class, {', '.join(data.classes)}: a classifier needs two or more."
+        )
     if logits.ndim != 2 or logits.shape[1] != count:
         raise DataError(
             f"the model returns logits of shape {tuple(logits.shape[1:])}, but {data.name} has {count} "
@@ -111,9 +131,16 @@ def check_model(network: nn.Module, data: Data) -> None:
             )
 
 
-def model_notes(model: nn.Module | str, network: nn.Module, config: Config) -> list[str]:
+def model_notes(
+    model: nn.Module | str, network: nn.Module, config: Config, new_classifier: bool
+) -> list[str]:
     """What a user may not expect to happen to a model."""
     notes = []
+    if new_classifier:
+        notes.append(
+            f"The pretrained weights of {model} know other classes than the data. The classifier is new, and "
+            "the original is trained from these weights before it is the teacher."
+        )
     if isinstance(model, nn.Module) and config.teacher == "train":
         notes.append(
             "The weights of the given model are not used: every network is trained from scratch. "

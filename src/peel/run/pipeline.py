@@ -1,7 +1,7 @@
 """The stages of a run in order, and the table at their end."""
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
@@ -16,7 +16,6 @@ from ..steps.criteria import find_criterion
 from ..steps.distillation import DISTILLATIONS, Distillation, InPlace, in_place_pair
 from ..steps.importance import Criterion
 from ..surgery import slim
-from ..surgery.info import attach_info, info_of
 from ..train.distributed import World
 from ..train.history import Metrics
 from ..train.loop import evaluate
@@ -30,7 +29,7 @@ from .estimate import estimate_work, seconds_per_mac
 from .folder import RunFolder
 from .result import Result, Row, StageRecord
 from .resume import RunState, refuse_changes
-from .teacher import Teacher, find_teacher, weights_hash
+from .teacher import Teacher, check_accuracy, find_teacher, weights_hash
 from .trainer import Trainer
 
 
@@ -44,6 +43,8 @@ class Pipeline:
     trainer: Trainer
     identity: dict[str, Any]
     teacher: nn.Module | str = "train"
+    new_classifier: bool = False
+    """The model has pretrained weights but for its classifier: the original is trained from them."""
     given_widths: Widths | None = None
     """A plan of the user's own."""
     criterion: Criterion | None = None
@@ -52,10 +53,13 @@ class Pipeline:
     folder: RunFolder | None = None
     state: RunState | None = None
     loaded_teacher: Teacher | None = None
+    teacher_metrics: Metrics | None = None
     teacher_file: str = "stages/original.json"
     logit_cache: LogitCache | None = None
     rows: dict[str, Row] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    told: set[str] = field(default_factory=set)
+    """The notes that were shown."""
 
     @property
     def world(self) -> World:
@@ -77,7 +81,7 @@ class Pipeline:
             )
         needs_teacher = bool(final) and config.distill == "teacher"
         if needs_teacher or "original" in stages:
-            self.loaded_teacher = find_teacher(self.teacher, problem)
+            self.loaded_teacher = None if self.new_classifier else find_teacher(self.teacher, problem)
             if self.loaded_teacher is not None:
                 self.teacher_file = self.loaded_teacher.file
         if needs_teacher and "original" not in stages and self.loaded_teacher is None:
@@ -110,10 +114,21 @@ class Pipeline:
                     f"Choose at most {images}."
                 )
 
+    def evaluate_teacher(self) -> None:
+        """Evaluate a loaded teacher before anything is written or trained: one that fails stops the run."""
+        if self.loaded_teacher is None:
+            return
+        self.trainer.begin_stage("original", prefix="evaluating ")
+        model, engine = self.problem.engine.prepare(self.loaded_teacher.model), self.problem.engine
+        self.teacher_metrics = evaluate(model, self.problem.data.test, engine)
+        is_chosen = self.config.mean is not None or self.config.std is not None
+        check_accuracy(self.loaded_teacher, self.teacher_metrics.top1, self.problem, is_chosen)
+
     def run(self) -> Result:
         work = self._work(self._expected_plan())
         for callback in self.trainer.callbacks:
             callback.on_run_begin(work)
+        self._tell(self.notes)
         original = self._original()
         plan = self._plan()
         slimmed = None
@@ -152,23 +167,22 @@ class Pipeline:
             original = self.loaded_teacher.model
             self._check_teacher(original)
             if "original" in self.config.stages:
-                self._evaluate_teacher(self.loaded_teacher)
+                self.trainer.records["original"] = self.loaded_teacher.record or StageRecord([], 0)
+                self._add_row("original", self.problem.graph.widths, self.teacher_metrics)
         elif "original" in self.config.stages:
             original = self._train_original()
             self._check_teacher(original)
         return original
 
-    def _evaluate_teacher(self, teacher: Teacher) -> None:
-        self.trainer.begin_stage("original", prefix="evaluating ")
-        self.problem.engine.prepare(teacher.model)
-        metrics = evaluate(teacher.model, self.problem.data.test, self.problem.engine)
-        self.trainer.records["original"] = teacher.record or StageRecord([], 0)
-        self._add_row("original", self.problem.graph.widths, metrics)
-
     def _train_original(self) -> nn.Module:
         seed_everything(derive_seed("init", "original", self.problem.seed))
         graph = self.problem.graph
-        network = slim(self.problem.model, graph.widths, graph=graph).requires_grad_(True)
+        network = slim(
+            self.problem.model,
+            graph.widths,
+            graph=graph,
+            weights="inherit" if self.new_classifier else "fresh",
+        ).requires_grad_(True)
         objective = CrossEntropy(self.recipe.label_smoothing)
         return self._train("original", network, objective, graph.widths)
 
@@ -279,7 +293,7 @@ class Pipeline:
         files = {"peel": "slim.json", "original": self.teacher_file}
         self.rows[name] = Row(
             name,
-            **(asdict(metrics) if metrics is not None else record.history[-1].test or {}),
+            **(metrics.to_dict() if metrics is not None else record.history[-1].test or {}),
             macs=graph.macs(widths),
             params=graph.params(widths),
             memory=graph.activation_bytes(widths),
@@ -298,19 +312,23 @@ class Pipeline:
                 self.trainer.load_record(name)
                 self._add_row(name, widths)
         rows = [self.rows[name] for name in ("original", "uniform", "peel") if name in self.rows]
-        told = [note for record in self.trainer.records.values() for note in record.notes]
-        self.notes = list(dict.fromkeys([*self.notes, *told]))
-        for callback in self.trainer.callbacks:
-            for note in self.notes:
-                callback.on_note(note)
+        found = [note for record in self.trainer.records.values() for note in record.notes]
+        self.notes = list(dict.fromkeys([*self.notes, *found]))
+        self._tell(self.notes)
         if self.folder is not None:
             self._write_result(self.folder, rows, slimmed)
         history = {stage: record.history for stage, record in self.trainer.records.items()}
         return Result(slimmed, plan, history, rows, self.notes, self.folder.folder if self.folder else None)
 
+    def _tell(self, notes: list[str]) -> None:
+        """Show each note once: what is known at the start then, the rest at the end."""
+        for note in notes:
+            for callback in () if note in self.told else self.trainer.callbacks:
+                callback.on_note(note)
+            self.told.add(note)
+
     def _write_result(self, folder: RunFolder, rows: list[Row], slimmed: nn.Module | None) -> None:
         if slimmed is not None:
-            attach_info(slimmed, replace(info_of(slimmed), input=self.problem.data.input_spec()))
             folder.save_model("slim", slimmed)
         finished = self.trainer.records
         records = [finished[stage] for stage in self._backbone_stages() if stage in finished]

@@ -15,7 +15,7 @@ from torch import nn
 from ..cost.rounding import resolve_budget
 from ..data.datasets import Data
 from ..errors import CorruptFileError, PeelError, RunError
-from ..graph import trace
+from ..graph import ChannelGraph, trace
 from ..methods.problem import Problem
 from ..train.callbacks import Callback
 from ..train.engine import make_engine
@@ -26,6 +26,7 @@ from .folder import RunFolder
 from .loading import (
     check_model,
     frozen_ties,
+    has_new_classifier,
     load_model_and_data,
     model_notes,
     read_widths,
@@ -41,7 +42,7 @@ log = logging.getLogger("peel")
 
 def prune(
     model: nn.Module | str,
-    data: Data | str | Path = "digits",
+    data: Data | str | Path | None = None,
     *,
     output: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
@@ -65,7 +66,7 @@ def prune(
     given = {
         **settings,
         "model": model if isinstance(model, str) else _reference(model),
-        "data": data.name if isinstance(data, Data) else str(data),
+        "data": data.name if isinstance(data, Data) else data,
         "teacher": "given module" if isinstance(teacher, nn.Module) else str(teacher),
     }
     if criterion is not None and not isinstance(criterion, str):
@@ -74,14 +75,17 @@ def prune(
         criterion = None
     config = make_config(given)
     with preserve_process_state():
-        pipeline = _prepare(model, data if isinstance(data, Data) else str(data), config, callbacks)
-        pipeline.teacher = teacher if isinstance(teacher, nn.Module) else config.teacher
+        assert config.data is not None
+        given_teacher = teacher if isinstance(teacher, nn.Module) else config.teacher
+        given_data = data if isinstance(data, Data) else config.data
+        pipeline = _prepare(model, given_data, given_teacher, config, callbacks)
         pipeline.criterion = criterion
         pipeline.check()
         agreed = {**pipeline.identity, "teacher found": pipeline.loaded_teacher is not None}
         pipeline.world.check_equal("a setting", json.dumps(agreed, sort_keys=True))
         if dry_run:
             return pipeline.estimate()
+        pipeline.evaluate_teacher()
         if output is None or not pipeline.world.is_main_process:
             # Only the main process writes; the others get from it what they need.
             return pipeline.run()
@@ -94,11 +98,16 @@ def _reference(item: object) -> str:
 
 
 def _prepare(
-    model: nn.Module | str, data: Data | str, config: Config, callbacks: Sequence[Callback]
+    model: nn.Module | str,
+    data: Data | str,
+    teacher: nn.Module | str,
+    config: Config,
+    callbacks: Sequence[Callback],
 ) -> Pipeline:
     """Load and trace everything; nothing is written or trained yet."""
     seed_everything(derive_seed("original", config.seed))
-    network, loaded = load_model_and_data(model, data, config)
+    network, loaded = load_model_and_data(model, data, config, teacher)
+    new_classifier = has_new_classifier(model, teacher, loaded)
     check_model(network, loaded)
     graph = trace(network, torch.zeros(1, *loaded.shape), groups=config.groups)
     recipes = resolve_recipes(config, loaded, network)
@@ -114,6 +123,8 @@ def _prepare(
         accumulate=config.accumulate,
         compile=config.compile,
         sync_bn=config.sync_bn,
+        threads=config.threads,
+        layer_macs=_layer_macs(network, graph, recipes[0].batch_size // config.accumulate),
     )
     problem = Problem(
         network,
@@ -134,9 +145,17 @@ def _prepare(
         recipes[0],
         Trainer(problem, callbacks if engine.world.is_main_process else (), config.checkpoint_seconds),
         run_identity(resolved, graph, network, loaded, engine, recipes, plan),
+        teacher,
+        new_classifier,
         given_widths=plan,
-        notes=model_notes(model, network, config),
+        notes=model_notes(model, network, config, new_classifier),
     )
+
+
+def _layer_macs(network: nn.Module, graph: ChannelGraph, batch_size: int) -> float:
+    """Multiply-adds of a forward pass, per layer."""
+    layers = sum(parameter.ndim > 1 for parameter in network.parameters())
+    return graph.macs() * batch_size / max(1, layers)
 
 
 def _run_in_folder(output: str | Path, pipeline: Pipeline, config: Config, command: str) -> Result:

@@ -17,7 +17,6 @@ class Row:
     name: str
     loss: float
     top1: float
-    top5: float
     macs: int
     params: int
     memory: int
@@ -25,6 +24,8 @@ class Row:
     seconds: float
     image_passes: int
     file: str
+    top5: float | None = None
+    """None with five classes or fewer."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,13 @@
-"""The trained original: a module, a file, a run folder, or the weights that torchvision or timm offer."""
+"""The trained original: a module, a file, a run folder, or the weights that torchvision or timm offer.
 
+It is evaluated before anything is trained: a teacher that fails on the data would cost a run for nothing.
+"""
+
+import contextlib
 import copy
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,14 +16,28 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ..errors import DataError, StoreError
+from ..data.augmentation import EVAL
+from ..data.datasets import IMAGENET_MEAN, IMAGENET_STD, Data
+from ..errors import ConfigError, DataError, StoreError
 from ..methods.problem import Problem
 from ..surgery.info import info_of
-from ..surgery.serialization import load
+from ..surgery.serialization import load, read_input
+from ..train.engine import eval_batch_size
 from ..train.objective import get_logits
 from ..utils.files import parse_object, read_file
 from ..utils.fingerprint import fingerprint
 from .result import StageRecord
+
+#: Images that the likely reasons for a low accuracy are tried on.
+TRIED_IMAGES = 1000
+
+#: How networks are usually fed: name -> mean and standard deviation, for pixels from 0 to 1.
+NORMALIZATIONS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "pixels from 0 to 1": ((0.0,), (1.0,)),
+    "pixels from -1 to 1": ((0.5,), (0.5,)),
+    "pixels from 0 to 255": ((0.0,), (1 / 255,)),
+    "the mean and deviation of ImageNet": (IMAGENET_MEAN, IMAGENET_STD),
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +67,94 @@ def find_teacher(reference: nn.Module | str, problem: Problem) -> Teacher | None
         teacher = Teacher(load_weights(file, problem.model), str(file), known)
         _refuse_slim(teacher, problem)
     _check(teacher.model, problem)
+    stored = info_of(teacher.model).input or {}
+    classes = tuple(stored.get("classes", problem.data.classes))
+    if classes != problem.data.classes and sorted(classes) == sorted(problem.data.classes):
+        raise DataError(f"the teacher's classes are in another order: {', '.join(classes[:5])}, ...")
     return teacher
+
+
+def input_of(reference: nn.Module | str) -> Mapping[str, Any]:
+    """How a teacher is fed (classes, shape, mean, std), as far as a module or a file of peel says it."""
+    if isinstance(reference, nn.Module):
+        return info_of(reference).input or {}
+    path = Path(reference)
+    file = path / "stages" / "original.json" if path.is_dir() else path
+    return (read_input(file) or {}) if file.suffix == ".json" and file.is_file() else {}
+
+
+def check_accuracy(teacher: Teacher, top1: float, problem: Problem, is_chosen: bool) -> None:
+    """Refuse a teacher that fails on the data. `is_chosen`: mean and std were given, and are not doubted.
+
+    A teacher that a run of peel trained may have lost half of what its record had above chance. Any other
+    must be above chance by three standard errors, and no usual normalization may be better by as much.
+    """
+    data, history = problem.data, teacher.record.history if teacher.record is not None else []
+    text = f"the teacher is right for only {top1:.1%} of the test images of {data.name}"
+    if history and history[-1].test:
+        recorded = history[-1].test["top1"]
+        least = (recorded + min(recorded, 1 / len(data.classes))) / 2
+        if top1 < least - _error(recorded, data.test.size):
+            raise DataError(
+                f"{text}; its record says {recorded:.1%}. It was trained on other data, or fed otherwise "
+                "(--mean, --std)."
+            )
+    elif reason := _reason(teacher.model, problem, is_chosen):
+        raise DataError(f"{text}. {reason} Or train it: --teacher train.")
+
+
+def _error(fraction: float, count: int) -> float:
+    """Three standard errors of a fraction of `count` images, and at least one image."""
+    return 3 * math.sqrt(max(fraction * (1 - fraction), 1 / count) / count)
+
+
+def _reason(model: nn.Module, problem: Problem, is_chosen: bool) -> str:
+    """Why a teacher fails on some test images; empty where it does not."""
+    data = problem.data
+    index = torch.arange(0, data.test.size, -(-data.test.size // TRIED_IMAGES))
+    labels, count = data.test.labels.cpu()[index], len(index)
+
+    def score(predicted: Tensor) -> float:
+        return float((predicted == labels).float().mean())
+
+    predicted = _predictions(model, data, index, problem)
+    best, better = score(predicted), ""
+    limit = best + _error(best, count)
+    for name, (mean, std) in {} if is_chosen else NORMALIZATIONS.items():
+        with contextlib.suppress(ConfigError):  # other channels, or splits of the user's own
+            top1 = score(_predictions(model, data.normalized(mean, std), index, problem))
+            if top1 > max(best, limit):
+                flags = " ".join(f"{flag} {_numbers(x)}" for flag, x in (("--mean", mean), ("--std", std)))
+                best, better = top1, f"With {name} it is right for {top1:.1%} of {count}: give {flags}."
+    # A renaming of the classes is found on one half of the images and scored on the other.
+    answers = list(zip(predicted.tolist(), labels.tolist(), strict=True))
+    names = {found: label for (found, label), _ in reversed(Counter(answers[::2]).most_common())}
+    renamed = sum(names.get(found) == label for found, label in answers[1::2]) / max(1, count // 2)
+    if renamed > best + 2 * _error(best, count):
+        text = f"With its classes renamed it is right for {renamed:.1%}"
+        return f"{text}: they are in another order than the data's ({', '.join(data.classes[:3])}, ...)."
+    # What guesses of the same frequency would score.
+    frequencies = [x.bincount(minlength=len(data.classes)) / count for x in (predicted, labels)]
+    chance = float(frequencies[0] @ frequencies[1])
+    if better or best > chance + _error(chance, count):
+        return better
+    return (
+        f"Guesses would be right for {chance:.1%}. Likely reasons: its mean and standard deviation are not "
+        f"{_numbers(data.train.mean)} and {_numbers(data.train.std)} (--mean, --std); its weights are not "
+        f"trained; or its classes are in another order than {', '.join(data.classes[:3])}, ..."
+    )
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return " ".join(f"{value:g}" for value in values)
+
+
+@torch.inference_mode()
+def _predictions(model: nn.Module, data: Data, index: Tensor, problem: Problem) -> Tensor:
+    engine = problem.engine
+    model.eval()
+    batches = data.test.batches(index, eval_batch_size(data.shape), EVAL, engine.device, engine.workers)
+    return torch.cat([get_logits(model(batch.images)).argmax(1).cpu() for batch in batches])
 
 
 def weights_hash(model: nn.Module) -> str:
@@ -105,19 +213,33 @@ def load_weights(path: Path, original: nn.Module) -> nn.Module:
             f"{path} cannot be loaded without running code from it ({type(error).__name__}). Save the "
             "model's state_dict() with torch.save, or the model with peel.save."
         ) from error
-    for key in ("state_dict", "model", "model_state_dict"):
-        if isinstance(stored, dict) and isinstance(stored.get(key), dict):
-            stored = stored[key]
-    if not isinstance(stored, dict) or not all(isinstance(value, Tensor) for value in stored.values()):
-        raise StoreError(
-            f"{path} holds no state dict (names and tensors, possibly under `state_dict` or `model`)."
-        )
-    weights = {
-        name.removeprefix("module.").removeprefix("_orig_mod."): value for name, value in stored.items()
-    }
     teacher = copy.deepcopy(original)
+    weights = _find_state_dict(stored, path, teacher)
     try:
         teacher.load_state_dict(weights)
     except RuntimeError as error:
         raise StoreError(f"{path} does not fit the model. {error}") from error
     return teacher
+
+
+def _find_state_dict(stored: Any, path: Path, model: nn.Module) -> dict[str, Tensor]:
+    """The weights in a checkpoint, under one of the usual keys, without the prefix that wrappers add."""
+    while isinstance(stored, dict):
+        inner = (stored.get(key) for key in ("state_dict", "model_state_dict", "model", "net"))
+        found = next((value for value in inner if isinstance(value, dict)), None)
+        if found is None:
+            break
+        stored = found
+    if not isinstance(stored, dict) or not any(isinstance(value, Tensor) for value in stored.values()):
+        raise StoreError(
+            f"{path} holds no state dict (names and tensors, possibly under `state_dict`, `model` or `net`)."
+        )
+    wanted = list(model.state_dict())
+    if not stored.keys() & set(wanted):
+        # Lightning adds `model.`, DataParallel `module.`, torch.compile `_orig_mod.`.
+        ends = (name.removesuffix(wanted[0]) for name in stored if name.endswith(f".{wanted[0]}"))
+        for prefix in ends:
+            cut = {n.removeprefix(prefix): value for n, value in stored.items() if n.startswith(prefix)}
+            if cut.keys() >= set(wanted):
+                return cut
+    return stored

@@ -1,7 +1,7 @@
 """Trains the networks of a run, each once: a resumed run loads what is finished from its folder."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -12,7 +12,7 @@ from ..errors import CorruptFileError
 from ..methods.problem import Problem
 from ..steps.distillation import Pair
 from ..surgery import slim
-from ..surgery.info import info_of
+from ..surgery.info import attach_info, info_of
 from ..surgery.padding import Padded, fast_widths, pad
 from ..surgery.serialization import load
 from ..train.callbacks import Callback
@@ -76,7 +76,7 @@ class Trainer:
             if folder is not None:
                 folder.checkpoints(stage).clear()  # the run was killed before it cleared them
             self.records[stage] = done
-            return engine.prepare(self._load(stage, _widths_of(network))).eval()
+            return self._finished(self._load(stage, _widths_of(network)))
         self.begin_stage(stage, prefix="training ")
         padded, notes = self._pad(network)
         extra = callbacks if padded is None else [_Unpadded(callback, padded) for callback in callbacks]
@@ -98,11 +98,16 @@ class Trainer:
             network = network.student()
         elif padded is not None:
             network = padded.unpadded()
-        engine.prepare(network).eval()
+        self._finished(network)
         self.records[stage] = self._record(history, notes)
         if folder is not None:
             folder.save_stage(stage, self.records[stage], network)
         return network
+
+    def _finished(self, network: nn.Module) -> nn.Module:
+        """A trained network, which knows how to be fed."""
+        attach_info(network, replace(info_of(network), input=self.problem.data.input_spec()))
+        return self.problem.engine.prepare(network).eval()
 
     def load_record(self, stage: str) -> None:
         """Take over the record of a stage that an earlier start finished, without its network."""

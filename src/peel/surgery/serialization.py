@@ -85,6 +85,11 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
     return built
 
 
+def read_input(path: str | os.PathLike[str]) -> Mapping[str, Any] | None:
+    """How to feed the model saved at `path`: classes, shape, mean and std; None where that is not known."""
+    return _read_document(_paths(path)[1]).get("input")
+
+
 def _from_zoo(source: Mapping[str, Any], path: Path) -> nn.Module:
     """Build a model by its name. The file may not import code, open files or download weights."""
     from .. import zoo

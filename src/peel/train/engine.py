@@ -23,6 +23,11 @@ log = logging.getLogger("peel")
 COMPILE = ("auto", "on", "off")
 
 
+#: A thread pays off on a CPU from about this many multiply-adds of a layer's forward pass. Processor time of
+#: two threads over one, cifar_resnet20 and resnet18: 1.1 at 8M, 0.85 at 33M, 0.65 at 130M, 0.5 at 260M.
+MACS_PER_THREAD = 32_000_000
+
+
 @dataclass(frozen=True)
 class Engine:
     """Where and how networks run."""
@@ -75,8 +80,14 @@ def make_engine(
     accumulate: int = 1,
     compile: str = "auto",
     sync_bn: bool = False,
+    threads: int | None = None,
+    layer_macs: float | None = None,
 ) -> Engine:
-    """The engine for a device; `auto` prefers a GPU. `deterministic` is slower on a GPU only."""
+    """The engine for a device; `auto` prefers a GPU. `deterministic` is slower on a GPU only.
+
+    On a CPU, `threads` are used; by default as many as are worth it for layers of about `layer_macs`
+    multiply-adds, which does not depend on what else runs: with other threads, other bits would come out.
+    """
     if compile == "on" and (deterministic or sync_bn):
         raise ConfigError("compile cannot be on together with deterministic or sync_bn: choose one of them.")
     chosen = _find_device(device)
@@ -91,6 +102,10 @@ def make_engine(
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     elif compile == "auto":
         compile = "off"  # on a CPU compiling takes longer than it saves in most trainings
+    if threads is None and layer_macs is not None and not is_cuda:
+        threads = max(1, min(torch.get_num_threads(), int(layer_macs / MACS_PER_THREAD)))
+    if threads is not None:
+        torch.set_num_threads(threads)
     if workers is None:
         # One per core; fewer on a CPU, where they compete with training.
         cores = count_cores() // int(env_number("LOCAL_WORLD_SIZE", 1))

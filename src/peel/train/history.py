@@ -10,7 +10,11 @@ class Metrics:
 
     loss: float
     top1: float
-    top5: float
+    top5: float | None
+    """None with five classes or fewer, where it says nothing."""
+
+    def to_dict(self) -> dict[str, float]:
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)

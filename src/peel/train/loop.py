@@ -1,7 +1,6 @@
 """The training loop, the same for every stage."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -119,7 +118,7 @@ def _end_epoch(
         epochs=recipe.epochs,
         lr=recipe.lr_at(state.global_step - 1, state.steps_per_epoch),
         train=losses,
-        test=asdict(metrics) if metrics is not None else None,
+        test=metrics.to_dict() if metrics is not None else None,
         seconds=seconds,
         images_per_second=state.steps_per_epoch * recipe.batch_size / max(seconds, 1e-9),
         extra=extra,
@@ -157,17 +156,18 @@ def _evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int) -
     sums = torch.zeros(3, dtype=torch.float64, device=engine.device)
     # Empty where there are more processes than images.
     indices = torch.arange(min(engine.world.rank, split.size), split.size, engine.world.size)
-    stop = None
+    stop, classes = None, 0
     for images, labels, _ in split.batches(indices, batch_size, EVAL, engine.device, engine.workers):
         with engine.autocast():
             output = model(images)
         logits = get_logits(output)
+        classes = logits.shape[1]
         loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
-        is_hit = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
+        is_hit = logits.topk(min(5, classes), dim=1).indices == labels[:, None]
         sums += torch.stack([loss.double(), is_hit[:, 0].sum().double(), is_hit.sum().double()])
         if (stop := interrupt_requested()) is not None:
             break
     for signal in filter(None, engine.world.gather(stop)):
         raise Interrupted(signal)
     loss_mean, top1, top5 = (engine.world.all_reduce(sums) / split.size).tolist()
-    return Metrics(loss_mean, top1, top5)
+    return Metrics(loss_mean, top1, top5 if classes > 5 else None)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Annotated, Any, get_type_hints
 
 from msgspec import Meta
 
 from ..errors import ConfigError, check_choice, did_you_mean
+from ..utils.validation import check_value
 
 #: `auto` depends on the data: crop for digits, crop-flip for small photographs, imagenet for large ones.
 AUGMENTATIONS = ("auto", "none", "crop", "crop-flip", "imagenet")
@@ -19,7 +21,7 @@ SCHEDULES = ("cosine", "steps")
 
 @dataclass(frozen=True)
 class Recipe:
-    """Hyperparameters of a training with SGD. The config of a run checks their types and ranges."""
+    """Hyperparameters of a training with SGD. Their types and ranges are checked."""
 
     epochs: Annotated[int, Meta(ge=1, description="Number of epochs.")] = 100
     batch_size: Annotated[int, Meta(ge=1, description="Images per step, over all processes.")] = 512
@@ -42,6 +44,8 @@ class Recipe:
     augment: Annotated[str, Meta(description="auto, none, crop, crop-flip or imagenet.")] = "auto"
 
     def __post_init__(self) -> None:
+        for name, kind in _types().items():
+            object.__setattr__(self, name, check_value(name, getattr(self, name), kind))
         if self.nesterov and self.momentum == 0:
             raise ConfigError("nesterov needs a momentum above 0.")
         for name, known in (("augment", AUGMENTATIONS), ("schedule", SCHEDULES)):
@@ -69,11 +73,13 @@ class Recipe:
         return replace(self, **overrides)
 
 
+@cache
+def _types() -> Mapping[str, Any]:
+    return get_type_hints(Recipe, include_extras=True)
+
+
 #: The description of each field of a recipe; `peel run --help` shows it.
-FIELDS: Mapping[str, str] = {
-    name: hint.__metadata__[-1].description
-    for name, hint in get_type_hints(Recipe, include_extras=True).items()
-}
+FIELDS: Mapping[str, str] = {name: kind.__metadata__[-1].description for name, kind in _types().items()}
 
 _CIFAR = Recipe(epochs=200, batch_size=128, lr=0.1, weight_decay=5e-4, label_smoothing=0.0)
 

@@ -35,6 +35,13 @@ def load_object(reference: str, error: type[PeelError]) -> Any:
 
 
 def _import_file(path: Path) -> ModuleType:
+    """Import a file. It may import its neighbors, as a script may; in a package also relatively."""
+    root = path.resolve().parent
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    _put_on_path(root)
+    if root != path.resolve().parent:
+        return importlib.import_module(".".join(path.resolve().with_suffix("").relative_to(root).parts))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -45,6 +52,10 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _import_module(name: str) -> ModuleType:
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    _put_on_path(Path.cwd())
     return importlib.import_module(name)
+
+
+def _put_on_path(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))

@@ -4,18 +4,19 @@
 `package.module:callable` and `path/to/file.py:callable` call the user's function or class.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import ModelError, did_you_mean
 from ..utils.references import load_object
 from .cifar import CIFAR_MODELS
 
-__all__ = ["FROZEN", "ModelSpec", "create", "find", "names"]
+__all__ = ["FROZEN", "ModelSpec", "Pretrained", "create", "find", "is_own", "names", "pretrained"]
 
 CIFAR = "cifar"
 TORCHVISION = "torchvision"
@@ -41,6 +42,19 @@ class ModelSpec:
         return self.name if self.source == "user" else f"{self.source}:{self.name}"
 
 
+@dataclass(frozen=True)
+class Pretrained:
+    """What the pretrained weights of a model were made for."""
+
+    classes: int
+    size: int
+    """Side of the images."""
+    resize: int
+    """The short side that images are resized to before their center is cropped."""
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
 def _torchvision_names() -> list[str]:
     import torchvision
 
@@ -61,10 +75,16 @@ def names() -> dict[str, list[str]]:
     return {CIFAR: list(CIFAR_MODELS), TORCHVISION: _torchvision_names(), TIMM: _timm_names()}
 
 
+def is_own(reference: str) -> bool:
+    """Whether a reference names the user's own code."""
+    source, colon, _ = reference.rpartition(":")
+    return bool(colon) and source not in (CIFAR, TORCHVISION, TIMM)
+
+
 def find(reference: str) -> ModelSpec:
     """The source of a model. The error for an unknown name lists similar ones."""
-    source, colon, name = reference.rpartition(":")
-    if colon and source not in (CIFAR, TORCHVISION, TIMM):
+    source, _, name = reference.rpartition(":")
+    if is_own(reference):
         return ModelSpec("user", reference, (3, 224, 224))
     if source in ("", CIFAR) and name in CIFAR_MODELS:
         return ModelSpec(CIFAR, name, (3, 32, 32))
@@ -87,34 +107,83 @@ def find(reference: str) -> ModelSpec:
     )
 
 
+def pretrained(reference: str) -> Pretrained:
+    """The classes and the preprocessing of the weights that `create(..., pretrained=True)` loads."""
+    spec = find(reference)
+    if spec.source == TORCHVISION:
+        import torchvision
+
+        weights = torchvision.models.get_model_weights(spec.name).DEFAULT
+        given = weights.transforms()
+        size, resize = given.crop_size[0], given.resize_size[0]
+        return Pretrained(len(weights.meta["categories"]), size, resize, tuple(given.mean), tuple(given.std))
+    if spec.source == TIMM:
+        import timm
+
+        config = timm.get_pretrained_cfg(spec.name)
+        if config is not None and config.has_weights:
+            size = config.input_size[-1]
+            resize = int(size / config.crop_pct)
+            return Pretrained(config.num_classes, size, resize, tuple(config.mean), tuple(config.std))
+    raise ModelError(f"{reference} has no pretrained weights that peel could load.")
+
+
 def create(
     reference: str, *, num_classes: int | None = None, pretrained: bool = False, **arguments: Any
 ) -> nn.Module:
     """Build the model of a name or reference. It keeps its source, so that `peel.load` can build it again.
+
+    With another number of classes than that of the pretrained weights, the classifier is new.
 
     >>> create("cifar_resnet20", num_classes=10)
     """
     spec = find(reference)
     if num_classes is not None:
         arguments["num_classes"] = num_classes
-    if pretrained and spec.source in ("user", CIFAR):
-        raise ModelError(f"{reference} has no pretrained weights that peel could load.")
-    build = load_object(reference, ModelError) if spec.source == "user" else _builder(spec, pretrained)
+    weights = _pretrained_weights(spec) if pretrained else None
+    if pretrained and spec.name in ("inception_v3", "googlenet") and spec.source == TORCHVISION:
+        arguments["transform_input"] = True  # their weights expect it
+    build = load_object(reference, ModelError) if spec.source == "user" else _builder(spec)
     try:
         model = build if isinstance(build, nn.Module) else build(**arguments)
     except Exception as error:
         given = ", ".join(f"{name}={value!r}" for name, value in arguments.items()) or "no arguments"
-        raise ModelError(
-            f"{reference} cannot be built with {given}: it raised {type(error).__name__}: {error}"
-        ) from error
+        raised = f"{type(error).__name__}: {_first_line(error)}"
+        raise ModelError(f"{reference} cannot be built with {given}: it raised {raised}") from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"{reference} gave a {type(model).__name__}, not a torch.nn.Module.")
+    if weights is not None:
+        own = model.state_dict()
+        fitting = {
+            name: value for name, value in weights.items() if name in own and own[name].shape == value.shape
+        }
+        model.load_state_dict(fitting, strict=False)
     if spec.source != "user":
         model.peel_source = {"zoo": spec.reference, "arguments": arguments}  # type: ignore[assignment]
     return model
 
 
-def _builder(spec: ModelSpec, pretrained: bool) -> Callable[..., nn.Module]:
+def _pretrained_weights(spec: ModelSpec) -> dict[str, Tensor]:
+    pretrained(spec.reference)  # refuses models without any
+    log = logging.getLogger("huggingface_hub")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # it reports every attempt of a download
+    try:
+        return _builder(spec, pretrained=True)().state_dict()
+    except Exception as error:
+        raise ModelError(
+            f"the pretrained weights of {spec.reference} cannot be loaded: {type(error).__name__}: "
+            f"{_first_line(error)} Check the network, or give a file with weights: --teacher FILE."
+        ) from error
+    finally:
+        log.setLevel(level)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def _builder(spec: ModelSpec, *, pretrained: bool = False) -> Callable[..., nn.Module]:
     if spec.source == CIFAR:
         return CIFAR_MODELS[spec.name]
     if spec.source == TIMM:
