@@ -27,7 +27,7 @@ CORE = [
 def test_network_is_traced_slimmed_and_verified(name: str, size: int) -> None:
     model, graph = traced_zoo(name, size)
     x = torch.randn(1, 3, size, size)
-    assert graph.free_share > 0.99
+    assert graph.free_fraction > 0.99
     small = peel.slim(model, peel.uniform(graph, "50%"), graph=graph)
     output = small.train()(torch.randn(2, 3, size, size))
     output = getattr(output, "logits", output)

@@ -99,7 +99,7 @@ def inspection(name: str, graph: ChannelGraph) -> dict[str, Any]:
         "macs": graph.macs(),
         "params": graph.params(),
         "activation_bytes_estimate": graph.activation_bytes(),
-        "free_channel_fraction": graph.free_share,
+        "free_channel_fraction": graph.free_fraction,
         "smallest_macs": graph.macs(graph.steps),
         "groups": [
             {
@@ -131,6 +131,7 @@ def inspection(name: str, graph: ChannelGraph) -> dict[str, Any]:
             for tie in graph.ties.values()
         ],
         "unknown_operators": dict(graph.unknown_operators),
+        "failed_rules": dict(graph.failed_rules),
     }
 
 
@@ -160,10 +161,13 @@ def draw(data: dict[str, Any], console: Console) -> None:
     rows = ([tie["name"], str(tie["width"]), tie["fixed"]] for tie in fixed)
     console.print(_table("\nFixed", ["tie", "width", "why"], rows, numbers=["width"]))
     for operator, place in data["unknown_operators"].items():
-        console.print(
-            f"[yellow]no channel rule for {escape(operator)}[/] (in {escape(place)}): "
-            "channels that reach it are fixed"
+        failure = data["failed_rules"].get(operator)
+        problem = (
+            f"the channel rule for {operator} failed ({failure})"
+            if failure
+            else f"no channel rule for {operator}"
         )
+        console.print(f"[yellow]{escape(problem)}[/] (in {escape(place)}): channels that reach it are fixed")
     if "verification" in data:
         _draw_verification(data["verification"], console)
 

@@ -100,6 +100,8 @@ class ChannelGraph:
     """Numbers and strings that operators are called with, and fingerprints of constant tensors."""
     unknown_operators: Mapping[str, str]
     """Operators without a working channel rule -> the first module that called them."""
+    failed_rules: Mapping[str, str]
+    """Operators whose built-in rule failed on a call -> where in the rule, and its error."""
     mac_cost: CostModel
     param_cost: CostModel
     activation_cost: ActivationCost
@@ -125,7 +127,7 @@ class ChannelGraph:
         return {name: tie.inexact for name in self.widths if (tie := self.ties[name]).inexact is not None}
 
     @cached_property
-    def free_share(self) -> float:
+    def free_fraction(self) -> float:
         """The fraction of all channels that can change. Outputs of the model are not counted."""
         total = sum(tie.width for tie in self.ties.values() if tie.fixed != OUTPUT)
         return sum(self.widths.values()) / total if total else 0.0
