@@ -96,6 +96,7 @@ def inspection(name: str, graph: ChannelGraph) -> dict[str, Any]:
     return {
         "model": name,
         "input_shapes": [list(shape) for shape in graph.input_shapes],
+        "modules": list(graph.modules),
         "macs": graph.macs(),
         "params": graph.params(),
         "activation_bytes_estimate": graph.activation_bytes(),
@@ -145,6 +146,9 @@ def draw(data: dict[str, Any], console: Console) -> None:
         f"{format_count(data['params'])} params, about "
         f"{data['activation_bytes_estimate'] / 2**20:.1f} MiB of activations (estimate)"
     )
+    if data["modules"]:
+        names = ", ".join(data["modules"])
+        console.print(f"[yellow]captured through {escape(names)}[/]: MACs and activations are theirs")
     free = [tie for tie in data["ties"] if tie["fixed"] is None]
     fixed = [tie for tie in data["ties"] if tie["fixed"] is not None]
     console.print(

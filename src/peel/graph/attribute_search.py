@@ -165,14 +165,14 @@ class AttributeSearch:
     def _reread(self, node: Node, follows: Callable[[ChannelGraph], bool]) -> bool:
         """Read a view or cut in the next way in which the code follows its ties. Each is tried once."""
         self.read.add(node)
-        before = self.interpreter
+        before = self.interpreter, self.builder, self.guesses
         for reading in range(1, self.findings.readings[node]):
-            self._use(before.reread({node: reading}))
+            self._use(before[0].reread({node: reading}))
             graph = self._build()
             if any(map(is_free, self._axes_at(node))) and follows(graph):
                 return True
-        self._use(before)
-        self._build()
+        self._use(before[0])
+        _, self.builder, self.guesses = before
         return False
 
     def _use(self, interpreter: Interpreter) -> None:

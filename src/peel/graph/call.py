@@ -21,10 +21,11 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(operators: str) -> Callable[[AnyRule], AnyRule]:
-    """Make a function the rule of these operators of torch."""
+    """Make a function the rule of these operators, of torch where no other library is named."""
 
     def enter(function: AnyRule) -> AnyRule:
-        RULES.update({f"aten::{name}": function for name in operators.split()})
+        names = (name if "::" in name else f"aten::{name}" for name in operators.split())
+        RULES.update(dict.fromkeys(names, function))
         return function
 
     return enter

@@ -15,8 +15,16 @@ from ..cost.polynomial import CostModel, IntArray
 from ..cost.widths import Widths
 from ..errors import WidthsError, did_you_mean
 
-#: Why channels that leave the model are fixed.
+#: Why channels that enter or leave the model are fixed.
+INPUT = "it enters the model"
 OUTPUT = "it leaves the model (its output)"
+
+#: The same for a model of which only some submodules were captured.
+OUTPUT_OF_MODULES = "it leaves the captured modules (other code reads it)"
+OF_MODULES = {
+    INPUT: "it enters the captured modules (other code makes it)",
+    OUTPUT: OUTPUT_OF_MODULES,
+}
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,8 @@ class ChannelGraph:
     mac_cost: CostModel
     param_cost: CostModel
     activation_cost: ActivationCost
+    modules: tuple[str, ...] = ()
+    """The submodules that were captured, and whose MACs and memory these are. Empty: the whole model."""
 
     @cached_property
     def widths(self) -> Widths:
@@ -129,13 +139,15 @@ class ChannelGraph:
     @cached_property
     def free_fraction(self) -> float:
         """The fraction of all channels that can change. Outputs of the model are not counted."""
-        total = sum(tie.width for tie in self.ties.values() if tie.fixed != OUTPUT)
+        outputs = (OUTPUT, OUTPUT_OF_MODULES)
+        total = sum(tie.width for tie in self.ties.values() if tie.fixed not in outputs)
         return sum(self.widths.values()) / total if total else 0.0
 
     def __repr__(self) -> str:
+        of = f" of {', '.join(self.modules)}" if self.modules else ""
         return (
             f"ChannelGraph({len(self.widths)} free ties in {len(self.groups)} groups, "
-            f"{len(self.fixed)} fixed, {self.macs():,} MACs, {self.params():,} params)"
+            f"{len(self.fixed)} fixed, {self.macs():,} MACs{of}, {self.params():,} params)"
         )
 
     # Widths

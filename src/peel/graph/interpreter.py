@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch._ops import OpOverload  # has no public name
 from torch.fx import GraphModule, Node
 
 from ..errors import TraceError
@@ -20,11 +21,18 @@ from ..utils.fingerprint import fingerprint
 from .axes import Value, axis_size, constant, fix, unknown
 from .call import Call, Findings, Rule, constants_like, fix_all, operator_of, results_of, values_in
 from .capture import Capture
-from .channel_graph import OUTPUT
+from .channel_graph import INPUT, OUTPUT
 from .rules import RULES
 
-#: Checks that export leaves in the graph. They return nothing.
-_IGNORED = {"aten::_assert_tensor_metadata", "aten::_assert_async", "aten::sym_constrain_range_for_size"}
+#: Checks of sizes that export leaves in the graph. They read no values.
+_IGNORED = {
+    "aten::_assert_tensor_metadata",
+    "aten::_assert_async",
+    "aten::_assert_scalar",
+    "aten::sym_constrain_range_for_size",
+    "aten::sym_size",
+    "aten::sym_numel",
+}
 
 _CONSTANT = "a constant of the code"
 
@@ -92,7 +100,7 @@ class Interpreter:
             return
         if counting and node.name in capture.constants:
             self.findings.constants.append(fingerprint([capture.constants[node.name]]))
-        reason = "it enters the model" if node.name in capture.inputs else _CONSTANT
+        reason = INPUT if node.name in capture.inputs else _CONSTANT
         self.values[node] = constants_like(node.meta.get("val"), reason)
 
     def _evaluate(self, node: Node, counting: bool) -> None:
@@ -109,8 +117,10 @@ class Interpreter:
             region = next((i for i, arg in enumerate(args) if isinstance(arg, GraphModule)), None)
             if region is not None:
                 self.values[node] = self._inline(node, region, counting)
+            elif operator_of(node) in _IGNORED or not isinstance(node.target, OpOverload):
+                self.values[node] = None  # also arithmetic of Python on sizes
             else:
-                self.values[node] = None if operator_of(node) in _IGNORED else self._apply(node, counting)
+                self.values[node] = self._apply(node, counting)
 
     def _inline(self, node: Node, region: int, counting: bool) -> Any:
         """Run through a region under autocast or no_grad, which is captured as a graph of its own."""

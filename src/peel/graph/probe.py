@@ -77,7 +77,7 @@ def _run(
 ) -> int | Failure:
     """The MACs of the model at the given units, or where its code stopped."""
     with untouched(), torch.no_grad():
-        make = _zeros if with_data else partial(empty_as, device="meta")
+        make = zeros_as if with_data else partial(empty_as, device="meta")
         twin = rebuild(model, graph, units, make, keep_hooks=False).eval()
         args, kwargs = with_batch(example_input, 1)
         if not with_data:
@@ -111,7 +111,7 @@ _ACTIVATIONS = "relu relu_ hardtanh hardtanh_ silu silu_ hardswish hardswish_ ge
 _SHAPE_PRESERVING = {getattr(torch.ops.aten, name) for name in _ACTIVATIONS.split()}
 
 
-def _zeros(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def zeros_as(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tensor if tensor.shape == shape else empty_as(tensor, shape).zero_()
 
 

@@ -68,3 +68,9 @@ rule(_POOLS.format(2) + " upsample_nearest2d upsample_bilinear2d upsample_bicubi
 rule("_upsample_nearest_exact2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa")(_resample(2))
 rule("grid_sampler_2d grid_sampler")(_resample(2))
 rule(_POOLS.format(3) + " upsample_nearest3d upsample_trilinear3d")(_resample(3))
+
+
+@rule("torchvision::roi_align")
+def _roi_align(call: Call, value: Value, regions: Value, *rest: Any) -> Value:
+    """Regions cut out of feature maps. The channels pass."""
+    return (regions[0], value[1], *(constant(size) for size in call.shape[2:]))

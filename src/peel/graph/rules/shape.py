@@ -290,6 +290,23 @@ def _embedding(call: Call, weight: Value, indices: Value, *rest: Any) -> Value:
     return (*indices, weight[1])
 
 
+@rule("index_put index_put_")
+def _index_put(
+    call: Call, value: Value, indices: list[Value | None], source: Value, *rest: Any, **options: Any
+) -> Value:
+    """Writes to places along the first axes. The axes after them hold the same channels on both sides."""
+    places = list(range(len(indices)))
+    if any(indices[place] is None for place in places):
+        return call.refuse(f"{call}: the rule covers indices of the first axes only")
+    for place in places:
+        call.fix(value[place], f"{call} writes to channels by computed indices")
+    tail = value[len(indices) :]
+    for own, other in zip(tail[::-1], source[::-1], strict=False):
+        if axis_size(other) > 1:
+            call.unify(own, other)
+    return value
+
+
 @rule("index")
 def _index(call: Call, value: Value, indices: list[Value | None], *rest: Any) -> Value:
     """Axes before the first and after the last indexed one pass, unless the indexed axes are apart."""
