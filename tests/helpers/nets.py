@@ -379,7 +379,7 @@ class UnknownOperator(Net):
 
 
 class Attention(Net):
-    """Heads are fixed; the stream and the hidden layer of the MLP are free."""
+    """The size of the heads follows the stream in code: both are fixed. The MLP's hidden layer is free."""
 
     shape = (3, 4, 4)
     expected = {"up": (12, 1)}
@@ -396,6 +396,32 @@ class Attention(Net):
         x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, t, c))
         x = x + self.down(F.gelu(self.up(x)))
         return self.fc(x.mean(1))
+
+
+class HeadSize(Net):
+    """Attention by hand and as one operator. The number of heads is constant, their size is free."""
+
+    shape = (3, 4, 4)
+    expected = {"stem": (8, 1), "qk": (12, 4), "v": (10, 2), "proj": (6, 1), "qkv": (18, 6)}
+    exact = False
+
+    def __init__(self):
+        super().__init__()
+        self.heads, self.head_dim = 2, 3
+        self.stem, self.qk, self.v = nn.Conv2d(3, 8, 1), nn.Linear(8, 12), nn.Linear(8, 10)
+        self.proj, self.qkv, self.last = nn.Linear(10, 6), nn.Linear(6, 18), nn.Linear(6, 6)
+        self.fc = nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = self.stem(x).flatten(2).transpose(1, 2)
+        n, t, _ = x.shape
+        q, k = self.qk(x).reshape(n, t, 2, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        v = self.v(x).view(n, t, self.heads, -1).transpose(1, 2)
+        x = ((q @ k.transpose(-2, -1)).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        x = self.proj(x)
+        q, k, v = self.qkv(x).view(n, t, 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.fc((x + self.last(y)).mean(1))
 
 
 class NeedsData(Net):
@@ -752,8 +778,8 @@ class SplitByShape(Net):
 NETS: list[type[Net]] = [
     Chain, Residual, Depthwise, Grouped, Dense, Flattened, Split, SplitByAttribute, Shuffled,
     ChannelsLast, GroupNormed, Shared, Standardized, PaddedShortcut, Decoder, Volume, Signal,
-    SelectiveKernel, Gated, PixelShuffled, Efficient, HardCoded, UnknownOperator, Attention, NeedsData,
-    AuxiliaryHead, SlicesThatFit, SliceIntoMean, InnerAxis, UnevenChunks, NumbersThatAreNoWidths,
+    SelectiveKernel, Gated, PixelShuffled, Efficient, HardCoded, UnknownOperator, Attention, HeadSize,
+    NeedsData, AuxiliaryHead, SlicesThatFit, SliceIntoMean, InnerAxis, UnevenChunks, NumbersThatAreNoWidths,
     Subclassed, Parametrized, MapNorm, CrossStage, Positions, HandLayerNorm, StandardizedByHand,
     Products, Equations, Maxout, LocalResponse, Unfolded, QuarterOfShape, SplitByShape,
 ]  # fmt: skip

@@ -62,7 +62,8 @@ class AttributeSearch:
     def run(self) -> ChannelGraph:
         graph = self._build()
         while graph.widths:
-            failure = self._probe(graph)
+            # Twice: two widths that must fit together may do so by chance.
+            failure = self._probe(graph) or self._probe(graph, probing_units(graph, 2))
             if failure is None:
                 if self._shapes_are_as_predicted(graph):
                     break
@@ -216,9 +217,11 @@ class AttributeSearch:
         changed = {self.builder.index[u] for axis in axes for u in units_of(axis) if u in self.builder.index}
         if not changed:
             return False
-        wide = probing_units(graph)
-        units = [wide[tie] if tie in changed else own for tie, own in enumerate(graph.units())]
-        return self._probe(graph, units) is not None
+        for wide in (probing_units(graph), probing_units(graph, 2)):
+            units = [wide[tie] if tie in changed else own for tie, own in enumerate(graph.units())]
+            if self._probe(graph, units) is not None:
+                return True
+        return False
 
     def _shapes_are_as_predicted(self, graph: ChannelGraph) -> bool:
         """Capture the network at other widths and compare every shape. Where one differs, fix its axes.

@@ -33,14 +33,14 @@ class Failure:
     line: str
 
 
-def probing_units(graph: ChannelGraph) -> list[int]:
-    """Units above the original in every tie, by factors that differ from tie to tie.
+def probing_units(graph: ChannelGraph, start: int = 1) -> list[int]:
+    """Units above the original in every tie, by factors that differ from tie to tie and by `start`.
 
     Above, because code that takes the first 16 of 16 channels still runs with fewer channels, but not with
-    more.
+    more. Beyond the first start, narrow ties of the same width get different units, too.
     """
     return [
-        units + max(1, int(units * (0.1 + 0.4 * ((i + 1) * _GOLDEN % 1))))
+        units + max(1 + (start - 1) * (i % 5), int(units * (0.1 + 0.4 * ((i + start) * _GOLDEN % 1))))
         for i, units in enumerate(graph.units())
     ]
 

@@ -111,8 +111,8 @@ def _product(
     """A product as an equation: axes with the same letter are one axis.
 
     With a weight on one side it is a linear layer: it sums over the channels that both sides have, and the
-    weight makes the channels that only it has. Between two computed tensors, as in attention, axes that are
-    summed over are fixed.
+    weight makes the channels that only it has. Between two computed tensors, as in attention, no weight reads
+    the channels that are summed over, so cutting them is not zeroing them.
     """
     terms, right = _letters(equation, values)
     axis_of: dict[str, Axis] = {}
@@ -133,7 +133,7 @@ def _product(
         if letter not in summed or len(terms) == 1:
             call.mark_inexact(axis_of[letter], f"{call} sums over the channels")
         elif weight is None:
-            call.fix(axis_of[letter], f"{call} sums over it between two computed tensors")
+            call.mark_inexact(axis_of[letter], f"{call} sums over it between two computed tensors")
         else:
             call.sums_over(values[weight], terms[weight].index(letter), source)
     made = [letter for letter in right if weight is not None and letter not in terms[1 - weight]]
@@ -167,6 +167,11 @@ def _letters(equation: str, values: list[Value]) -> tuple[list[str], str]:
 
 @rule("scaled_dot_product_attention")
 def _attention(call: Call, query: Value, key: Value, value: Value, *rest: Any, **options: Any) -> Any:
-    call.costs((*query, key[-2]))
-    call.costs((*query[:-1], key[-2], value[-1]))
-    return call.refuse(f"{call}: channels of attention heads")
+    """The number of heads stays. Queries and keys keep the same channels; those of values pass."""
+    if options.get("enable_gqa"):
+        return call.refuse(f"{call}: heads in groups")
+    scores = _product(call, "...ye,...xe->...yx", [query, key], [None, None])
+    mask = rest[0] if rest else options.get("attn_mask")
+    scores = scores if mask is None else broadcast(call, scores, mask)
+    call.mark_inexact(scores[-1], f"{call} runs over the channels")
+    return _product(call, "...yx,...xv->...yv", [scores, value], [None, None])
