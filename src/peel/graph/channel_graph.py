@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +14,7 @@ from ..cost.activations import ActivationCost
 from ..cost.polynomial import CostModel, IntArray
 from ..cost.widths import Widths
 from ..errors import WidthsError, did_you_mean
+from .submodules import Recording
 
 #: Why channels that enter or leave the model are fixed.
 INPUT = "it enters the model"
@@ -113,8 +114,13 @@ class ChannelGraph:
     mac_cost: CostModel
     param_cost: CostModel
     activation_cost: ActivationCost
-    modules: tuple[str, ...] = ()
-    """The submodules that were captured, and whose MACs and memory these are. Empty: the whole model."""
+    recording: Recording | None = field(default=None, compare=False)
+    """The calls of submodules that were captured, where the whole model was not."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The submodules that were captured, and whose MACs and memory these are. Empty: the whole model."""
+        return self.recording.modules if self.recording is not None else ()
 
     @cached_property
     def widths(self) -> Widths:

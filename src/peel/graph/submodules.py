@@ -52,6 +52,7 @@ class ModuleCall:
 class Recording:
     """The calls of some submodules during one forward pass of the model, in order."""
 
+    modules: tuple[str, ...] = ()
     calls: list[ModuleCall] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)
     """The tensors that reach the calls from outside."""
@@ -72,7 +73,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module, modules: Sequence[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.recording = Recording()
+        self.recording = Recording(tuple(modules))
         self.depth = 0
         self.source: dict[int, Received | Returned] = {}
         self.tensors_read: set[int] = set()
@@ -168,10 +169,8 @@ def as_calls(model: nn.Module, recording: Recording) -> tuple[nn.Module, Any]:
     return twin, (list(recording.inputs),)
 
 
-def calls_of(model: nn.Module, example_input: Any, modules: Sequence[str]) -> tuple[nn.Module, Any]:
-    """`as_calls` of these submodules; without any, the model and its example input as they are."""
-    if not modules:
-        return model, example_input
+def record_modules(model: nn.Module, example_input: Any, modules: Sequence[str]) -> Recording:
+    """`record`, where each of the submodules must have been called."""
     recording = record(model, example_input, modules)
     missing = set(modules) - {call.module for call in recording.calls}
     if missing:
@@ -179,7 +178,7 @@ def calls_of(model: nn.Module, example_input: Any, modules: Sequence[str]) -> tu
             f"modules: the forward pass does not call {', '.join(sorted(missing))}, or only inside another "
             "of them. Name submodules that it calls."
         )
-    return as_calls(model, recording)
+    return recording
 
 
 def check_modules(model: nn.Module, modules: str | Sequence[str]) -> tuple[str, ...]:

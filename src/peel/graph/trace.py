@@ -18,7 +18,7 @@ from .interpreter import Interpreter
 from .probe import probing_units, zeros_as
 from .rebuild import rebuild
 from .rules import Rule, user_rules
-from .submodules import calls_of, check_modules, find_modules, record
+from .submodules import as_calls, check_modules, find_modules, record, record_modules
 
 log = logging.getLogger("peel")
 
@@ -102,13 +102,14 @@ def _trace_modules(
     model: nn.Module, example_input: Any, rules: Mapping[str, Rule], modules: tuple[str, ...]
 ) -> ChannelGraph:
     """Trace a model through the calls of some of its submodules."""
-    calls, call_input = calls_of(model, example_input, modules)
+    recording = record_modules(model, example_input, modules)
+    calls, call_input = as_calls(model, recording)
     graph = _trace(calls, call_input, rules, capture(calls, call_input))
     ties = {
         name: replace(tie, fixed=OF_MODULES.get(tie.fixed or "", tie.fixed))
         for name, tie in graph.ties.items()
     }
-    graph = replace(graph, ties=ties, modules=modules)
+    graph = replace(graph, ties=ties, recording=replace(recording, results={}))
     _check_code_between(model, example_input, graph)
     return graph
 

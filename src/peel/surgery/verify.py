@@ -21,7 +21,7 @@ from ..graph.capture import computed_tensors, untouched, with_batch
 from ..graph.channel_graph import ChannelGraph
 from ..graph.probe import output_shapes
 from ..graph.rebuild import empty_as, rebuild
-from ..graph.submodules import calls_of
+from ..graph.submodules import as_calls, record_modules
 from ..graph.trace import trace
 from .selection import KeptChannels, select_channels
 from .slim import copy_weights, initialize
@@ -87,7 +87,9 @@ def verify(
     checks: list[Check] = []
     with untouched():
         torch.manual_seed(seed)
-        checker = _Checker(graph, *calls_of(model, example_input, graph.modules))
+        if graph.modules:
+            model, example_input = as_calls(model, record_modules(model, example_input, graph.modules))
+        checker = _Checker(model, graph, example_input)
         planned: dict[str, Callable[[], Outcome]] = {
             "full width": checker.full_width,
             "cut equals zeroed": lambda: checker.cut_equals_zeroed(deadline),
@@ -105,7 +107,7 @@ def verify(
 class _Checker:
     """The checks, on a copy of the model in double precision."""
 
-    def __init__(self, graph: ChannelGraph, model: nn.Module, example_input: Any) -> None:
+    def __init__(self, model: nn.Module, graph: ChannelGraph, example_input: Any) -> None:
         self.graph = graph
         self.model = _randomized(copy.deepcopy(model, computed_tensors(model)).double().eval())
         self.tolerance = TOLERANCE

@@ -293,7 +293,7 @@ def _embedding(call: Call, weight: Value, indices: Value, *rest: Any) -> Value:
 @rule("index_put index_put_")
 def _index_put(
     call: Call, value: Value, indices: list[Value | None], source: Value, *rest: Any, **options: Any
-) -> Value:
+) -> Any:
     """Writes to places along the first axes. The axes after them hold the same channels on both sides."""
     places = list(range(len(indices)))
     if any(indices[place] is None for place in places):
