@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import logging
+from io import StringIO
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 import peel
 from helpers.detectors import IMAGES, TARGETS, DetectionNet, torchvision_detector
+from peel.cli.inspect import draw, inspection
 from peel.cost.count import count_macs
 from peel.graph.channel_graph import OF_MODULES, OUTPUT_OF_MODULES
 
@@ -94,6 +97,9 @@ def test_a_detector_is_traced_through_the_modules_that_can_be_captured(
     assert graph.modules == ("backbone", "head")
     assert "traced through its modules backbone, head" in caplog.text.lower()
     assert "of backbone, head" in repr(graph)
+    shown = StringIO()
+    draw(inspection("net", graph), Console(file=shown, width=200))
+    assert "captured through backbone, head: MACs and activations are theirs" in shown.getvalue()
     assert dict(graph.widths) == {"backbone.stem": 8, "backbone.map": 12, "head.tower": 10}
     assert set(graph.fixed.values()) == {OUTPUT_OF_MODULES, "a single channel"}
     features = torch.zeros(len(IMAGES), 3, 16, 16)

@@ -695,24 +695,21 @@ class Equations(Net):
 
 
 class Maxout(Net):
-    """Pairs of neighboring channels: the second axis of the view is the constant one."""
+    """Pairs of neighboring channels: the second axis of the view is constant. Near it, a constant width."""
 
     expected = {"conv": (16, 2), "near": (6, 1), "last": (4, 1)}
 
     def __init__(self):
         super().__init__()
-        self.conv, self.near, self.last, self.fc = (
-            nn.Conv2d(3, 16, 1),
-            nn.Conv2d(8, 6, 1),
-            nn.Conv2d(6, 4, 1),
-            nn.Linear(4, 5),
-        )
+        self.conv, self.near, self.rigid = nn.Conv2d(3, 16, 1), nn.Conv2d(8, 6, 1), nn.Conv2d(6, 7, 1)
+        self.last, self.fc = nn.Conv2d(7, 4, 1), nn.Linear(4, 5)
 
     def forward(self, x):
         x = self.conv(x)
         b, c, h, w = x.shape
         x = x.view(b, c // 2, 2, h, w).amax(2)
-        return self.head(self.last(F.relu(self.near(x))))
+        x = self.rigid(F.relu(self.near(x))).view(b, 7, h, w)
+        return self.head(self.last(x))
 
 
 class LocalResponse(Net):

@@ -7,6 +7,7 @@ them fires.
 
 import copy
 import logging
+import os
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -22,8 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map  # has no public name
 
 from ..errors import TraceError
 
-PEEL = str(Path(__file__).resolve().parents[1])
-TORCH = str(Path(torch.__file__).resolve().parent)
+#: Folders whose code is not the user's. With a separator at the end: torchvision is not torch.
+PEEL = str(Path(__file__).resolve().parents[1]) + os.sep
+TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
 
 
 @dataclass(frozen=True)
