@@ -14,7 +14,7 @@ from ..cost.activations import ActivationCost
 from ..cost.polynomial import CostModel, IntArray
 from ..cost.widths import Widths
 from ..errors import WidthsError, did_you_mean
-from .submodules import Recording
+from .submodules import ModuleCalls
 
 #: Why channels that enter or leave the model are fixed.
 INPUT = "it enters the model"
@@ -114,13 +114,13 @@ class ChannelGraph:
     mac_cost: CostModel
     param_cost: CostModel
     activation_cost: ActivationCost
-    recording: Recording | None = field(default=None, compare=False)
+    module_calls: ModuleCalls | None = field(default=None, compare=False)
     """The calls of submodules that were captured, where the whole model was not."""
 
     @property
     def modules(self) -> tuple[str, ...]:
         """The submodules that were captured, and whose MACs and memory these are. Empty: the whole model."""
-        return self.recording.modules if self.recording is not None else ()
+        return self.module_calls.modules if self.module_calls is not None else ()
 
     @cached_property
     def widths(self) -> Widths:

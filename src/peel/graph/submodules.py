@@ -49,7 +49,7 @@ class ModuleCall:
 
 
 @dataclass
-class Recording:
+class ModuleCalls:
     """The calls of some submodules during one forward pass of the model, in order."""
 
     modules: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module, modules: Sequence[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.recording = Recording(tuple(modules))
+        self.module_calls = ModuleCalls(tuple(modules))
         self.depth = 0
         self.source: dict[int, Received | Returned] = {}
         self.tensors_read: set[int] = set()
@@ -102,7 +102,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.depth -= 1
             if self.depth:  # a submodule of one that is recorded
                 return
-            calls, results = self.recording.calls, self.recording.results
+            calls, results = self.module_calls.calls, self.module_calls.results
             args, kwargs = tree_map(self._source_of, (args, kwargs))
             for place, value in enumerate(tree_leaves(result)):
                 if isinstance(value, Tensor):
@@ -118,12 +118,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(value, Tensor):
             return value
         if id(value) not in self.source:
-            self.source[id(value)] = Received(len(self.recording.inputs))
-            self.recording.inputs.append(value)  # also keeps it alive, and its id with it
+            self.source[id(value)] = Received(len(self.module_calls.inputs))
+            self.module_calls.inputs.append(value)  # also keeps it alive, and its id with it
         return self.source[id(value)]
 
 
-def record(model: nn.Module, example_input: Any, modules: Sequence[str]) -> Recording:
+def record_calls(model: nn.Module, example_input: Any, modules: Sequence[str]) -> ModuleCalls:
     """Run a copy of the model on the example input and record the calls of these submodules."""
     copies = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
     twin = structural_copy(model, copies).eval()
@@ -133,23 +133,26 @@ def record(model: nn.Module, example_input: Any, modules: Sequence[str]) -> Reco
         with recorder:
             result = twin(*args, **kwargs)
             recorder.read(result)
-    recording = recorder.recording
+    module_calls = recorder.module_calls
     inside = tuple(f"{name}." for name in modules)
     others = [tensor for name, tensor in twin.named_parameters() if not f"{name}.".startswith(inside)]
     # Code that did not run on this example has weights of its own and may read anything.
     is_complete = all(id(tensor) in recorder.tensors_read for tensor in others)
-    for returned, tensor in recording.results.items():
+    for returned, tensor in module_calls.results.items():
         if not is_complete or id(tensor) in recorder.tensors_read:
-            recording.outputs.add(returned)
-    return recording
+            module_calls.outputs.add(returned)
+    return module_calls
 
 
-def as_calls(model: nn.Module, recording: Recording) -> tuple[nn.Module, Any]:
+def as_calls(model: nn.Module, module_calls: ModuleCalls) -> tuple[nn.Module, Any]:
     """A copy of the model whose forward makes the recorded calls only, and its example input.
 
     Modules and tensors have their names in the model. What is read outside the calls is returned.
     """
-    calls, outputs = list(recording.calls), sorted(recording.outputs, key=lambda own: (own.call, own.place))
+    calls, outputs = (
+        list(module_calls.calls),
+        sorted(module_calls.outputs, key=lambda own: (own.call, own.place)),
+    )
 
     def forward(self: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
         results: list[list[Any]] = []
@@ -166,19 +169,19 @@ def as_calls(model: nn.Module, recording: Recording) -> tuple[nn.Module, Any]:
 
     twin = structural_copy(model)
     twin.__class__ = type(type(model).__name__, (type(model),), {"forward": forward})
-    return twin, (list(recording.inputs),)
+    return twin, (list(module_calls.inputs),)
 
 
-def record_modules(model: nn.Module, example_input: Any, modules: Sequence[str]) -> Recording:
-    """`record`, where each of the submodules must have been called."""
-    recording = record(model, example_input, modules)
-    missing = set(modules) - {call.module for call in recording.calls}
+def record_modules(model: nn.Module, example_input: Any, modules: Sequence[str]) -> ModuleCalls:
+    """`record_calls`, where each of the submodules must have been called."""
+    module_calls = record_calls(model, example_input, modules)
+    missing = set(modules) - {call.module for call in module_calls.calls}
     if missing:
         raise TraceError(
             f"modules: the forward pass does not call {', '.join(sorted(missing))}, or only inside another "
             "of them. Name submodules that it calls."
         )
-    return recording
+    return module_calls
 
 
 def check_modules(model: nn.Module, modules: str | Sequence[str]) -> tuple[str, ...]:
@@ -196,17 +199,17 @@ def find_modules(model: nn.Module, example_input: Any) -> tuple[str, ...]:
     chosen: list[str] = []
     pending = [name for name, _ in model.named_children()]
     while pending:
-        recording = record(model, example_input, [*chosen, *pending])
-        called = {call.module for call in recording.calls}
+        module_calls = record_calls(model, example_input, [*chosen, *pending])
+        called = {call.module for call in module_calls.calls}
         further: list[str] = []
         for name in pending:
             module = model.get_submodule(name)
             has_weights = any(True for _ in module.parameters())
             if name not in called:
                 parts = has_weights
-            elif not has_weights and not recording.bridges(name):
+            elif not has_weights and not module_calls.bridges(name):
                 continue
-            elif _can_be_captured(model, recording, name):
+            elif _can_be_captured(model, module_calls, name):
                 chosen.append(name)
                 continue
             else:
@@ -217,17 +220,17 @@ def find_modules(model: nn.Module, example_input: Any) -> tuple[str, ...]:
     return tuple(sorted(chosen, key=order.index))
 
 
-def _can_be_captured(model: nn.Module, recording: Recording, name: str) -> bool:
+def _can_be_captured(model: nn.Module, module_calls: ModuleCalls, name: str) -> bool:
     """Whether the calls of a submodule can be captured, apart from the others."""
-    alone = Recording()
-    for call in recording.calls:
+    alone = ModuleCalls()
+    for call in module_calls.calls:
         if call.module == name:
 
             def received(leaf: Any) -> Any:
                 if isinstance(leaf, Returned):
-                    tensor = recording.results[leaf]
+                    tensor = module_calls.results[leaf]
                 elif isinstance(leaf, Received):
-                    tensor = recording.inputs[leaf.index]
+                    tensor = module_calls.inputs[leaf.index]
                 else:
                     return leaf
                 alone.inputs.append(tensor)

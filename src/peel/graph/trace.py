@@ -18,7 +18,7 @@ from .interpreter import Interpreter
 from .probe import probing_units, zeros_as
 from .rebuild import rebuild
 from .rules import Rule, user_rules
-from .submodules import as_calls, check_modules, find_modules, record, record_modules
+from .submodules import as_calls, check_modules, find_modules, record_calls, record_modules
 
 log = logging.getLogger("peel")
 
@@ -93,7 +93,8 @@ def _try_modules(model: nn.Module, example_input: Any, rules: Mapping[str, Rule]
     try:
         modules = find_modules(model, example_input)
         graph = _trace_modules(model, example_input, rules, modules) if modules else None
-    except Exception:  # the model itself does not run on this input: the failed capture says why
+    except Exception as error:  # often the model does not run on this input: the failed capture says why
+        log.info("%s cannot be traced through its modules: %s", type(model).__name__, error)
         return None
     return graph if graph is not None and graph.widths else None
 
@@ -102,14 +103,14 @@ def _trace_modules(
     model: nn.Module, example_input: Any, rules: Mapping[str, Rule], modules: tuple[str, ...]
 ) -> ChannelGraph:
     """Trace a model through the calls of some of its submodules."""
-    recording = record_modules(model, example_input, modules)
-    calls, call_input = as_calls(model, recording)
+    module_calls = record_modules(model, example_input, modules)
+    calls, call_input = as_calls(model, module_calls)
     graph = _trace(calls, call_input, rules, capture(calls, call_input))
     ties = {
         name: replace(tie, fixed=OF_MODULES.get(tie.fixed or "", tie.fixed))
         for name, tie in graph.ties.items()
     }
-    graph = replace(graph, ties=ties, recording=replace(recording, results={}))
+    graph = replace(graph, ties=ties, module_calls=replace(module_calls, results={}))
     _check_code_between(model, example_input, graph)
     return graph
 
@@ -119,7 +120,7 @@ def _check_code_between(model: nn.Module, example_input: Any, graph: ChannelGrap
     with torch.no_grad():
         twin = rebuild(model, graph, probing_units(graph), zeros_as)
     try:
-        record(twin, example_input, ())
+        record_calls(twin, example_input, ())
     except Exception as error:
         frame = user_frame(error)
         line = f"{frame.filename}:{frame.lineno} `{frame.line}`" if frame else str(error)
