@@ -117,7 +117,7 @@ def check_peel(name: str) -> dict[str, Any]:
         "trace_s": round(time.perf_counter() - began, 2),
         "free_ties": len(graph.widths),
         "exact_ties": len(graph.widths) - len(graph.inexact),
-        "free_share": round(graph.free_fraction, 4),
+        "free_fraction": round(graph.free_fraction, 4),
         "free_macs": round(1 - graph.macs(smallest(graph)) / graph.macs(), 4),
         "input": list(size),
         "torch": torch.__version__.split("+")[0],
@@ -291,9 +291,9 @@ def render(results: Path) -> str:
             if own is None:
                 continue
             cells = [family, name.replace("timm:", ""), "yes" if own["ok"] else f"no: {own['problem'][:80]}"]
-            if "free_share" in own:
+            if "free_fraction" in own:
                 cells += [
-                    f"{own['free_share']:.0%}",
+                    f"{own['free_fraction']:.0%}",
                     f"{own['free_macs']:.0%}",
                     f"{own['free_ties']}, {own['exact_ties']}",
                     own["difference"] or "-",

@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md run as they are printed."""
+"""The examples of docs/extending.md and docs/detection.md run as they are printed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import pytest
 import torch
 
 import peel
+from helpers.detectors import DetectionNet
 from helpers.small import SHORT, Small, few_digits, small_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
+DOCS = Path(__file__).parents[1] / "docs"
 
 
-def block(text: str) -> str:
-    """The code block of the page that contains a text."""
-    (found,) = [code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if text in code]
+def block(text: str, page: str = "extending.md") -> str:
+    """The code block of a page that contains a text."""
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    (found,) = [code for code in blocks if text in code]
     return str(found)
 
 
@@ -74,3 +76,16 @@ def test_data_and_callback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     shown = capsys.readouterr().out
     assert "original - training the original" in shown
     assert "epoch 2 of 2: top-1" in shown
+
+
+def test_a_detector(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from torchvision.models import detection
+
+    monkeypatch.setattr(detection, "fasterrcnn_mobilenet_v3_large_fpn", lambda weights: DetectionNet())
+    names: dict[str, Any] = {}
+    exec(block("targets = ", "detection.md"), names)
+    assert "MACs of backbone, head" in capsys.readouterr().out
+    assert names["small"].backbone.map.out_channels < names["detector"].backbone.map.out_channels
+    assert all(parameter.grad is not None for parameter in names["small"].parameters())
+    exec(block("modules=", "detection.md"), names)
+    assert names["graph"].modules == ("backbone", "head")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from peel.graph import axes
-from peel.graph.axes import Axis, axis_size, constant, expand, is_free, unknown
+from peel.graph.axes import Axis, axis_size, constant, expand, is_free, readings_of, units_of, unknown
 
 
 def form(axis: Axis) -> dict[object, int]:
@@ -97,3 +98,29 @@ def test_flattening_two_channel_axes_fixes_both() -> None:
     assert axis_size(flat) == 24
     assert not is_free(a)
     assert not is_free(b)
+
+
+@pytest.mark.parametrize("reading", [0, 1, 2])
+def test_a_view_is_read_in_as_many_ways_as_it_has_axes(reading: int) -> None:
+    axis = unknown(24)
+    assert readings_of(axis, [2, 3, 1, 4]) == 3
+    parts = axes.unmerge(axis, [2, 3, 1, 4], "test", reading)
+    assert [axis_size(part) for part in parts] == [2, 3, 1, 4]
+    # The part that can change, and the step that the whole must keep.
+    (free,) = [i for i, part in enumerate(parts) if is_free(part)]
+    assert free == [3, 1, 0][reading]
+    (unit,) = units_of(axis)
+    assert unit.size == axis_size(parts[free])
+
+
+def test_axes_that_are_flattened_are_seen_in_one_way_only() -> None:
+    assert readings_of(axes.merge([unknown(6), constant(4)], "test"), [6, 2, 2]) == 1
+    assert readings_of(constant(24), [4, 6]) == 1
+    assert readings_of(unknown(24), [24, 1]) == 1
+
+
+def test_a_constant_without_a_reason_gives_a_reason_to_what_it_fixes() -> None:
+    for first, second in ((unknown(8), constant(8)), (constant(8), unknown(8))):
+        axes.unify(first, second, "add in block")
+        (unit,) = units_of(first)
+        assert unit.fixed == "add in block: the other side has a constant length"

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
+from io import StringIO
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+import torchvision  # noqa: F401 (defines operators)
+from rich.console import Console
 from torch import nn
 
 import peel
 from helpers.graphs import traced_net
-from helpers.nets import UnknownOperator
+from helpers.nets import NETS, Net, UnknownOperator
+from peel.cli.inspect import draw, inspection
 from peel.graph import Call, register_rule, rules
 
 X = torch.randn(1, 3, 8, 8)
@@ -29,7 +34,8 @@ def cumsum(call: Call, value: Any, dim: int) -> Any:
 
 
 def test_every_rule_is_for_an_operator_that_exists() -> None:
-    assert [name for name in rules.RULES if not hasattr(torch.ops.aten, name.removeprefix("aten::"))] == []
+    names = [name.split("::") for name in rules.RULES]
+    assert [name for library, name in names if not hasattr(getattr(torch.ops, library), name)] == []
 
 
 def test_operator_without_a_rule_fixes_what_reaches_it() -> None:
@@ -152,7 +158,7 @@ def test_users_rule_with_a_wrong_result_or_signature_is_reported(rule: Any, mess
         peel.trace(UnknownOperator(), X, rules={"aten::cumsum": rule})
 
 
-class EllipsisEinsum(nn.Module):
+class ThreeFactors(nn.Module):
     """An equation that the built-in rule of einsum does not support."""
 
     def __init__(self) -> None:
@@ -160,14 +166,15 @@ class EllipsisEinsum(nn.Module):
         self.conv, self.fc = nn.Conv2d(3, 8, 1), nn.Linear(8, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.einsum("n...->n...", self.conv(x))
-        return self.fc(x.mean((2, 3)))
+        x = self.conv(x)
+        return self.fc(torch.einsum("nchw,nchw,nchw->nc", x, x, x))
 
 
 def test_a_call_that_a_rule_does_not_cover_fixes_the_channels_and_says_so() -> None:
-    graph = peel.trace(EllipsisEinsum(), X)
+    graph = peel.trace(ThreeFactors(), X)
     assert not graph.widths
-    assert "einsum: the rule does not cover the equation n...->n..." in graph.fixed["conv"]
+    assert "einsum: the rule does not cover the equation nchw,nchw,nchw->nc" in graph.fixed["conv"]
+    assert not graph.failed_rules
 
 
 def test_failed_built_in_rule_fixes_the_channels_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +182,33 @@ def test_failed_built_in_rule_fixes_the_channels_and_says_so(monkeypatch: pytest
         raise IndexError("a mistake in the rule")
 
     monkeypatch.setitem(rules.RULES, "aten::einsum", fails)
-    graph = peel.trace(EllipsisEinsum(), X)
+    graph = peel.trace(ThreeFactors(), X)
     assert not graph.widths
-    assert "the channel rule of einsum failed (IndexError: a mistake in the rule)" in graph.fixed["conv"]
+    line = inspect.getsourcelines(fails)[1] + 1
+    failure = f"graph/test_rules.py:{line} in fails: IndexError: a mistake in the rule"
+    assert graph.fixed["conv"] == f"the channel rule of einsum failed ({failure})"
+    assert graph.failed_rules == {"aten::einsum": failure}
     assert "aten::einsum" in graph.unknown_operators
+    shown = StringIO()
+    draw(inspection("net", graph), Console(file=shown, width=300))
+    assert f"the channel rule for aten::einsum failed ({failure})" in shown.getvalue()
+    assert "no channel rule" not in shown.getvalue()
+
+
+class LengthOfTheCode(nn.Module):
+    """A width that the code adds a constant of that length to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 8, 1), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x).unfold(1, 2, 1).mean(-1)
+        return self.fc(F.pad(x.mean((2, 3)), (0, 1)))
+
+
+@pytest.mark.parametrize("kind", [*NETS, LengthOfTheCode], ids=lambda kind: kind.__name__)
+def test_every_fixed_tie_has_a_reason(kind: type[nn.Module]) -> None:
+    graph = traced_net(kind)[1] if issubclass(kind, Net) else peel.trace(kind(), X)
+    assert all(graph.fixed.values()), graph.fixed
+    assert not graph.failed_rules

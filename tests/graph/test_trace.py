@@ -171,7 +171,8 @@ def test_wrong_example_shape_is_explained() -> None:
 @pytest.mark.parametrize(
     ("example", "message"),
     [
-        ([1, 2], "give a tensor"),
+        (7, "is a int; give a tensor"),
+        ([1, 2], "no tensor; give a tensor"),
         (torch.zeros(()), "batch axis"),
         (torch.zeros(0, 3, 8, 8), "no empty axis"),
         ((), "no tensor"),

@@ -379,7 +379,7 @@ class UnknownOperator(Net):
 
 
 class Attention(Net):
-    """Heads are fixed; the stream and the hidden layer of the MLP are free."""
+    """The size of the heads follows the stream in code: both are fixed. The MLP's hidden layer is free."""
 
     shape = (3, 4, 4)
     expected = {"up": (12, 1)}
@@ -396,6 +396,32 @@ class Attention(Net):
         x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, t, c))
         x = x + self.down(F.gelu(self.up(x)))
         return self.fc(x.mean(1))
+
+
+class HeadSize(Net):
+    """Attention by hand and as one operator. The number of heads is constant, their size is free."""
+
+    shape = (3, 4, 4)
+    expected = {"stem": (8, 1), "qk": (12, 4), "v": (10, 2), "proj": (6, 1), "qkv": (18, 6)}
+    exact = False
+
+    def __init__(self):
+        super().__init__()
+        self.heads, self.head_dim = 2, 3
+        self.stem, self.qk, self.v = nn.Conv2d(3, 8, 1), nn.Linear(8, 12), nn.Linear(8, 10)
+        self.proj, self.qkv, self.last = nn.Linear(10, 6), nn.Linear(6, 18), nn.Linear(6, 6)
+        self.fc = nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = self.stem(x).flatten(2).transpose(1, 2)
+        n, t, _ = x.shape
+        q, k = self.qk(x).reshape(n, t, 2, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        v = self.v(x).view(n, t, self.heads, -1).transpose(1, 2)
+        x = ((q @ k.transpose(-2, -1)).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        x = self.proj(x)
+        q, k, v = self.qkv(x).view(n, t, 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.fc((x + self.last(y)).mean(1))
 
 
 class NeedsData(Net):
@@ -461,7 +487,8 @@ class SliceIntoMean(Net):
 class InnerAxis(Net):
     """A view whose second part is the constant one."""
 
-    expected = {}
+    expected = {"rigid": (16, 4)}
+    exact = False
 
     def __init__(self):
         super().__init__()
@@ -598,10 +625,158 @@ class Positions(Net):
         return self.head(x * torch.arange(x.shape[1], device=x.device, dtype=x.dtype).view(1, -1, 1, 1))
 
 
+class HandLayerNorm(Net):
+    """A layer norm by hand: `unbiased` is a positional argument of `var`."""
+
+    expected = {"conv": (8, 1)}
+    exact = False
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 8, 3), nn.Linear(8, 5)
+        self.scale, self.shift = nn.Parameter(torch.ones(8, 1, 1)), nn.Parameter(torch.zeros(8, 1, 1))
+
+    def forward(self, x):
+        x = self.conv(x)
+        mean, var = x.mean(1, keepdim=True), torch.var(x, 1, False, True)
+        return self.head((x - mean) / (var + 1e-5).sqrt() * self.scale + self.shift)
+
+
+class StandardizedByHand(Net):
+    """Weight standardization with the deviation over three axes."""
+
+    expected = {"conv1": (6, 1), "conv2": (8, 1)}
+    exact = False
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2, self.fc = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 8, 3), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = F.relu(self.conv1(x))
+        w = self.conv2.weight
+        w = (w - w.mean((1, 2, 3), keepdim=True)) / (w.std((1, 2, 3), keepdim=True) + 1e-5)
+        return self.head(F.conv2d(x, w, self.conv2.bias))
+
+
+class Products(Net):
+    """Linear layers by hand: `@` with a parameter on either side, and with a transposed one."""
+
+    expected = {"conv": (8, 1), "right": (6, 1), "left": (7, 1), "turned": (9, 1)}
+    exact = False
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 8, 3), nn.Linear(9, 5)
+        self.right, self.left = nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.randn(7, 6))
+        self.turned, self.bias = nn.Parameter(torch.randn(9, 7)), nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        x = self.conv(x).flatten(2).transpose(1, 2) @ self.right + self.bias
+        x = self.left @ F.relu(x).transpose(1, 2)
+        return self.fc((x.transpose(1, 2) @ self.turned.t()).mean(1))
+
+
+class Equations(Net):
+    """Linear layers as einsum: with an ellipsis, without an arrow, per channel, in groups."""
+
+    expected = {"conv": (8, 1), "mix": (6, 1), "last": (4, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 8, 3), nn.Linear(4, 5)
+        self.scale, self.mix = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(6, 8))
+        self.last = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x):
+        x = torch.einsum("bchw,c->bchw", self.conv(x), self.scale)
+        x = F.relu(torch.einsum("oc,bchw->bohw", self.mix, x)).mean((2, 3))
+        return self.fc(torch.einsum("...i,io->...o", x, self.last))
+
+
+class Maxout(Net):
+    """Pairs of neighboring channels: the second axis of the view is constant. Near it, a constant width."""
+
+    expected = {"conv": (16, 2), "near": (6, 1), "last": (4, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.near, self.rigid = nn.Conv2d(3, 16, 1), nn.Conv2d(8, 6, 1), nn.Conv2d(6, 7, 1)
+        self.last, self.fc = nn.Conv2d(7, 4, 1), nn.Linear(4, 5)
+
+    def forward(self, x):
+        x = self.conv(x)
+        b, c, h, w = x.shape
+        x = x.view(b, c // 2, 2, h, w).amax(2)
+        x = self.rigid(F.relu(self.near(x))).view(b, 7, h, w)
+        return self.head(self.last(x))
+
+
+class LocalResponse(Net):
+    expected = {"conv": (8, 1)}
+    exact = False
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.fc = nn.Conv2d(3, 8, 3), nn.LocalResponseNorm(4), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.head(self.norm(self.conv(x)))
+
+
+class Unfolded(Net):
+    """A convolution by hand: patches, a product with the weight, and patches folded back."""
+
+    expected = {"conv": (6, 1), "weight": (8, 1), "spread": (20, 4)}
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 6, 1), nn.Linear(5, 5)
+        self.weight, self.spread = nn.Parameter(torch.randn(8, 54)), nn.Linear(8, 20)
+
+    def forward(self, x):
+        x = F.unfold(self.conv(x), 3, padding=1)
+        x = F.relu(self.weight @ x).transpose(1, 2)
+        return self.head(F.fold(self.spread(x[:, :16]).transpose(1, 2), (8, 8), 2, stride=2))
+
+
+class QuarterOfShape(Net):
+    """A quarter of the channels by a number that the code computes from the shape."""
+
+    expected = {"conv": (16, 4), "left": (4, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.left, self.fc = nn.Conv2d(3, 16, 1), nn.Conv2d(4, 4, 1), nn.Linear(16, 5)
+
+    def forward(self, x):
+        x = self.conv(x)
+        quarter = x.shape[1] // 4
+        return self.head(torch.cat([self.left(x[:, :quarter]), F.relu(x[:, quarter:])], 1))
+
+
+class SplitByShape(Net):
+    """Lengths of a split computed from the shape, and zero channels put in by hand."""
+
+    expected = {"conv": (12, 3), "last": (6, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.last, self.fc = nn.Conv2d(3, 12, 1), nn.Conv2d(10, 6, 1), nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = self.conv(x)
+        third = x.shape[1] // 3
+        _, x = torch.split(x, [third, x.shape[1] - third], 1)
+        x = torch.ops.aten.constant_pad_nd(x, [0, 0, 0, 0, 1, 1])
+        return self.head(self.last(x))
+
+
 NETS: list[type[Net]] = [
     Chain, Residual, Depthwise, Grouped, Dense, Flattened, Split, SplitByAttribute, Shuffled,
     ChannelsLast, GroupNormed, Shared, Standardized, PaddedShortcut, Decoder, Volume, Signal,
-    SelectiveKernel, Gated, PixelShuffled, Efficient, HardCoded, UnknownOperator, Attention, NeedsData,
-    AuxiliaryHead, SlicesThatFit, SliceIntoMean, InnerAxis, UnevenChunks, NumbersThatAreNoWidths,
-    Subclassed, Parametrized, MapNorm, CrossStage, Positions,
+    SelectiveKernel, Gated, PixelShuffled, Efficient, HardCoded, UnknownOperator, Attention, HeadSize,
+    NeedsData, AuxiliaryHead, SlicesThatFit, SliceIntoMean, InnerAxis, UnevenChunks, NumbersThatAreNoWidths,
+    Subclassed, Parametrized, MapNorm, CrossStage, Positions, HandLayerNorm, StandardizedByHand,
+    Products, Equations, Maxout, LocalResponse, Unfolded, QuarterOfShape, SplitByShape,
 ]  # fmt: skip

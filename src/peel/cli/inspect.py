@@ -96,6 +96,7 @@ def inspection(name: str, graph: ChannelGraph) -> dict[str, Any]:
     return {
         "model": name,
         "input_shapes": [list(shape) for shape in graph.input_shapes],
+        "modules": list(graph.modules),
         "macs": graph.macs(),
         "params": graph.params(),
         "activation_bytes_estimate": graph.activation_bytes(),
@@ -131,6 +132,7 @@ def inspection(name: str, graph: ChannelGraph) -> dict[str, Any]:
             for tie in graph.ties.values()
         ],
         "unknown_operators": dict(graph.unknown_operators),
+        "failed_rules": dict(graph.failed_rules),
     }
 
 
@@ -144,6 +146,9 @@ def draw(data: dict[str, Any], console: Console) -> None:
         f"{format_count(data['params'])} params, about "
         f"{data['activation_bytes_estimate'] / 2**20:.1f} MiB of activations (estimate)"
     )
+    if data["modules"]:
+        names = ", ".join(data["modules"])
+        console.print(f"[yellow]captured through {escape(names)}[/]: MACs and activations are theirs")
     free = [tie for tie in data["ties"] if tie["fixed"] is None]
     fixed = [tie for tie in data["ties"] if tie["fixed"] is not None]
     console.print(
@@ -160,10 +165,13 @@ def draw(data: dict[str, Any], console: Console) -> None:
     rows = ([tie["name"], str(tie["width"]), tie["fixed"]] for tie in fixed)
     console.print(_table("\nFixed", ["tie", "width", "why"], rows, numbers=["width"]))
     for operator, place in data["unknown_operators"].items():
-        console.print(
-            f"[yellow]no channel rule for {escape(operator)}[/] (in {escape(place)}): "
-            "channels that reach it are fixed"
+        failure = data["failed_rules"].get(operator)
+        problem = (
+            f"the channel rule for {operator} failed ({failure})"
+            if failure
+            else f"no channel rule for {operator}"
         )
+        console.print(f"[yellow]{escape(problem)}[/] (in {escape(place)}): channels that reach it are fixed")
     if "verification" in data:
         _draw_verification(data["verification"], console)
 

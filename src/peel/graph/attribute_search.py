@@ -8,7 +8,8 @@ running. If none helps, the ties at that place are fixed, with the line of code 
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.fx import Node
 
 from ..cost.polynomial import Form
 from ..errors import TraceError
-from .axes import Axis, Unit, axis_size, fix, is_free, units_of
+from .axes import Atom, Axis, Segment, Unit, axis_size, fix, is_free, units_of
 from .call import module_of, results_of, values_in
 from .capture import TORCH, Capture, capture
 from .channel_graph import ChannelGraph
@@ -55,16 +56,21 @@ class AttributeSearch:
         self.with_data: bool | None = None
         """Whether the probe needs tensors with data."""
         self.trials = _MAX_TRIALS
+        self.read: set[Node] = set()
+        """Views and cuts whose other readings have been tried"""
 
     def run(self) -> ChannelGraph:
         graph = self._build()
         while graph.widths:
-            failure = self._probe(graph)
+            # Twice: two widths that must fit together may do so by chance.
+            failure = self._probe(graph) or self._probe(graph, probing_units(graph, 2))
             if failure is None:
                 if self._shapes_are_as_predicted(graph):
                     break
             elif self._needs_data(graph):
                 continue
+            elif self._try_other_reading(graph, failure):
+                pass
             elif not self._try_next_guess(failure) and not self._try_seen_lengths(failure):
                 self._fix_culprits(graph, failure)
             graph = self._build()
@@ -144,19 +150,55 @@ class AttributeSearch:
         self.with_data = self._probe(graph, graph.units()) is not None
         return self.with_data
 
+    def _try_other_reading(self, graph: ChannelGraph, failure: Failure) -> bool:
+        """Read a view or cut of the modules that were running in another way, if the code follows it."""
+        nodes = [node for node in self.findings.readings if module_of(node) in failure.modules]
+        return any(
+            self._reread(node, partial(self._runs_at, node))
+            for node in nodes
+            if node not in self.read and not self._runs_at(node, graph)
+        )
+
+    def _runs_at(self, node: Node, graph: ChannelGraph) -> bool:
+        """Whether the code runs when only the ties at an operator change."""
+        return not self._fails(graph, self._axes_at(node))
+
+    def _reread(self, node: Node, follows: Callable[[ChannelGraph], bool]) -> bool:
+        """Read a view or cut in the next way in which the code follows its ties. Each is tried once."""
+        self.read.add(node)
+        before = self.interpreter, self.builder, self.guesses
+        for reading in range(1, self.findings.readings[node]):
+            self._use(before[0].reread({node: reading}))
+            graph = self._build()
+            if any(map(is_free, self._axes_at(node))) and follows(graph):
+                return True
+        self._use(before[0])
+        _, self.builder, self.guesses = before
+        return False
+
+    def _use(self, interpreter: Interpreter) -> None:
+        self.interpreter, self.findings = interpreter, interpreter.findings
+
     # Widths that the code does not follow
 
     def _fix_culprits(self, graph: ChannelGraph, failure: Failure) -> None:
+        """Fix the ties near the failure that fail alone; if none does, all ties at the nearest place."""
+        nearest: list[Unit] = []
         for axes in self._suspects(failure):
             units = dict.fromkeys(unit for axis in axes for unit in units_of(axis))
             free = [unit for unit in units if unit.fixed is None and unit in self.builder.index]
-            if free:
-                guilty = [unit for unit in free if self._fails_alone(graph, unit)] if self.trials > 0 else []
-                for unit in guilty or free:
-                    unit.fixed = _reason(failure.modules[-1], failure.line)
-                return
-        name = type(self.model).__name__
-        raise TraceError(f"{name} does not run at other widths, and no tie explains it: {failure.line}")
+            guilty = [unit for unit in free if self.trials > 0 and self._fails_alone(graph, unit)]
+            nearest = nearest or free
+            if guilty or (nearest and self.trials <= 0):
+                return self._fix(guilty or nearest, failure)
+        if not nearest:
+            name = type(self.model).__name__
+            raise TraceError(f"{name} does not run at other widths, and no tie explains it: {failure.line}")
+        return self._fix(nearest, failure)
+
+    def _fix(self, units: list[Unit], failure: Failure) -> None:
+        for unit in units:
+            unit.fixed = _reason(failure.modules[-1], failure.line)
 
     def _suspects(self, failure: Failure) -> Iterator[list[Axis]]:
         """Axes near the failure: those called with a length, then those of the operators, then all axes."""
@@ -168,10 +210,18 @@ class AttributeSearch:
     def _fails_alone(self, graph: ChannelGraph, unit: Unit) -> bool:
         """Whether the code fails when only this tie changes."""
         self.trials -= 1
-        tie = self.builder.index[unit]
-        units = graph.units()
-        units[tie] = probing_units(graph)[tie]
-        return self._probe(graph, units) is not None
+        return self._fails(graph, [(Segment(Atom(unit), 1),)])
+
+    def _fails(self, graph: ChannelGraph, axes: list[Axis]) -> bool:
+        """Whether the code fails when only the ties of these axes change."""
+        changed = {self.builder.index[u] for axis in axes for u in units_of(axis) if u in self.builder.index}
+        if not changed:
+            return False
+        for wide in (probing_units(graph), probing_units(graph, 2)):
+            units = [wide[tie] if tie in changed else own for tie, own in enumerate(graph.units())]
+            if self._probe(graph, units) is not None:
+                return True
+        return False
 
     def _shapes_are_as_predicted(self, graph: ChannelGraph) -> bool:
         """Capture the network at other widths and compare every shape. Where one differs, fix its axes.
@@ -184,11 +234,33 @@ class AttributeSearch:
         if mismatch is None:
             return True
         node, axes = mismatch
+        follows = partial(self._follows_at, node)
+        if node in self.findings.readings and node not in self.read and self._reread(node, follows):
+            return False
+        if self._reguess(module_of(node), follows):
+            return False
         suspects = [axis for axis in axes if is_free(axis)]
         suspects = suspects or [axis for axis in self._axes_at(node) if is_free(axis)]
         for axis in suspects or [axis for _, _, axes in self.findings.lengths for axis in axes]:
             fix(axis, _reason(module_of(node), _line_of(node)))
         return not any(unit.fixed is not None for unit in self.builder.free)
+
+    def _follows_at(self, node: Node, graph: ChannelGraph) -> bool:
+        """Whether the code runs at other widths, and the result of an operator has the predicted shape."""
+        return self._probe(graph) is None and (self._first_mismatch(graph) or (None,))[0] is not node
+
+    def _reguess(self, module: str, follows: Callable[[ChannelGraph], bool]) -> bool:
+        """Take another guess, or none, for an attribute of a module if the code follows that one."""
+        before = dict(self.choice)
+        for name, attribute in [key for key in self.guesses if key[0] == module]:
+            first = before.get((name, attribute), 0)
+            for choice in range(first + 1, len(self.guesses[name, attribute]) + 1):
+                self.choice = {**before, (name, attribute): choice}
+                if follows(self._build()):
+                    return True
+        self.choice = before
+        self._build()
+        return False
 
     def _first_mismatch(self, graph: ChannelGraph) -> tuple[Node, list[Axis]] | None:
         """The first operator whose result has another shape than predicted, with the axes that differ."""

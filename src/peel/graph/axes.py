@@ -194,7 +194,9 @@ def _bind(atom: Atom, part: Atom, times: int, cause: str) -> None:
     u, v = atom.unit, part.unit
     if u is not v:
         u.parts = ((v, times),)
-        v.fixed = v.fixed if v.fixed is not None else u.fixed
+        if (u.fixed is None) != (v.fixed is None):
+            v.fixed = v.fixed or u.fixed or f"{cause}: the other side has a constant length"
+        v.fixed = v.fixed or u.fixed
         v.causes.update(u.causes)
         v.causes[cause] = None
     atom.parts = (Segment(part, times),)
@@ -249,12 +251,24 @@ def merge(axes: Sequence[Axis], cause: str) -> Axis:
     return segments * outer
 
 
-def unmerge(axis: Axis, dims: Sequence[int], cause: str) -> list[Axis]:
-    """One axis seen as several, row-major: the reverse of `merge`."""
+def readings_of(axis: Axis, dims: Sequence[int]) -> int:
+    """In how many ways an axis can be seen as several: which of them holds the part that can change."""
+    wide = [dim for dim in dims if dim > 1]
+    if len(wide) < 2 or not is_free(axis) or all(inner % prod(wide[1:]) == 0 for _, inner in expand(axis)):
+        return 1
+    return len(wide)
+
+
+def unmerge(axis: Axis, dims: Sequence[int], cause: str, reading: int = 0) -> list[Axis]:
+    """One axis seen as several, row-major: the reverse of `merge`.
+
+    The lengths alone do not say which of the axes can change. Reading 0: the last one, reading 1: the one
+    before it, and so on; axes of length 1 are not counted.
+    """
     if len(dims) == 1:
         return [axis]
     if dims[0] == 1:
-        return [constant(1), *unmerge(axis, dims[1:], cause)]
+        return [constant(1), *unmerge(axis, dims[1:], cause, reading)]
     axis = expand(axis)
     if not is_free(axis):
         reason = axis[0].atom.unit.fixed or ""
@@ -263,7 +277,12 @@ def unmerge(axis: Axis, dims: Sequence[int], cause: str) -> list[Axis]:
     if all(inner % trailing == 0 for _, inner in axis):
         first = tuple(Segment(atom, inner // trailing) for atom, inner in axis)
         return [first, *(constant(dim) for dim in dims[1:])]
-    return [constant(dims[0]), *unmerge(_row(axis, dims[0], trailing, cause), dims[1:], cause)]
+    if trailing > 1 and reading >= sum(dim > 1 for dim in dims[1:]):
+        first = unknown(dims[0])
+        unify(axis, repeat_each(first, trailing), cause)
+        return [first, *(constant(dim) for dim in dims[1:])]
+    row = _row(axis, dims[0], trailing, cause)
+    return [constant(dims[0]), *unmerge(row, dims[1:], cause, reading)]
 
 
 def _row(axis: Axis, rows: int, length: int, cause: str) -> Axis:

@@ -1,7 +1,7 @@
 """`Call`: one operator call as its channel rule sees it. `Findings`: what the rules report."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,10 +21,11 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(operators: str) -> Callable[[AnyRule], AnyRule]:
-    """Make a function the rule of these operators of torch."""
+    """Make a function the rule of these operators, of torch where no other library is named."""
 
     def enter(function: AnyRule) -> AnyRule:
-        RULES.update({f"aten::{name}": function for name in operators.split()})
+        names = (name if "::" in name else f"aten::{name}" for name in operators.split())
+        RULES.update(dict.fromkeys(names, function))
         return function
 
     return enter
@@ -74,6 +75,10 @@ class Findings:
     """Numbers and strings that operators are called with, and fingerprints of constant tensors."""
     unknown_operators: dict[str, str] = field(default_factory=dict)
     """Operator without a working rule -> the first module that called it."""
+    failed_rules: dict[str, str] = field(default_factory=dict)
+    """Operator whose rule failed -> the line of the rule, and its error."""
+    readings: dict[Node, int] = field(default_factory=dict)
+    """Views and cuts that can be read in several ways -> in how many."""
 
 
 def module_of(node: Node) -> str:
@@ -138,6 +143,10 @@ class Call:
     findings: Findings
     tensor_of: Mapping[Node, str]
     """Node -> the parameter or buffer that it stands for."""
+    weights: Collection[Node]
+    """Nodes that are parameters, or are computed from nothing else."""
+    reading: int
+    """Which of several ways to read this view or cut is in use."""
     counting: bool
     """Whether the costs of this capture count."""
 
@@ -193,32 +202,52 @@ class Call:
 
     def unmerge(self, axis: Axis, lengths: Sequence[int]) -> list[Axis]:
         """See one axis as several: the reverse of `merge`."""
-        return ax.unmerge(axis, lengths, str(self))
+        self.has_readings(ax.readings_of(axis, lengths))
+        return ax.unmerge(axis, lengths, str(self), self.reading)
+
+    def has_readings(self, count: int) -> None:
+        """The call can be read in several ways. Where the code contradicts one, the next is tried."""
+        if count > 1:
+            self.findings.readings[self.node] = count
 
     # What the graph needs to know about layers
 
-    def layer(self) -> str:
+    def named(self, name: str, default: Any = None) -> Any:
+        """An argument that is no tensor by its name in torch, however the code passes it."""
+        if name in self.node.kwargs:
+            return self.node.kwargs[name]
+        schema = self.node.target._schema  # type: ignore[union-attr]  # torch has no public access to it
+        names = [argument.name for argument in schema.arguments]
+        place = names.index(name) if name in names else len(names)
+        return self.node.args[place] if place < len(self.node.args) else default
+
+    def layer(self, weight: Any = None) -> str:
         """The layer of the operator: the owner of its weight (its second argument), or else its module."""
-        weight = self.node.args[1] if len(self.node.args) > 1 else None
+        if weight is None and len(self.node.args) > 1:
+            weight = self.node.args[1]
         while isinstance(weight, Node):
             if weight in self.tensor_of:
                 return _WEIGHT_SUFFIX.sub("", self.tensor_of[weight])
             weight = next(iter(weight.all_input_nodes), None) if weight.op == "call_function" else None
         return self.module or self.node.name
 
-    def produces(self, axis: Axis) -> None:
-        """The channels of this axis come from this layer."""
-        spatial = self.shape[1:-1] if operator_of(self.node) == "aten::linear" else self.shape[2:]
-        self.findings.producers.append(Producer(self.layer(), axis, self.node, spatial))
+    def produces(self, axis: Axis, place: int, weight: Any = None) -> None:
+        """The channels of this axis come from this layer. `place` is where they are in the result."""
+        place %= len(self.shape)
+        spatial = tuple(size for i, size in enumerate(self.shape) if i not in (0, place))
+        self.findings.producers.append(Producer(self.layer(weight), axis, self.node, spatial))
 
-    def costs(self, axes: Value, output: Axis = ()) -> None:
+    def costs(self, axes: Value, output: Axis = (), weight: Any = None) -> None:
         """The operator does one multiply-add for each element of the product of these axes."""
         if self.counting:
-            self.findings.mac_terms.append(MacTerm(self.layer(), axes, output))
+            self.findings.mac_terms.append(MacTerm(self.layer(weight), axes, output))
 
-    def sums_over(self, weight: Value, place: int) -> None:
-        """The operator sums over this axis of its weight: a channel whose slice is zero has no effect."""
-        name = self._parameter(1)
+    def sums_over(self, weight: Value, place: int, source: Any = None) -> None:
+        """The operator sums over this axis of its weight: a channel whose slice is zero has no effect.
+
+        `source` is the node of the weight, by default that of the second argument.
+        """
+        name = self.tensor_of.get(source) if source is not None else self._parameter(1)
         if name is None:
             self.mark_inexact(weight[place], f"the weight of {self} is computed from parameters")
         else:

@@ -8,6 +8,7 @@ them fires.
 import copy
 import io
 import logging
+import os
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -19,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves, tree_map  # has no public name
 
 from ..errors import TraceError
 
-PEEL = str(Path(__file__).resolve().parents[1])
-TORCH = str(Path(torch.__file__).resolve().parent)
+#: Folders whose code is not the user's. With a separator at the end: torchvision is not torch.
+PEEL = str(Path(__file__).resolve().parents[1]) + os.sep
+TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
 
 
 @dataclass(frozen=True)
@@ -45,18 +48,24 @@ class Capture:
 
 
 def with_batch(example_input: Any, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of a call with `batch` samples: the first sample, repeated."""
-    if isinstance(example_input, Tensor):
+    """Positional and keyword arguments of a call with `batch` samples: the first sample, repeated.
+
+    Tensors inside lists, tuples and dicts may have no batch axis (the images of a detection network). Where
+    there are any, the arguments stay as they are.
+    """
+    if isinstance(example_input, Tensor | list):
         example_input = (example_input,)
-    if not isinstance(example_input, tuple | dict):
+    is_call = isinstance(example_input, tuple | dict)
+    if not is_call or not any(isinstance(value, Tensor) for value in tree_leaves(example_input)):
+        what = "holds no tensor" if is_call else f"is a {type(example_input).__name__}"
         raise TraceError(
-            f"example_input is a {type(example_input).__name__}; give a tensor with a batch axis first "
-            "(torch.randn(1, 3, 224, 224), say), a tuple of positional or a dict of keyword arguments."
+            f"example_input {what}; give a tensor with a batch axis first (torch.randn(1, 3, 224, 224), "
+            "say), a list of tensors, a tuple of positional or a dict of keyword arguments."
         )
     args, kwargs = ((), example_input) if isinstance(example_input, dict) else (example_input, {})
-    shapes = [tuple(value.shape) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    if not shapes:
-        raise TraceError("example_input holds no tensor.")
+    if any(_is_nest_of_tensors(value) for value in (*args, *kwargs.values())):
+        return args, kwargs
+    shapes = input_shapes(args, kwargs)
     if any(not shape or 0 in shape for shape in shapes):
         given = ", ".join(map(str, shapes))
         raise TraceError(f"example_input has shape {given}; a tensor needs a batch axis and no empty axis.")
@@ -67,6 +76,15 @@ def with_batch(example_input: Any, batch: int) -> tuple[tuple[Any, ...], dict[st
         return value.detach()[:1].expand(batch, *value.shape[1:]).contiguous()
 
     return tuple(map(resize, args)), {key: resize(value) for key, value in kwargs.items()}
+
+
+def _is_nest_of_tensors(value: Any) -> bool:
+    return any(leaf is not value and isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+
+
+def input_shapes(*arguments: Any) -> tuple[tuple[int, ...], ...]:
+    """Shapes of all tensors in the arguments of a call."""
+    return tuple(tuple(value.shape) for value in tree_leaves(arguments) if isinstance(value, Tensor))
 
 
 def structural_copy(
@@ -129,7 +147,7 @@ def untouched() -> Iterator[None]:
 def capture(model: nn.Module, example_input: Any, *, training: bool = False) -> Capture:
     """The operators of one forward pass on one sample (two in training mode, where batch norm needs them)."""
     args, kwargs = with_batch(example_input, 2 if training else 1)
-    shapes = tuple(tuple(x.shape) for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+    shapes = input_shapes(args, kwargs)
     with untouched():
         try:
             twin = structural_copy(model).train(training)
@@ -138,6 +156,8 @@ def capture(model: nn.Module, example_input: Any, *, training: bool = False) -> 
             raise TraceError(_explain(model, error, shapes)) from error
     signature = program.graph_signature
     nodes, returned = tuple(program.graph.nodes), signature.user_outputs
+    for node in nodes:
+        node.meta["val"] = tree_map(_with_numbers, node.meta.get("val"))
     constants = signature.inputs_to_lifted_tensor_constants
     return Capture(
         nodes=nodes,
@@ -149,6 +169,23 @@ def capture(model: nn.Module, example_input: Any, *, training: bool = False) -> 
     )
 
 
+#: Stands for a length that depends on values (how many boxes are chosen). No network has this many channels.
+_ANY_LENGTH = 7919
+
+
+def _with_numbers(value: Any) -> Any:
+    """A tensor of which some lengths are symbols, with numbers in their place."""
+    if not isinstance(value, Tensor) or all(isinstance(size, int) for size in value.shape):
+        return value
+    shape = [size if isinstance(size, int) else _number(size) for size in value.shape]
+    return torch.empty(shape, dtype=value.dtype, device="meta")
+
+
+def _number(size: torch.SymInt) -> int:
+    expression = size.node.expr
+    return int(expression.subs(dict.fromkeys(expression.free_symbols, _ANY_LENGTH)))
+
+
 def user_frame(error: Exception) -> traceback.FrameSummary | None:
     """The innermost line of the user's code on the way to an error."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
@@ -157,7 +194,7 @@ def user_frame(error: Exception) -> traceback.FrameSummary | None:
 
 def _explain(model: nn.Module, error: Exception, shapes: tuple[tuple[int, ...], ...]) -> str:
     """Why the capture failed, with the line of the user's code and what to do about it."""
-    summary = str(error).strip().split("\n")[0] or type(error).__name__
+    summary = str(error).strip().split("\n")[0][:200] or type(error).__name__
     kind = type(error).__name__
     if "DataDependent" in kind or "data-dependent" in str(error) or "Could not guard" in str(error):
         advice = (

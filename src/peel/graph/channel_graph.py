@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,9 +14,18 @@ from ..cost.activations import ActivationCost
 from ..cost.polynomial import CostModel, IntArray
 from ..cost.widths import Widths
 from ..errors import WidthsError, did_you_mean
+from .submodules import ModuleCalls
 
-#: Why channels that leave the model are fixed.
+#: Why channels that enter or leave the model are fixed.
+INPUT = "it enters the model"
 OUTPUT = "it leaves the model (its output)"
+
+#: The same for a model of which only some submodules were captured.
+OUTPUT_OF_MODULES = "it leaves the captured modules (other code reads it)"
+OF_MODULES = {
+    INPUT: "it enters the captured modules (other code makes it)",
+    OUTPUT: OUTPUT_OF_MODULES,
+}
 
 
 @dataclass(frozen=True)
@@ -102,9 +111,18 @@ class ChannelGraph:
     """Numbers and strings that operators are called with, and fingerprints of constant tensors."""
     unknown_operators: Mapping[str, str]
     """Operators without a working channel rule -> the first module that called them."""
+    failed_rules: Mapping[str, str]
+    """Operators whose built-in rule failed on a call -> where in the rule, and its error."""
     mac_cost: CostModel
     param_cost: CostModel
     activation_cost: ActivationCost
+    module_calls: ModuleCalls | None = field(default=None, compare=False)
+    """The calls of submodules that were captured, where the whole model was not."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The submodules that were captured, and whose MACs and memory these are. Empty: the whole model."""
+        return self.module_calls.modules if self.module_calls is not None else ()
 
     @cached_property
     def widths(self) -> Widths:
@@ -129,13 +147,15 @@ class ChannelGraph:
     @cached_property
     def free_fraction(self) -> float:
         """The fraction of all channels that can change. Outputs of the model are not counted."""
-        total = sum(tie.width for tie in self.ties.values() if tie.fixed != OUTPUT)
+        outputs = (OUTPUT, OUTPUT_OF_MODULES)
+        total = sum(tie.width for tie in self.ties.values() if tie.fixed not in outputs)
         return sum(self.widths.values()) / total if total else 0.0
 
     def __repr__(self) -> str:
+        of = f" of {', '.join(self.modules)}" if self.modules else ""
         return (
             f"ChannelGraph({len(self.widths)} free ties in {len(self.groups)} groups, "
-            f"{len(self.fixed)} fixed, {self.macs():,} MACs, {self.params():,} params)"
+            f"{len(self.fixed)} fixed, {self.macs():,} MACs{of}, {self.params():,} params)"
         )
 
     # Widths

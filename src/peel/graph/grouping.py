@@ -47,7 +47,10 @@ def _most_common(sizes: list[Size]) -> Size:
 
 
 def _blocks(captured: Capture, interpreter: Interpreter) -> dict[str, tuple[bool, Size]]:
-    """Module name -> (whether it adds its parts, spatial size of its output), for modules with one output."""
+    """Module name -> (whether it adds its parts, spatial size of its output), for modules with one output.
+
+    A module that concatenates or multiplies what leaves the model is a head, and no block.
+    """
     adds: dict[str, bool] = {}
     last: dict[str, Node] = {}
     outputs: dict[str, set[Node]] = {}
@@ -65,7 +68,7 @@ def _blocks(captured: Capture, interpreter: Interpreter) -> dict[str, tuple[bool
     return {
         name: (is_sum, spatial_size(last[name], interpreter))
         for name, is_sum in adds.items()
-        if len(outputs.get(name, ())) == 1
+        if len(outputs.get(name, ())) == 1 and (is_sum or any(map(is_free, interpreter.values[last[name]])))
     }
 
 

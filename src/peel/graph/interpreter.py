@@ -7,10 +7,13 @@ first.
 
 import inspect
 import operator
+import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch._ops import OpOverload  # has no public name
 from torch.fx import GraphModule, Node
 
 from ..errors import TraceError
@@ -18,11 +21,18 @@ from ..utils.fingerprint import fingerprint
 from .axes import Value, axis_size, constant, fix, unknown
 from .call import Call, Findings, Rule, constants_like, fix_all, operator_of, results_of, values_in
 from .capture import Capture
-from .channel_graph import OUTPUT
+from .channel_graph import INPUT, OUTPUT
 from .rules import RULES
 
-#: Checks that export leaves in the graph. They return nothing.
-_IGNORED = {"aten::_assert_tensor_metadata", "aten::_assert_async", "aten::sym_constrain_range_for_size"}
+#: Checks of sizes that export leaves in the graph. They read no values.
+_IGNORED = {
+    "aten::_assert_tensor_metadata",
+    "aten::_assert_async",
+    "aten::_assert_scalar",
+    "aten::sym_constrain_range_for_size",
+    "aten::sym_size",
+    "aten::sym_numel",
+}
 
 _CONSTANT = "a constant of the code"
 
@@ -30,14 +40,22 @@ _CONSTANT = "a constant of the code"
 class Interpreter:
     """Runs the rules over captures. Equalities go into the axes, the rest into `findings`."""
 
-    def __init__(self, model: nn.Module, user_rules: Mapping[str, Rule]) -> None:
+    def __init__(
+        self, model: nn.Module, user_rules: Mapping[str, Rule], readings: Mapping[Node, int] | None = None
+    ) -> None:
         self.findings = Findings()
+        self.model = model
         self.user_rules = user_rules
+        self.readings = dict(readings or {})
+        """Views and cuts that are read in another way than the first -> in which."""
+        self._runs: list[tuple[Capture, bool]] = []
         self.tensors: dict[str, Value] = {}
         """Name of a parameter or buffer -> its axes."""
         self.values: dict[Node, Any] = {}
         self._first_name: dict[str, str] = {}
         self._tensor_of: dict[Node, str] = {}
+        self._weights: set[Node] = set()
+        self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         # A tensor with two names (tied weights) is known by its first name. torch.export may use either.
         first: dict[int, str] = {}
         for name, tensor in (
@@ -55,6 +73,7 @@ class Interpreter:
 
     def run(self, capture: Capture, *, counting: bool = True) -> None:
         """Apply the rules to every operator. Costs and operators are recorded if `counting`."""
+        self._runs.append((capture, counting))
         for node in capture.nodes:
             if node.op == "placeholder":
                 self._enter(node, capture, counting)
@@ -63,16 +82,25 @@ class Interpreter:
         for node in capture.outputs:
             fix_all(self.values[node], OUTPUT)
 
+    def reread(self, readings: Mapping[Node, int]) -> "Interpreter":
+        """A new interpreter that has run the same captures and reads some views and cuts in another way."""
+        other = Interpreter(self.model, self.user_rules, {**self.readings, **readings})
+        for capture, counting in self._runs:
+            other.run(capture, counting=counting)
+        return other
+
     def _enter(self, node: Node, capture: Capture, counting: bool) -> None:
         """Give a placeholder its value: a parameter or buffer, a constant of the code, or an input."""
         name = self._first_name.get(capture.tensors.get(node.name, ""))
         if name is not None:
             self.values[node] = self.tensors[name]
             self._tensor_of[node] = name
+            if name in self._parameters:
+                self._weights.add(node)
             return
         if counting and node.name in capture.constants:
             self.findings.constants.append(fingerprint([capture.constants[node.name]]))
-        reason = "it enters the model" if node.name in capture.inputs else _CONSTANT
+        reason = INPUT if node.name in capture.inputs else _CONSTANT
         self.values[node] = constants_like(node.meta.get("val"), reason)
 
     def _evaluate(self, node: Node, counting: bool) -> None:
@@ -83,13 +111,16 @@ class Interpreter:
         elif node.target is operator.getitem:
             collection, index = map(self._read, node.args)
             self.values[node] = collection[index]
+            self._weights.update([node] if node.args[0] in self._weights else [])
         elif node.op == "call_function":
             args = map(self._read, node.args)
             region = next((i for i, arg in enumerate(args) if isinstance(arg, GraphModule)), None)
             if region is not None:
                 self.values[node] = self._inline(node, region, counting)
+            elif operator_of(node) in _IGNORED or not isinstance(node.target, OpOverload):
+                self.values[node] = None  # also arithmetic of Python on sizes
             else:
-                self.values[node] = None if operator_of(node) in _IGNORED else self._apply(node, counting)
+                self.values[node] = self._apply(node, counting)
 
     def _inline(self, node: Node, region: int, counting: bool) -> Any:
         """Run through a region under autocast or no_grad, which is captured as a graph of its own."""
@@ -100,6 +131,8 @@ class Interpreter:
                 self.values[inner] = self._read(arg)
                 if isinstance(arg, Node) and arg in self._tensor_of:
                     self._tensor_of[inner] = self._tensor_of[arg]
+                if arg in self._weights:
+                    self._weights.add(inner)
             elif inner.op == "output":
                 return tuple(self.values[item] for item in inner.args[0])
             else:
@@ -113,7 +146,18 @@ class Interpreter:
             self.findings.constants.append(_constants_of(node))
         args = [self._read(arg) for arg in node.args]
         options = {key: self._read(arg) for key, arg in node.kwargs.items()}
-        call = Call(node, (*args, *options.values()), self.findings, self._tensor_of, counting)
+        inputs = node.all_input_nodes
+        if inputs and self._weights.issuperset(inputs):
+            self._weights.add(node)
+        call = Call(
+            node=node,
+            args=(*args, *options.values()),
+            findings=self.findings,
+            tensor_of=self._tensor_of,
+            weights=self._weights,
+            reading=self.readings.get(node, 0),
+            counting=counting,
+        )
         rule = self.user_rules.get(name) or RULES.get(name)
         reason = f"{call} has no channel rule"
         try:
@@ -127,7 +171,9 @@ class Interpreter:
                 place = _place(self.user_rules[name])
                 raise TraceError(f"your rule for {name} ({place}) failed on {call}: {problem}") from error
             # A form of the operator that our rule does not know. Fixing all its channels is safe.
-            reason = f"the channel rule of {call} failed ({problem})"
+            failure = f"{_line_of(error)}: {problem}"
+            self.findings.failed_rules.setdefault(name, failure)
+            reason = f"the channel rule of {call} failed ({failure})"
         self.findings.unknown_operators.setdefault(name, call.module or "the model")
         return call.refuse(reason)
 
@@ -157,6 +203,13 @@ def _check(node: Node, result: Any) -> None:
     sizes = [tuple(axis_size(axis) for axis in value) for value in values_in(result)]
     if sizes != shapes:
         raise ValueError(f"it returned axes of lengths {sizes} for a result of shape {shapes}")
+
+
+def _line_of(error: Exception) -> str:
+    """`rules/reduction.py:20 in _reduce`: where a rule failed."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    path = Path(frame.filename)
+    return f"{path.parent.name}/{path.name}:{frame.lineno} in {frame.name}"
 
 
 def _place(rule: Rule) -> str:

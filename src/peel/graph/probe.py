@@ -33,14 +33,14 @@ class Failure:
     line: str
 
 
-def probing_units(graph: ChannelGraph) -> list[int]:
-    """Units above the original in every tie, by factors that differ from tie to tie.
+def probing_units(graph: ChannelGraph, start: int = 1) -> list[int]:
+    """Units above the original in every tie, by factors that differ from tie to tie and by `start`.
 
     Above, because code that takes the first 16 of 16 channels still runs with fewer channels, but not with
-    more.
+    more. Beyond the first start, narrow ties of the same width get different units, too.
     """
     return [
-        units + max(1, int(units * (0.1 + 0.4 * ((i + 1) * _GOLDEN % 1))))
+        units + max(1 + (start - 1) * (i % 5), int(units * (0.1 + 0.4 * ((i + start) * _GOLDEN % 1))))
         for i, units in enumerate(graph.units())
     ]
 
@@ -77,7 +77,7 @@ def _run(
 ) -> int | Failure:
     """The MACs of the model at the given units, or where its code stopped."""
     with untouched(), torch.no_grad():
-        make = _zeros if with_data else partial(empty_as, device="meta")
+        make = zeros_as if with_data else partial(empty_as, device="meta")
         twin = rebuild(model, graph, units, make, keep_hooks=False).eval()
         args, kwargs = with_batch(example_input, 1)
         if not with_data:
@@ -111,7 +111,7 @@ _ACTIVATIONS = "relu relu_ hardtanh hardtanh_ silu silu_ hardswish hardswish_ ge
 _SHAPE_PRESERVING = {getattr(torch.ops.aten, name) for name in _ACTIVATIONS.split()}
 
 
-def _zeros(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def zeros_as(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tensor if tensor.shape == shape else empty_as(tensor, shape).zero_()
 
 

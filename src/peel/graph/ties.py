@@ -123,6 +123,7 @@ class GraphBuilder:
             operators=tuple(self.findings.operators),
             constants=tuple(self.findings.constants),
             unknown_operators=dict(self.findings.unknown_operators),
+            failed_rules=dict(self.findings.failed_rules),
             mac_cost=self._mac_cost(),
             param_cost=self._param_cost(),
             activation_cost=self._activation_cost(),

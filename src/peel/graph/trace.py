@@ -1,18 +1,26 @@
 """`trace`: model and example input -> `ChannelGraph`."""
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import TraceError
 from .attribute_search import AttributeSearch
-from .capture import Capture, capture
-from .channel_graph import ChannelGraph
+from .capture import Capture, capture, user_frame
+from .channel_graph import OF_MODULES, ChannelGraph
 from .interpreter import Interpreter
+from .probe import probing_units, zeros_as
+from .rebuild import rebuild
 from .rules import Rule, user_rules
+from .submodules import as_calls, check_modules, find_modules, record_calls, record_modules
+
+log = logging.getLogger("peel")
 
 
 def trace(
@@ -21,16 +29,20 @@ def trace(
     *,
     groups: Mapping[str, Iterable[str]] | None = None,
     rules: Mapping[str, Rule] | None = None,
+    modules: str | Sequence[str] | None = None,
 ) -> ChannelGraph:
     """Find which channels of a model are tied, what they cost and what is fixed. The model is not changed.
 
     Args:
-        model: any `nn.Module` that `torch.export` can capture.
-        example_input: a tensor with a batch axis first, a tuple of positional arguments or a dict of keyword
-            arguments. Costs are those of one sample.
+        model: any `nn.Module` that `torch.export` can capture, as a whole or through some of its submodules.
+        example_input: a tensor with a batch axis first, a list of tensors, a tuple of positional arguments or
+            a dict of keyword arguments. Costs are those of one sample; where a list, tuple or dict among the
+            arguments holds tensors, those of the input as it is given.
         groups: replaces the grouping by spatial size (group name -> tie names).
         rules: channel rules of operators for this call (`{"mylib::op": rule}`); see
-        `peel.graph.register_rule`.
+            `peel.graph.register_rule`.
+        modules: the submodules to capture (`"backbone"`, `["backbone", "head"]`). Costs are then theirs.
+            Default: the whole model; if it cannot be captured, the largest submodules that can.
 
     >>> graph = peel.trace(torchvision.models.resnet18(), torch.randn(1, 3, 224, 224))
     >>> graph
@@ -38,16 +50,84 @@ def trace(
     """
     if not isinstance(model, nn.Module):
         raise TraceError(f"model is a {type(model).__name__}, not a torch.nn.Module.")
-    interpreter = Interpreter(model, user_rules(rules))
+    known = user_rules(rules)
     with _no_garbage_collection():
-        captured = capture(model, example_input)
-        interpreter.run(captured)
-        head = _capture_training_heads(model, example_input, captured)
-        if head is not None:
-            interpreter.run(head, counting=False)
-        # Builds the ties and probes them.
-        graph = AttributeSearch(model, example_input, interpreter, captured).run()
+        if modules is not None:
+            graph = _trace_modules(model, example_input, known, check_modules(model, modules))
+        else:
+            graph = _trace_largest(model, example_input, known)
     return graph if groups is None else graph.regroup(groups)
+
+
+def _trace_largest(model: nn.Module, example_input: Any, rules: Mapping[str, Rule]) -> ChannelGraph:
+    """Trace the whole model, or else the largest submodules that can be captured."""
+    try:
+        captured = capture(model, example_input)
+    except TraceError as error:
+        found = _try_modules(model, example_input, rules)
+        if found is None:
+            raise
+        log.warning(
+            "%s\n  Traced through its modules %s instead: MACs are theirs, and other code is not analyzed.",
+            error,
+            ", ".join(found.modules),
+        )
+        return found
+    return _trace(model, example_input, rules, captured)
+
+
+def _trace(
+    model: nn.Module, example_input: Any, rules: Mapping[str, Rule], captured: Capture
+) -> ChannelGraph:
+    interpreter = Interpreter(model, rules)
+    interpreter.run(captured)
+    head = _capture_training_heads(model, example_input, captured)
+    if head is not None:
+        interpreter.run(head, counting=False)
+    # Builds the ties and probes them.
+    return AttributeSearch(model, example_input, interpreter, captured).run()
+
+
+def _try_modules(model: nn.Module, example_input: Any, rules: Mapping[str, Rule]) -> ChannelGraph | None:
+    """A graph through the largest submodules that can be captured. None if it would have no free tie."""
+    try:
+        modules = find_modules(model, example_input)
+        graph = _trace_modules(model, example_input, rules, modules) if modules else None
+    except Exception as error:  # often the model does not run on this input: the failed capture says why
+        log.info("%s cannot be traced through its modules: %s", type(model).__name__, error)
+        return None
+    return graph if graph is not None and graph.widths else None
+
+
+def _trace_modules(
+    model: nn.Module, example_input: Any, rules: Mapping[str, Rule], modules: tuple[str, ...]
+) -> ChannelGraph:
+    """Trace a model through the calls of some of its submodules."""
+    module_calls = record_modules(model, example_input, modules)
+    calls, call_input = as_calls(model, module_calls)
+    graph = _trace(calls, call_input, rules, capture(calls, call_input))
+    ties = {
+        name: replace(tie, fixed=OF_MODULES.get(tie.fixed or "", tie.fixed))
+        for name, tie in graph.ties.items()
+    }
+    graph = replace(graph, ties=ties, module_calls=replace(module_calls, results={}))
+    _check_code_between(model, example_input, graph)
+    return graph
+
+
+def _check_code_between(model: nn.Module, example_input: Any, graph: ChannelGraph) -> None:
+    """Run the whole model at other widths: the code between the submodules must not depend on them."""
+    with torch.no_grad():
+        twin = rebuild(model, graph, probing_units(graph), zeros_as)
+    try:
+        record_calls(twin, example_input, ())
+    except Exception as error:
+        frame = user_frame(error)
+        line = f"{frame.filename}:{frame.lineno} `{frame.line}`" if frame else str(error)
+        raise TraceError(
+            f"{type(model).__name__} was traced through {', '.join(graph.modules)}, but its code between "
+            f"them does not run at other widths: {line}. Name other submodules with modules=[...]."
+        ) from error
 
 
 def _capture_training_heads(model: nn.Module, example_input: Any, captured: Capture) -> Capture | None:

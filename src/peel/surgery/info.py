@@ -18,7 +18,7 @@ class SlimInfo:
     modules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Module -> attributes that differ from the original."""
     costs: Mapping[str, Any] = field(default_factory=dict)
-    """MACs, parameters, and the input shapes that they were counted for."""
+    """MACs, parameters, the input shapes that they were counted for, and the modules if only these were."""
     input: Mapping[str, Any] | None = None
     """Of a trained model: its classes, and the shape and normalization of the images."""
 

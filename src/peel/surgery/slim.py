@@ -67,7 +67,9 @@ def _info(before: SlimInfo, graph: ChannelGraph, widths: Widths) -> SlimInfo:
     for name, attributes in evaluate(graph.attributes, graph.units(widths)).items():
         modules[name] = {**modules.get(name, {}), **attributes}
     macs, params = graph.macs(widths), graph.params(widths)
-    costs = {"macs": macs, "params": params, "input_shapes": graph.input_shapes}
+    costs: dict[str, Any] = {"macs": macs, "params": params, "input_shapes": graph.input_shapes}
+    if graph.modules:
+        costs["modules"] = graph.modules
     return SlimInfo(before.source, {**before.widths, **widths}, modules, costs)
 
 
@@ -106,7 +108,8 @@ def _initializers(module: nn.Module) -> dict[str, Callable[[Tensor], Any]]:
         bound = 1 / math.sqrt(max(1, module.in_features))
         uniform = partial(nn.init.uniform_, a=-bound, b=bound)
         return {"weight": uniform, "bias": uniform}
-    if isinstance(module, NORMS):
+    has_statistics = {"running_mean", "running_var"} <= dict(module.named_buffers(recurse=False)).keys()
+    if isinstance(module, NORMS) or has_statistics:  # a frozen batch norm is a class of its own
         ones = dict.fromkeys(("weight", "running_var"), nn.init.ones_)
         return {**ones, **dict.fromkeys(("bias", "running_mean", "num_batches_tracked"), nn.init.zeros_)}
     return {}

@@ -21,6 +21,7 @@ from ..graph.capture import computed_tensors, untouched, with_batch
 from ..graph.channel_graph import ChannelGraph
 from ..graph.probe import output_shapes
 from ..graph.rebuild import empty_as, rebuild
+from ..graph.submodules import as_calls, record_modules
 from ..graph.trace import trace
 from .selection import KeptChannels, select_channels
 from .slim import copy_weights, initialize
@@ -71,6 +72,8 @@ def verify(
 ) -> Verification:
     """Check on this model that cutting channels is correct. The model is not changed.
 
+    Where the graph was traced through submodules, these are checked, with the inputs that the model gives
+    them.
     After `seconds` no further check starts; the rest is reported as skipped. `progress` is called with the
     name of the next check, the number of checks done and their total.
 
@@ -84,6 +87,8 @@ def verify(
     checks: list[Check] = []
     with untouched():
         torch.manual_seed(seed)
+        if graph.modules:
+            model, example_input = as_calls(model, record_modules(model, example_input, graph.modules))
         checker = _Checker(model, graph, example_input)
         planned: dict[str, Callable[[], Outcome]] = {
             "full width": checker.full_width,

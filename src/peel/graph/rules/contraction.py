@@ -3,6 +3,7 @@
 They are also where the cost is: one multiply-add for each element of a product of axes (`Call.costs`).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..axes import Axis, Value, axis_size, constant, expand, is_free, repeat_each
@@ -69,7 +70,7 @@ def _layer(call: Call, value: Value, weight: Value, bias: Value | None, outputs:
         call.fix(axis, "kernel size")
     if bias is not None:
         call.unify(bias[0], outputs)
-    call.produces(outputs)
+    call.produces(outputs, place)
     call.has_attributes(in_channels=channels, out_channels=outputs)
     call.has_attributes(in_features=channels, out_features=outputs)
     if 1 < groups == axis_size(channels):
@@ -83,46 +84,94 @@ def _layer(call: Call, value: Value, weight: Value, bias: Value | None, outputs:
 
 @rule("matmul mm bmm")
 def _matmul(call: Call, first: Value, second: Value) -> Value:
-    """A product of two computed tensors, as in attention: the inner axis is fixed, the outer axes pass."""
-    call.unify(first[-1], second[-2] if len(second) > 1 else second[0])
-    call.fix(first[-1], f"{call} sums over it between two computed tensors")
-    batch = broadcast(call, first[:-2], second[:-2])
-    rows = first[-2:-1] if len(first) > 1 else ()
-    columns = second[-1:] if len(second) > 1 else ()
-    if rows and columns:  # torch does not count products with vectors either
-        call.costs((*batch, *rows, first[-1], *columns))
-    return (*batch, *rows, *columns)
+    first_letters, second_letters = "yz"[-len(first) :], "zx"[: len(second)]
+    equation = f"...{first_letters},...{second_letters}->...{'y' * (len(first) > 1)}{'x' * (len(second) > 1)}"
+    is_counted = len(first) > 1 and len(second) > 1  # torch does not count products with vectors
+    return _product(call, equation, [first, second], call.node.args, is_counted)
 
 
 @rule("addmm baddbmm")
 def _addmm(call: Call, bias: Value, first: Value, second: Value, **options: Any) -> Value:
-    return broadcast(call, bias, _matmul(call, first, second))
+    equation = "yz,zx->yx" if len(first) == 2 else "byz,bzx->byx"
+    return broadcast(call, bias, _product(call, equation, [first, second], call.node.args[1:]))
 
 
 @rule("einsum")
-def _einsum(call: Call, equation: str, values: list[Value], **options: Any) -> Any:
-    """Axes with the same letter are one axis. A letter that is summed over is fixed."""
-    left, right = equation.replace(" ", "").split("->")
-    terms = left.split(",")
-    not_covered = f"{call}: the rule does not cover the equation {equation}"
-    if "." in equation or len(terms) > 2:
-        return call.refuse(not_covered)
+def _einsum(call: Call, equation: str, values: list[Value], *rest: Any, **options: Any) -> Any:
+    sources: Any = call.node.args[1]
+    try:
+        return _product(call, equation.replace(" ", ""), values, sources)
+    except NotImplementedError:
+        return call.refuse(f"{call}: the rule does not cover the equation {equation}")
+
+
+def _product(
+    call: Call, equation: str, values: list[Value], sources: Sequence[Any], is_counted: bool = True
+) -> Value:
+    """A product as an equation: axes with the same letter are one axis.
+
+    With a weight on one side it is a linear layer: it sums over the channels that both sides have, and the
+    weight makes the channels that only it has. Between two computed tensors, as in attention, no weight reads
+    the channels that are summed over, so cutting them is not zeroing them.
+    """
+    terms, right = _letters(equation, values)
     axis_of: dict[str, Axis] = {}
     for term, value in zip(terms, values, strict=True):
         for letter, axis in zip(term, value, strict=True):
-            if axis_size(axis_of.setdefault(letter, axis)) != axis_size(axis):
-                return call.refuse(not_covered)
-            call.unify(axis_of[letter], axis)
-    for letter, axis in axis_of.items():
-        if letter not in right:
-            call.fix(axis, f"{call} sums over it between two computed tensors")
-    if len(terms) == 2:
-        call.costs(tuple(axis_of.values()))
+            other = axis_of.setdefault(letter, axis)
+            if axis_size(other) == axis_size(axis):
+                call.unify(other, axis)
+            elif "." in equation and 1 in (axis_size(other), axis_size(axis)):
+                axis_of[letter] = max(other, axis, key=axis_size)
+            else:
+                raise NotImplementedError
+    is_weight = [source in call.weights for source in sources]
+    weight = is_weight.index(True) if is_weight.count(True) == 1 and len(terms) == 2 else None
+    source = None if weight is None else sources[weight]
+    summed = [letter for letter in axis_of if letter not in right and all(letter in term for term in terms)]
+    for letter in (letter for letter in axis_of if letter not in right):
+        if letter not in summed or len(terms) == 1:
+            call.mark_inexact(axis_of[letter], f"{call} sums over the channels")
+        elif weight is None:
+            call.mark_inexact(axis_of[letter], f"{call} sums over it between two computed tensors")
+        else:
+            call.sums_over(values[weight], terms[weight].index(letter), source)
+    made = [letter for letter in right if weight is not None and letter not in terms[1 - weight]]
+    for letter in made:
+        call.produces(axis_of[letter], right.index(letter), source)
+    if summed and len(terms) == 2 and is_counted:
+        output = axis_of[made[0]] if made else ()
+        call.costs(
+            tuple(axis_of[letter] for letter in axis_of if letter in right + "".join(summed)), output, source
+        )
     return tuple(axis_of[letter] for letter in right)
+
+
+def _letters(equation: str, values: list[Value]) -> tuple[list[str], str]:
+    """The letters of each operand and of the result. An ellipsis becomes capital letters of Greek."""
+    left, arrow, right = equation.partition("->")
+    terms = left.split(",")
+    if len(terms) > 2 or any(term.count(letter) > 1 for term in terms for letter in term if letter != "."):
+        raise NotImplementedError
+    rank = max(len(value) - len(term.replace("...", "")) for term, value in zip(terms, values, strict=True))
+    rest = "".join(chr(ord("\u0391") + i) for i in range(rank))
+    if not arrow:
+        letters = sorted(set(left) - set(",."))
+        right = "..." * ("..." in left) + "".join(letter for letter in letters if left.count(letter) == 1)
+    spelled = []
+    for term, value in zip(terms, values, strict=True):
+        missing = len(value) - len(term.replace("...", ""))
+        spelled.append(term.replace("...", rest[rank - missing :]))
+    return spelled, right.replace("...", rest)
 
 
 @rule("scaled_dot_product_attention")
 def _attention(call: Call, query: Value, key: Value, value: Value, *rest: Any, **options: Any) -> Any:
-    call.costs((*query, key[-2]))
-    call.costs((*query[:-1], key[-2], value[-1]))
-    return call.refuse(f"{call}: channels of attention heads")
+    """The number of heads stays. Queries and keys keep the same channels; those of values pass."""
+    if options.get("enable_gqa"):
+        return call.refuse(f"{call}: heads in groups")
+    scores = _product(call, "...ye,...xe->...yx", [query, key], [None, None])
+    mask = rest[0] if rest else options.get("attn_mask")
+    scores = scores if mask is None else broadcast(call, scores, mask)
+    call.mark_inexact(scores[-1], f"{call} runs over the channels")
+    return _product(call, "...yx,...xv->...yv", [scores, value], [None, None])

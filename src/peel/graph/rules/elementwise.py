@@ -10,7 +10,7 @@ _UNARY = """
     clamp_min clone contiguous cos cosh detach detach_ dropout dropout_ elu elu_ empty_like erf erfinv exp
     exp2 exp_ feature_alpha_dropout feature_dropout fill_ floor floor_ full_like gelu hardshrink
     hardsigmoid hardsigmoid_ hardswish hardswish_ hardtanh hardtanh_ isnan leaky_relu leaky_relu_
-    lift_fresh_copy log log1p log_sigmoid logical_not logit mish mish_ nan_to_num neg neg_ ones_like
+    lift_fresh_copy log log1p log2 log_sigmoid logical_not logit mish mish_ nan_to_num neg neg_ ones_like
     rand_like randn_like reciprocal relu relu6 relu6_ relu_ round round_ rrelu rsqrt rsqrt_ selu selu_
     sigmoid sigmoid_ sign silu silu_ sin sinh softplus softshrink sqrt sqrt_ square tan tanh tanh_
     threshold threshold_ to _to_copy type_as zero_ zeros_like
@@ -20,7 +20,7 @@ _BROADCASTING = """
     add add_ addcdiv addcdiv_ addcmul addcmul_ atan2 bitwise_and bitwise_or bitwise_xor copy copy_ div
     div_ eq floor_divide floor_divide_ fmod ge gt le lerp lerp_ logaddexp logical_and logical_or
     logical_xor lt masked_fill masked_fill_ maximum minimum mul mul_ ne pow pow_ remainder remainder_ rsub
-    sub sub_ where
+    sub sub_
 """
 
 
@@ -39,6 +39,12 @@ def broadcast(call: Call, *args: Any, **options: Any) -> Value:
         else:
             result.append(axes[0] if len(axes) == 1 else constant(1))
     return tuple(result)
+
+
+@rule("where nonzero nonzero_numpy")
+def _where(call: Call, *args: Any) -> Any:
+    """A choice between two tensors, or the places where one tensor is not zero."""
+    return broadcast(call, *args) if len(args) > 1 else call.refuse(f"{call} finds places by their values")
 
 
 @rule(_UNARY)

@@ -1,6 +1,6 @@
 """Operators that only move elements: views, permutations, cuts, joins, padding, creation."""
 
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -95,8 +95,16 @@ def _repeat_interleave(call: Call, value: Value, times: Any, dim: Any = None, **
 # Cuts
 
 
+def _cut_in_proportion(call: Call, axis: Axis, lengths: list[int]) -> None:
+    """The lengths keep their ratio: the code computes them from the whole (`x[:, : x.shape[1] // 4]`)."""
+    call.same_size(call.cut_evenly(axis, axis_size(axis) // gcd(*lengths)))
+
+
 def _pieces(call: Call, value: Value, dim: int, lengths: list[int]) -> tuple[Value, ...]:
     """Pieces of the same length stay equal: code that splits into `(c, c)` has one number for both."""
+    call.has_readings(2)
+    if call.reading:
+        _cut_in_proportion(call, value[dim], lengths)
     pieces = call.cut(value[dim], lengths)
     for length in dict.fromkeys(lengths):
         call.same_size([piece for piece, own in zip(pieces, lengths, strict=True) if own == length])
@@ -131,10 +139,15 @@ def _slice(
         call.has_lengths([total], (value[dim],))
         return value
     if not is_free(value[dim]) or step != 1 or end <= start:
-        call.fix(value[dim], f"{call} takes every {step}th channel")
+        taken = "takes none of the channels" if end <= start else f"takes one of {step} channels"
+        call.fix(value[dim], f"{call} {taken}")
         return replace_axis(value, dim, constant(call.shape[dim]))
     length = end - start
-    pieces = call.cut(value[dim], [n for n in (start, length, total - end) if n])
+    lengths = [n for n in (start, length, total - end) if n]
+    call.has_readings(2)
+    if call.reading:
+        _cut_in_proportion(call, value[dim], lengths)
+    pieces = call.cut(value[dim], lengths)
     if 2 * length == total and start % length == 0:
         # Code that takes a half usually says `[:, : channels // 2]` rather than a number.
         call.same_size(pieces)
@@ -189,7 +202,7 @@ def _pad(
 ) -> Value:
     axes = list(value)
     operator = str(call.node.target)
-    fills = mode == "constant" and "reflection" not in operator and "replication" not in operator
+    fills = "constant_pad" in operator or (mode == "constant" and "aten.pad." in operator)
     for i in range(0, len(padding), 2):
         before, after = padding[i], padding[i + 1]
         place = len(axes) - 1 - i // 2
@@ -238,6 +251,27 @@ def _channel_shuffle(call: Call, value: Value, groups: int) -> Value:
     return replace_axis(value, 1, call.merge([row, rows]))
 
 
+@rule("im2col")
+def _im2col(call: Call, value: Value, kernel: list[int], *rest: Any) -> Value:
+    """Patches as columns: each channel becomes as many rows as the kernel has places."""
+    rows = repeat_each(value[-3], prod(kernel))
+    return (*value[:-3], rows, constant(call.shape[-1]))
+
+
+@rule("col2im")
+def _col2im(call: Call, value: Value, size: list[int], kernel: list[int], *rest: Any) -> Value:
+    channels = unknown(axis_size(value[-2]) // prod(kernel))
+    call.unify(value[-2], repeat_each(channels, prod(kernel)))
+    return (*value[:-2], channels, *(constant(length) for length in call.shape[-2:]))
+
+
+@rule("unfold")
+def _unfold(call: Call, value: Value, dim: int, size: int, step: int) -> Value:
+    """Windows along an axis, which become a new last axis."""
+    call.fix(value[dim], f"{call} slides over the channels")
+    return (*replace_axis(value, dim, constant(call.shape[dim])), constant(size))
+
+
 @rule("zeros ones full empty rand randn new_zeros new_ones new_full new_empty arange")
 def _create(call: Call, *args: Any, **options: Any) -> Value:
     """A new tensor. Its axes take whatever length the code computes; the probe checks that."""
@@ -254,6 +288,23 @@ def _embedding(call: Call, weight: Value, indices: Value, *rest: Any) -> Value:
     call.fix(weight[0], "number of embeddings")
     call.has_attributes(embedding_dim=weight[1])
     return (*indices, weight[1])
+
+
+@rule("index_put index_put_")
+def _index_put(
+    call: Call, value: Value, indices: list[Value | None], source: Value, *rest: Any, **options: Any
+) -> Any:
+    """Writes to places along the first axes. The axes after them hold the same channels on both sides."""
+    places = list(range(len(indices)))
+    if any(indices[place] is None for place in places):
+        return call.refuse(f"{call}: the rule covers indices of the first axes only")
+    for place in places:
+        call.fix(value[place], f"{call} writes to channels by computed indices")
+    tail = value[len(indices) :]
+    for own, other in zip(tail[::-1], source[::-1], strict=False):
+        if axis_size(other) > 1:
+            call.unify(own, other)
+    return value
 
 
 @rule("index")
