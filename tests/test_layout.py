@@ -16,7 +16,8 @@ TESTS = Path(__file__).parent
 TOP_LEVEL = {"__init__.py", "__main__.py", "errors.py", "version.py"}
 
 MAX_LINES, MAX_NESTING, MAX_PARAMETERS, MAX_COLUMNS = 60, 4, 12, 110
-MAX_SOURCE_LINES, MAX_MACHINERY = 12_000, 0.35
+#: The part of all lines that data, train and run may take.
+MAX_MACHINERY = 0.35
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.Match)
@@ -171,10 +172,9 @@ def test_no_line_is_too_long() -> None:
             assert len(line) <= MAX_COLUMNS, f"{path}:{number}"
 
 
-def test_the_package_is_small_and_most_of_it_is_not_machinery() -> None:
+def test_most_of_the_package_is_not_machinery() -> None:
     stub = SOURCE / "__init__.pyi"
     lines = {path: text.count("\n") for path, text in [*sources().items(), (stub, stub.read_text())]}
     total = sum(lines.values())
     machinery = sum(count for path, count in lines.items() if path.parts[0] in ("data", "train", "run"))
-    assert total <= MAX_SOURCE_LINES
     assert machinery <= MAX_MACHINERY * total
