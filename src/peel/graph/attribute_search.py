@@ -56,8 +56,8 @@ class AttributeSearch:
         self.with_data: bool | None = None
         """Whether the probe needs tensors with data."""
         self.trials = _MAX_TRIALS
-        self.read: set[Node] = set()
-        """Views and cuts whose other readings have been tried"""
+        self.read: set[Node | str] = set()
+        """Views and cuts whose other readings have been tried, and lines of code where none was right"""
 
     def run(self) -> ChannelGraph:
         graph = self._build()
@@ -154,10 +154,14 @@ class AttributeSearch:
         """Read a view or cut of the modules that were running in another way, if the code follows it."""
         nodes = [node for node in self.findings.readings if module_of(node) in failure.modules]
         return any(
-            self._reread(node, partial(self._runs_at, node))
+            self._can_reread(node)
+            and not self._runs_at(node, graph)
+            and self._reread(node, partial(self._runs_at, node))
             for node in nodes
-            if node not in self.read and not self._runs_at(node, graph)
         )
+
+    def _can_reread(self, node: Node) -> bool:
+        return node in self.findings.readings and not self.read & {node, _line_of(node)}
 
     def _runs_at(self, node: Node, graph: ChannelGraph) -> bool:
         """Whether the code runs when only the ties at an operator change."""
@@ -174,6 +178,7 @@ class AttributeSearch:
                 return True
         self._use(before[0])
         _, self.builder, self.guesses = before
+        self.read.add(_line_of(node))  # the same code in other blocks is not tried again
         return False
 
     def _use(self, interpreter: Interpreter) -> None:
@@ -235,7 +240,7 @@ class AttributeSearch:
             return True
         node, axes = mismatch
         follows = partial(self._follows_at, node)
-        if node in self.findings.readings and node not in self.read and self._reread(node, follows):
+        if self._can_reread(node) and self._reread(node, follows):
             return False
         if self._reguess(module_of(node), follows):
             return False

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map  # has no public name
 from ..cost.count import OperatorCount, plain_attention
 from .capture import untouched, user_frame, with_batch
 from .channel_graph import ChannelGraph
-from .rebuild import empty_as, rebuild
+from .rebuild import empty_as, rebuild, zeros_as
 
 _GOLDEN = 0.6180339887
 
@@ -109,10 +109,6 @@ class _ShapesOnly(OperatorCount):  # type: ignore[no-untyped-call]
 
 _ACTIVATIONS = "relu relu_ hardtanh hardtanh_ silu silu_ hardswish hardswish_ gelu sigmoid hardsigmoid"
 _SHAPE_PRESERVING = {getattr(torch.ops.aten, name) for name in _ACTIVATIONS.split()}
-
-
-def zeros_as(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return tensor if tensor.shape == shape else empty_as(tensor, shape).zero_()
 
 
 def _running(model: nn.Module, error: Exception) -> tuple[str, ...]:

@@ -15,8 +15,8 @@ from .attribute_search import AttributeSearch
 from .capture import Capture, capture, user_frame
 from .channel_graph import OF_MODULES, ChannelGraph
 from .interpreter import Interpreter
-from .probe import probing_units, zeros_as
-from .rebuild import rebuild
+from .probe import probing_units
+from .rebuild import rebuild, zeros_as
 from .rules import Rule, user_rules
 from .submodules import as_calls, check_modules, find_modules, record_calls, record_modules
 
