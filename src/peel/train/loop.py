@@ -167,7 +167,8 @@ def _evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int) -
         sums += torch.stack([loss.double(), is_hit[:, 0].sum().double(), is_hit.sum().double()])
         if (stop := interrupt_requested()) is not None:
             break
-    for signal in filter(None, engine.world.gather(stop)):
+    stops, counts = zip(*engine.world.gather((stop, classes)), strict=True)
+    for signal in filter(None, stops):
         raise Interrupted(signal)
     loss_mean, top1, top5 = (engine.world.all_reduce(sums) / split.size).tolist()
-    return Metrics(loss_mean, top1, top5 if classes > 5 else None)
+    return Metrics(loss_mean, top1, top5 if max(counts) > 5 else None)
