@@ -680,13 +680,13 @@ class Products(Net):
 class Equations(Net):
     """Linear layers as einsum: with an ellipsis, without an arrow, per channel, in groups."""
 
-    expected = {"conv": (8, 1), "mix": (6, 1), "last": (4, 1)}
+    expected = {"conv": (8, 1), "mix": (12, 1), "last": (8, 1)}
 
     def __init__(self):
         super().__init__()
-        self.conv, self.fc = nn.Conv2d(3, 8, 3), nn.Linear(4, 5)
-        self.scale, self.mix = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(6, 8))
-        self.last = nn.Parameter(torch.randn(6, 4))
+        self.conv, self.fc = nn.Conv2d(3, 8, 3), nn.Linear(8, 5)
+        self.scale, self.mix = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(12, 8))
+        self.last = nn.Parameter(torch.randn(12, 8))
 
     def forward(self, x):
         x = torch.einsum("bchw,c->bchw", self.conv(x), self.scale)
