@@ -231,7 +231,7 @@ def by_tie(kind: type[Net]) -> peel.ChannelGraph:
     st.sampled_from(SMALLEST),
     st.floats(0.3, 2.0),
     st.floats(0.3, 1.0),
-    st.lists(st.floats(0.05, 1.0), min_size=3, max_size=3),
+    st.lists(st.floats(0.05, 1.0), min_size=8, max_size=8),
 )
 def test_every_tie_is_within_one_step_on_the_smallest_networks(
     kind: type[Net], part: float, ratio: float, weights: list[float]

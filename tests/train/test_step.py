@@ -218,6 +218,7 @@ def test_a_micro_batch_of_one_image_that_does_not_fit_ends_the_command_with_code
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = {
+        "--data": "digits",
         "--stages": "original",
         "--train.epochs": "1",
         "--train.batch-size": "32",
