@@ -14,6 +14,7 @@ from ..cost.activations import ActivationCost
 from ..cost.polynomial import CostModel, IntArray
 from ..cost.widths import Widths
 from ..errors import WidthsError, did_you_mean
+from .program import Program
 
 #: Why channels that leave the model are fixed.
 OUTPUT = "it leaves the model (its output)"
@@ -103,6 +104,8 @@ class ChannelGraph:
     mac_cost: CostModel
     param_cost: CostModel
     activation_cost: ActivationCost
+    program: Program | None = None
+    """What the code does at any widths; None if no tie is free."""
 
     @cached_property
     def widths(self) -> Widths:

@@ -37,6 +37,7 @@ class GraphBuilder:
         self.free = [unit for unit in self.names if unit.fixed is None]
         self.index = {unit: i for i, unit in enumerate(self.free)}
         self.atoms: dict[Atom, int] = {}
+        self._forms: dict[Axis, Form] = {}
 
     def _fix_leftovers(self) -> None:
         """Fix units that no layer produces, and units of one channel."""
@@ -75,6 +76,8 @@ class GraphBuilder:
 
     def form(self, axis: Axis) -> Form:
         """The length of an axis as a constant plus units of ties."""
+        if (known := self._forms.get(axis)) is not None:
+            return known
         constant = 0
         times: dict[int, int] = {}
         for atom, inner in expand(axis):
@@ -83,7 +86,8 @@ class GraphBuilder:
                 constant += atom.unit.size * inner
             else:
                 times[tie] = times.get(tie, 0) + inner
-        return Form(constant, tuple(sorted(times.items())))
+        found = self._forms[axis] = Form(constant, tuple(sorted(times.items())))
+        return found
 
     def _runs(self, axis: Axis) -> tuple[Run, ...]:
         runs: list[Run] = []

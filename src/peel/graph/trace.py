@@ -46,7 +46,9 @@ def trace(
         if head is not None:
             interpreter.run(head, counting=False)
         # Builds the ties and probes them.
-        graph = AttributeSearch(model, example_input, interpreter, captured).run()
+        has_head = head is not None
+        search = AttributeSearch(model, example_input, interpreter, captured, has_training_head=has_head)
+        graph = search.run()
     return graph if groups is None else graph.regroup(groups)
 
 

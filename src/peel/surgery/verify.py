@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map  # there is no public name
 from ..cost.count import count_macs
 from ..graph.capture import computed_tensors, untouched, with_batch
 from ..graph.channel_graph import ChannelGraph
-from ..graph.probe import output_shapes
+from ..graph.probe import find_difference, output_shapes
 from ..graph.rebuild import empty_as, rebuild
 from ..graph.trace import trace
 from .selection import KeptChannels, select_channels
@@ -104,6 +104,7 @@ class _Checker:
 
     def __init__(self, model: nn.Module, graph: ChannelGraph, example_input: Any) -> None:
         self.graph = graph
+        self.given = model
         self.model = _randomized(copy.deepcopy(model, computed_tensors(model)).double().eval())
         self.tolerance = TOLERANCE
         self.one_sample = tree_map(_double, with_batch(example_input, 1))
@@ -172,6 +173,9 @@ class _Checker:
             return False, f"the output shape changed to {output_shapes(outputs)}"
         if (macs, params) != predicted:
             return False, f"{counted} counted, {predicted[0]:,} and {predicted[1]:,} predicted"
+        network = rebuild(self.given, self.graph, units, empty_as)
+        if difference := find_difference(network, self.graph, units, self.given):
+            return False, f"its code does something else: {difference}"
         note = f" ({uncounted:,} MACs of operators without a rule are in no prediction)" if uncounted else ""
         return True, f"runs, output shape kept, {counted} as predicted{note}"
 
