@@ -29,19 +29,19 @@ from .rebuild import empty_as, rebuild
 from .recording import Failure, Twin
 from .ties import GraphBuilder
 
-#: At most this many runs look for the ties that cause a failure. Beyond that, all ties at its place are fixed.
+#: At most this many runs look for the ties that cause a failure. Beyond that, all ties there are fixed.
 _MAX_TRIALS = 100
 
 #: A number that is not itself a length in a call is taken for a width only if its name says so.
 _WIDTH_NAME = re.compile(r"chan|chs|feature|plane|width|dim|hidden|filters|inp|oup|in_c|out_c|_c$")
 
 #: Functions whose numbers are lengths, which the shapes of their results show.
-_TAKE_LENGTHS = set(
-    "view reshape split split_with_sizes chunk tensor_split narrow expand repeat tile unflatten flatten select "
-    "__getitem__ __setitem__ zeros ones empty full arange linspace rand randn new_zeros new_ones new_empty "
-    "new_full pad layer_norm rms_norm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
-    "interpolate fold unfold multi_head_attention_forward broadcast_to index_select pixel_shuffle".split()
-)
+_TAKE_LENGTHS = """
+    view reshape split split_with_sizes chunk tensor_split narrow expand repeat tile unflatten flatten select
+    __getitem__ __setitem__ zeros ones empty full arange linspace rand randn new_zeros new_ones new_empty
+    new_full pad layer_norm rms_norm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
+    interpolate fold unfold multi_head_attention_forward broadcast_to index_select pixel_shuffle
+"""
 
 Guesses = dict[tuple[str, int | tuple[int, ...]], list[Any]]
 """(module, number or numbers) -> the `Form` that this may be, or a tuple of forms."""
@@ -269,23 +269,28 @@ class AttributeSearch:
 
         What the code computes at its own widths is right. But slicing the channels is not masking them.
         """
-        calls, units = self.original.calls, self.tried[1][0]
-        changed = {call for _, done in self.tried[1:] for call in self.original.changed_numbers(done)}
-        changed = {call for call in changed if calls[call].name not in _TAKE_LENGTHS} - self.marked
-        if not changed:
-            return False
-        self.marked |= changed
+        calls, found = self.original.calls, False
+        for units, done in self.tried[1:]:
+            changed = self.original.changed_numbers(done).keys() - self.marked
+            changed = {call for call in changed if calls[call].name not in _TAKE_LENGTHS.split()}
+            if changed:
+                self.marked |= changed
+                found = True
+                reason = f"the code computes a number from it: {calls[min(changed)].line}"
+                for tie in self._ties_behind(graph, units, changed):
+                    for axis in self._axes_of(self.builder.free[tie]):
+                        mark_inexact(axis, reason)
+        return found
+
+    def _ties_behind(self, graph: ChannelGraph, units: list[int], changed: set[int]) -> list[int]:
+        """The ties whose widths change the numbers of these calls."""
 
         def differs(ties: Sequence[int]) -> bool:
             self.twin.set_widths(graph, _with(graph.units(), units, ties))
-            done = self.twin.run(calls)
+            done = self.twin.run(self.original.calls)
             return isinstance(done, Failure) or bool(changed & self.original.changed_numbers(done).keys())
 
-        line = calls[min(changed)].line
-        for tie in smallest_cause(range(len(units)), differs):
-            for axis in self._axes_of(self.builder.free[tie]):
-                mark_inexact(axis, f"the code computes a number from it: {line}")
-        return True
+        return smallest_cause(range(len(units)), differs)
 
     def _axes_of(self, unit: Unit) -> Iterator[Axis]:
         """The parts of parameters and buffers that have this unit."""

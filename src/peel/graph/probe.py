@@ -73,10 +73,10 @@ def check_network(
     """
     difference = find_difference(network, graph, graph.units(widths), original)
     if difference is not None:
+        name = type(network).__name__
         raise WidthsError(
-            f"at these widths the code of {type(network).__name__} does something else than the network that "
-            f"was traced: {difference}. Choose other widths, or change the code so that it does the same at all "
-            "widths."
+            f"at these widths the code of {name} does something else than the network that was traced: "
+            f"{difference}. Choose other widths, or change the code so that it does the same at all widths."
         )
 
 

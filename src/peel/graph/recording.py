@@ -173,8 +173,10 @@ def _place() -> tuple[str, int]:
     return frame.f_code.co_filename, frame.f_lineno
 
 
-_ACTIVATIONS = "relu relu_ relu6 hardtanh hardtanh_ silu silu_ hardswish hardswish_ gelu sigmoid hardsigmoid"
-_SHAPE_PRESERVING = {*_ACTIVATIONS.split(), "batch_norm"}
+_NAMES = (
+    "relu relu_ relu6 hardtanh hardtanh_ silu silu_ hardswish hardswish_ gelu sigmoid hardsigmoid batch_norm"
+)
+_SHAPE_PRESERVING = set(_NAMES.split())
 
 
 def _shape_preserved(name: str, args: Any, kwargs: Any) -> Tensor | None:
@@ -190,12 +192,13 @@ def _shape_preserved(name: str, args: Any, kwargs: Any) -> Tensor | None:
     return value if is_in_place and name != "batch_norm" else value.detach()
 
 
+_NAMES = """
+    add add_ __add__ __iadd__ sub mul mul_ __mul__ __imul__ truediv cat stack view reshape flatten permute
+    transpose mean sum size dim __get__ __getitem__ max_pool2d avg_pool2d adaptive_avg_pool2d chunk split
+    dropout unsqueeze squeeze contiguous expand
+"""
 #: Functions that are not watched by the counter of MACs, which slows them down.
-_WITHOUT_MACS = set(
-    "add add_ __add__ __iadd__ sub mul mul_ __mul__ __imul__ truediv cat stack view reshape flatten permute "
-    "transpose mean sum size dim __get__ __getitem__ max_pool2d avg_pool2d adaptive_avg_pool2d chunk split "
-    "dropout unsqueeze squeeze contiguous expand".split()
-)
+_WITHOUT_MACS = set(_NAMES.split())
 
 
 def _shared(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -19,6 +19,9 @@ from .interpreter import Interpreter
 
 _MAX_CAUSES = 12
 
+#: Why an axis is fixed that an operator made with a constant length.
+_NO_REASON = "the code gives it a constant length"
+
 
 class GraphBuilder:
     """Numbers the ties and atoms, and makes the parts of the graph."""
@@ -141,7 +144,7 @@ class GraphBuilder:
                 name=name,
                 width=self.widths[unit],
                 step=self.widths[unit] // unit.size if unit.fixed is None else 1,
-                fixed=unit.fixed,
+                fixed=_NO_REASON if unit.fixed == "" else unit.fixed,
                 inexact=inexact.get(unit),
                 members=tuple(members.get(unit, ())),
                 causes=tuple(unit.causes)[:_MAX_CAUSES],

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map  # there is no public name for these
 
 from ..cost.count import count_macs
-from ..graph.capture import computed_tensors, untouched, with_batch
+from ..graph.capture import computed_tensors, structural_copy, untouched, with_batch
 from ..graph.channel_graph import ChannelGraph
 from ..graph.probe import find_difference, output_shapes
 from ..graph.rebuild import empty_as, rebuild
@@ -120,8 +120,10 @@ class _Checker:
 
     @torch.no_grad()
     def run(self, model: nn.Module, weights: dict[str, Tensor] | None = None) -> list[Tensor]:
-        """The outputs of a model, with some of its weights replaced."""
-        output = functional_call(model, weights or {}, self.args, self.kwargs)
+        """The outputs of a model, with some of its weights replaced. What its code keeps is forgotten."""
+        output = functional_call(
+            structural_copy(model, keep_hooks=True), weights or {}, self.args, self.kwargs
+        )
         return [value for value in tree_leaves(output) if isinstance(value, Tensor)]
 
     def full_width(self) -> Outcome:
@@ -164,7 +166,7 @@ class _Checker:
             return False, f"it does not run: {str(error).splitlines()[0]}"
         params = sum(parameter.numel() for parameter in small.parameters())
         # MACs of operators without a rule are not predicted: they must be the same at any widths.
-        uncounted = count_macs(self.model, *self.one_sample) - self.graph.macs()
+        uncounted = count_macs(structural_copy(self.model), *self.one_sample) - self.graph.macs()
         predicted = self.graph.mac_cost.total(units) + uncounted, self.graph.param_cost.total(units)
         counted = f"{macs:,} MACs and {params:,} parameters"
         if not all(bool(torch.isfinite(output).all()) for output in outputs if output.is_floating_point()):
