@@ -11,6 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import peel
 from helpers.adversarial import CASES, Case
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def counted_macs(model: nn.Module, example: tuple[Tensor, ...]) -> int:
     """torch's own count, with attention as plain products, which is what it counts."""

@@ -93,12 +93,10 @@ class AttributeSearch:
                 failed = self._first_failure(graph, others)
                 if failed is None and not self._mark_computed_numbers(graph):
                     return replace(graph, program=self._program(graph))
-            if (
-                failed is not None
-                and not self._try_next_guess(failed[0])
-                and not self._try_seen_lengths(*failed)
-            ):
-                self._fix_culprits(graph, *failed)
+            if failed is not None:
+                failure, units = failed
+                if not self._try_next_guess(failure) and not self._try_seen_lengths(failure, units):
+                    self._fix_culprits(graph, failure, units)
             graph = self._build()
         return graph
 
@@ -123,7 +121,8 @@ class AttributeSearch:
                 training = self.twin.run(training=True) if self.has_training_head else None
                 self.training_calls = training.calls if isinstance(training, Recording) else ()
                 return
-        raise TraceError(f"{type(self.model).__name__} runs only in torch.export: {original.line}")
+            line = original.line
+        raise TraceError(f"{type(self.model).__name__} runs only in torch.export: {line}")
 
     def _probe(self, graph: ChannelGraph, units: list[int]) -> Recording | Failure:
         """What the code does at other widths, or where that is not as predicted."""
@@ -313,10 +312,15 @@ class AttributeSearch:
             if free and fails(free):
                 guilty = smallest_cause(free, fails) if self.trials > 0 else free
                 for tie in guilty:
-                    self.builder.free[tie].fixed = _reason(failure.modules[-1], failure.line)
+                    self.builder.free[tie].fixed = _reason(self._users_module(failure), failure.line)
                 return
         name = type(self.model).__name__
         raise TraceError(f"{name} does not run at other widths, and no tie explains it: {failure.line}")
+
+    def _users_module(self, failure: Failure) -> str:
+        """The innermost module that was running and is not one of torch's layers."""
+        kinds = {name: type(self.model.get_submodule(name)).__module__ for name in failure.modules}
+        return next((name for name in reversed(kinds) if not kinds[name].startswith("torch.nn.")), "")
 
     def _suspects(self, failure: Failure) -> Iterator[list[Axis]]:
         """Axes near the failure: those called with a length, then those of the operators, then all axes."""

@@ -49,7 +49,7 @@ class Twin:
         self.modules = {module: name for name, module in self.model.named_modules()}
         self.state = [(module, _copied(vars(module))) for module in self.modules if _is_plain(module)]
 
-    def set_widths(self, graph: ChannelGraph, units: Sequence[int], unchanged: Any = ()) -> None:
+    def set_widths(self, graph: ChannelGraph, units: list[int], unchanged: Any = ()) -> None:
         """Resize tensors and set attributes, except those in `unchanged` ((module, attribute) pairs).
 
         Attributes that an earlier run set (a cache of the user's code) are gone.
