@@ -1,9 +1,9 @@
 """Find the attributes that must follow the widths, and fix the widths that the user's code does not follow.
 
 A block may keep a width in an attribute: `torch.split(x, self.width, 1)`. An integer attribute that equals a
-length with which its module's forward called an operator is guessed to be that length. The
-probe then runs the code at other widths. Where it fails, other guesses are tried for the modules that were
-running. If none helps, the ties at that place are fixed, with the line of code as the reason.
+length with which its module's forward called an operator is guessed to be that length. The code then runs at
+other widths. Where it fails, other guesses are tried for the modules that were running. If none helps, the
+ties that cause the failure are fixed, with the line of code as the reason.
 """
 
 import re

@@ -17,7 +17,7 @@ class RecordedCall(NamedTuple):
 
     name: str
     sources: tuple[int | str, ...]
-    """Where its tensors come from: the number of an earlier call, or the name of a parameter or buffer."""
+    """Where its tensors come from: the number of an earlier call (of an input, if below 0), or a name."""
     numbers: tuple[Any, ...]
     """Its other arguments: numbers, strings and None."""
     shapes: tuple[tuple[int, ...], ...]

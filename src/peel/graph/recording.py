@@ -74,7 +74,8 @@ class Twin:
         """
         args, kwargs = tree_map(_twice, self.example) if training else self.example
         self.model.train(training)
-        recorder = _Recorder(self.names, expected)
+        inputs = {id(tensor): -1 - place for place, tensor in enumerate(_tensors((args, kwargs)))}
+        recorder = _Recorder({**self.names, **inputs}, expected)
         try:
             with untouched(), torch.no_grad(), plain_attention(), recorder:
                 self.model(*args, **kwargs)
@@ -101,11 +102,11 @@ class _DivergedError(Exception):
 class _Recorder(TorchFunctionMode):
     """Records calls, and stops at the first one that is not as expected."""
 
-    def __init__(self, names: Mapping[int, str], expected: Sequence[RecordedCall] | None) -> None:
+    def __init__(self, names: Mapping[int, int | str], expected: Sequence[RecordedCall] | None) -> None:
         self.expected = expected
         self.calls: list[RecordedCall] = []
         self.made: dict[int, int | str] = dict(names)
-        """`id` of a tensor -> the call that made it, or the name of a parameter or buffer."""
+        """`id` of a tensor -> the call that made it, as in `RecordedCall.sources`."""
         self.kept: list[Any] = []
         """Results, so that no `id` is used twice."""
         self.counter = OperatorCount()  # type: ignore[no-untyped-call]
