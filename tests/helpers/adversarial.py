@@ -705,3 +705,138 @@ def flattened_map(self, x):
 def branch_that_is_zero_at_first(self, x):
     x = self.a(x)
     return torch.cat([x, self.gate * self.b(x)], 1)
+
+
+# Lengths from elsewhere
+
+
+@case(lambda: {"a": conv(3, 8), "b": conv(8, 16), "c": conv(16, 10)}, "c", either="a b")
+def zeros_for_the_missing_channels(self, x):
+    x = self.a(x)
+    y = self.b(x)
+    return self.c(y + F.pad(x, (0, 0, 0, 0, 0, y.shape[1] - x.shape[1])))
+
+
+@case(lambda: {"a": conv(3, 16), "b": conv(3, 8), "c": conv(8, 10)}, "c", either="a a[0:8] a[8:16] b")
+def as_many_channels_as_the_other(self, x):
+    a, b = self.a(x), self.b(x)
+    return self.c(a[:, : b.shape[1]] + b)
+
+
+@case(lambda: {"a": conv(3, 16), "b": conv(3, 16), "c": conv(16, 10)}, "c", either="a b")
+def length_of_another_layer_by_chance(self, x):
+    a, b = self.a(x), self.b(x)
+    return self.c(b.reshape(b.shape[0], a.shape[1], *b.shape[2:])) + a.mean(1, keepdim=True)
+
+
+@case(lambda: {"a": conv(3, 8), "w": nn.Parameter(torch.randn(12, 16, 1, 1))}, either="a w")
+def slice_of_a_longer_weight(self, x):
+    x = self.a(x)
+    return F.conv2d(x, self.w[:, : x.shape[1]])
+
+
+@case(
+    lambda: {"a": conv(3, 8), "b": conv(8, 12), "pos": nn.Parameter(torch.randn(1, 32, 1, 1))},
+    "b",
+    either="a",
+)
+def slice_of_a_longer_embedding(self, x):
+    x = self.a(x)
+    return self.b(x + self.pos[:, : x.shape[1]])
+
+
+@case(
+    lambda: {"a": conv(3, 8), "b": conv(8, 12), "g": 8, "k": nn.Parameter(torch.randn(8, 1, 3, 3))},
+    "b",
+    either="a",
+)
+def number_of_groups_in_an_attribute(self, x):
+    return self.b(F.conv2d(self.a(x), self.k, padding=1, groups=self.g))
+
+
+@case(lambda: {"a": conv(3, 16), "b": conv(16, 12), "config": {"width": 16}}, "b")
+def width_in_a_dictionary(self, x):
+    x = self.a(x)
+    return self.b(x.view(x.shape[0], self.config["width"], 8, 8))
+
+
+@case(lambda: {"a": conv(3, 16), "b": conv(16, 12), "expected": 16, "d": conv(16, 16)}, "b d", either="a")
+def attribute_is_compared_with_the_shape(self, x):
+    x = self.a(x)
+    if x.shape[1] == self.expected:
+        x = self.d(x)
+    return self.b(x)
+
+
+@case(lambda: {"a": conv(3, 16), "b": conv(16, 12)}, "b", either="a")
+def branch_on_the_shape_of_a_weight(self, x):
+    x = self.a(x)
+    return self.b(relu(x) if self.a.weight.shape[0] > 12 else x)
+
+
+@case(lambda: {"a": conv(3, 8), "b": conv(8, 12)}, "a b", inexact="a b")
+def number_of_parameters_as_a_scale(self, x):
+    return self.b(self.a(x)) / sum(p.numel() for p in (*self.a.parameters(), *self.b.parameters()))
+
+
+@case(lambda: {"a": conv(3, 12), "n": nn.Parameter(torch.ones(12)), "b": conv(12, 10)}, "b", either="a")
+def groups_computed_from_the_width(self, x):
+    x = self.a(x)
+    return self.b(F.group_norm(x, x.shape[1] // 4, self.n))
+
+
+@case(lambda: {"a": conv(3, 8), "b": conv(4, 10)}, "b", either="a")
+def channels_pooled_to_four(self, x):
+    x = self.a(x).permute(0, 2, 3, 1).flatten(1, 2)
+    return self.b(F.adaptive_avg_pool1d(x, 4).transpose(1, 2).unflatten(2, (8, 8)))
+
+
+@case(lambda: {"a": conv(3, 8), "h": nn.Linear(64, 10)}, "h", either="a")
+def products_of_all_pairs_of_channels(self, x):
+    x = self.a(x).flatten(2)
+    return relu(self.h((x @ x.transpose(1, 2)).flatten(1)))
+
+
+@case(
+    lambda: {"a": conv(3, 8), "h": nn.Linear(8, 64), "u": nn.Unflatten(1, (16, 2, 2)), "b": conv(16, 10)},
+    "a b",
+    either="h",
+)
+def map_from_a_vector(self, x):
+    return self.b(self.u(relu(self.h(self.a(x).mean((2, 3))))))
+
+
+@case(lambda: {"a": conv(3, 8), "b": conv(16, 10)}, "a b")
+def channels_repeated(self, x):
+    return self.b(self.a(x).repeat(1, 2, 1, 1))
+
+
+@case(lambda: {"a": conv(3, 8), "q": conv(8, 8), "k": conv(8, 8), "c": conv(8, 9)}, "c", either="a q k")
+def attention_by_products_of_maps(self, x):
+    x = self.a(x)
+    q, k = self.q(x).flatten(2), self.k(x).flatten(2)
+    weights = (q.transpose(1, 2) @ k * q.shape[1] ** -0.5).softmax(-1)
+    return self.c((x.flatten(2) @ weights.transpose(1, 2)).view_as(x))
+
+
+@case(lambda: {"a": conv(3, 8), "mix": nn.Bilinear(8, 8, 6)}, either="a mix")
+def bilinear_layer(self, x):
+    x = self.a(x).mean((2, 3))
+    return self.mix(x, x.flip(0))
+
+
+@case(lambda: {"a": conv(3, 8), "b": conv(3, 8), "c": conv(8, 9)}, "a c", shapes=(IMAGE, IMAGE))
+def which_input_depends_on_the_width(self, x, y):
+    a, b = self.a(x), self.b(x if self.a.out_channels > 1 else y)
+    return self.c(a * b)
+
+
+@case(
+    lambda: {"a": conv(3, 64), "b": conv(3, 64), "c": conv(64, 9), "d": conv(64, 9)},
+    "a b d",
+    refused={"a": 6},
+    shapes=(IMAGE, IMAGE),
+)
+def which_input_depends_on_a_small_width(self, x, y):
+    a = self.a(x)
+    return self.d(a) + self.c(self.b(x if a.shape[1] >= 8 else y))
