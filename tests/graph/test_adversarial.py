@@ -66,6 +66,30 @@ def test_network_is_right_or_fixed_or_refused(case: Case) -> None:
             peel.slim(model, case.refused, graph=graph)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_costs_are_exact_or_the_network_is_refused_at_random_widths(case: Case) -> None:
+    model = case.build()
+    graph = peel.trace(model, case.example)
+    uncounted = counted_macs(case.build(), case.example) - graph.macs()
+    reached = trained_parameters(case.build(), case.example)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(20):
+        draws = torch.rand(len(graph.widths), generator=generator)
+        widths = {
+            name: max(1, int(width / graph.steps[name] * 3 * float(draw) ** 2)) * graph.steps[name]
+            for (name, width), draw in zip(graph.widths.items(), draws, strict=True)
+        }
+        try:
+            small = peel.slim(model, widths, graph=graph)
+        except peel.WidthsError as error:
+            assert "adversarial.py" in str(error)
+            continue
+        assert counted_macs(small, case.example) == graph.macs(widths) + uncounted, widths
+        assert sum(parameter.numel() for parameter in small.parameters()) == graph.params(widths)
+        assert trained_parameters(small, case.example) == reached, widths
+
+
 def test_there_are_many_networks() -> None:
     assert len(CASES) >= 60
     assert len({case.name for case in CASES}) == len(CASES)
