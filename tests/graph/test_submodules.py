@@ -193,6 +193,28 @@ def test_code_between_the_modules_that_wants_a_width_is_an_error() -> None:
         peel.trace(DependsOnWidth(), IMAGES)
 
 
+class NarrowBackbone(nn.Module):
+    """Does something else when it is narrow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.map = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 12, 3, padding=1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x)
+        return {"0": self.map(x.relu() if x.shape[1] >= 4 else x)}
+
+
+def test_a_slim_detector_is_compared_with_the_prediction() -> None:
+    model = DetectionNet()
+    model.backbone = NarrowBackbone()
+    graph = peel.trace(model, IMAGES)
+    assert graph.modules == ("backbone", "head")
+    peel.slim(model, {"backbone.stem": 5}, graph=graph)
+    with pytest.raises(peel.WidthsError, match=r"test_submodules\.py:\d+ .*x\.relu\(\)"):
+        peel.slim(model, {"backbone.stem": 3}, graph=graph)
+
+
 @pytest.mark.parametrize(
     ("modules", "message"),
     [

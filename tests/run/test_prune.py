@@ -17,7 +17,7 @@ from helpers.folders import content, read
 from helpers.small import CPU, WIDTHS, Counting, Small, few_digits, same_weights, small_run, taught
 from peel.cost.count import count_macs
 from peel.data.augmentation import EVAL
-from peel.errors import ConfigError
+from peel.errors import ConfigError, WidthsError
 from peel.methods.plan import Plan
 from peel.run.result import Result
 
@@ -217,6 +217,26 @@ class HeadFirst(Small):
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm3(self.conv3(self.norm1(self.conv1(x)).relu())).relu()
         return self.fc(self.head(x).relu().mean((2, 3)))
+
+
+class Narrow(Small):
+    """Leaves out an activation where it has five channels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(self.conv1(x)).relu()
+        if x.shape[1] != 5:
+            x = x.sigmoid()
+        x = self.norm3(self.conv3(self.norm2(self.conv2(x)).relu())).relu()
+        return self.fc(self.norm4(self.conv4(x)).relu().mean((2, 3)))
+
+
+def test_a_network_whose_code_does_something_else_is_refused_before_training(tmp_path: Path) -> None:
+    counting, plan = Counting(), {"conv1": 5, "conv2": 8, "conv3": 8, "conv4": 8}
+    with pytest.raises(WidthsError, match=r"test_prune\.py:\d+ `x = self.norm3.*instead of.*x\.sigmoid"):
+        small_run(Narrow(), plan=plan, callbacks=[counting], output=tmp_path / "run")
+    assert counting.steps == {}
+    assert not (tmp_path / "run").exists()
+    assert small_run(Narrow(), plan={**plan, "conv1": 4}, stages=["peel"], distill="none").model is not None
 
 
 def test_images_get_the_channels_that_the_network_takes() -> None:

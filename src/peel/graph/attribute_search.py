@@ -1,14 +1,16 @@
 """Find the attributes that must follow the widths, and fix the widths that the user's code does not follow.
 
 A block may keep a width in an attribute: `torch.split(x, self.width, 1)`. An integer attribute that equals a
-length with which its module's forward called an operator is guessed to be that length. The
-probe then runs the code at other widths. Where it fails, other guesses are tried for the modules that were
-running. If none helps, the ties at that place are fixed, with the line of code as the reason.
+length with which its module's forward called an operator is guessed to be that length. The code then runs at
+other widths. Where it fails, other readings of views and cuts and other guesses are tried for the modules
+that were running. If none helps, the ties that cause the failure are fixed, with the line of code as the
+reason.
 """
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,20 +20,30 @@ from torch.fx import Node
 
 from ..cost.polynomial import Form
 from ..errors import TraceError
-from .axes import Atom, Axis, Segment, Unit, axis_size, fix, is_free, units_of
+from .axes import Axis, Unit, axis_size, expand, fix, is_free, mark_inexact, units_of
 from .call import module_of, results_of, values_in
-from .capture import TORCH, Capture, capture
+from .capture import TORCH, Capture, capture, with_batch
 from .channel_graph import ChannelGraph
 from .interpreter import Interpreter
-from .probe import Failure, probe, probing_units
+from .probe import probing_units, smallest_cause
+from .program import Program, RecordedCall, Recording, predict_lengths
 from .rebuild import empty_as, rebuild
+from .recording import Failure, Twin
 from .ties import GraphBuilder
 
-#: At most this many ties are tried one by one. Beyond that, all ties at the place of failure are fixed.
-_MAX_TRIALS = 60
+#: At most this many runs look for the ties that cause a failure. Beyond that, all ties there are fixed.
+_MAX_TRIALS = 100
 
 #: A number that is not itself a length in a call is taken for a width only if its name says so.
 _WIDTH_NAME = re.compile(r"chan|chs|feature|plane|width|dim|hidden|filters|inp|oup|in_c|out_c|_c$")
+
+#: Functions whose numbers are lengths, which the shapes of their results show.
+_TAKE_LENGTHS = """
+    view reshape split split_with_sizes chunk tensor_split narrow expand repeat tile unflatten flatten select
+    __getitem__ __setitem__ zeros ones empty full arange linspace rand randn new_zeros new_ones new_empty
+    new_full pad layer_norm rms_norm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
+    interpolate fold unfold multi_head_attention_forward broadcast_to index_select pixel_shuffle
+"""
 
 Guesses = dict[tuple[str, int | tuple[int, ...]], list[Any]]
 """(module, number or numbers) -> the `Form` that this may be, or a tuple of forms."""
@@ -41,47 +53,129 @@ class AttributeSearch:
     """Builds and probes the graph again and again, until the user's code follows every free width."""
 
     def __init__(
-        self, model: nn.Module, example_input: Any, interpreter: Interpreter, captured: Capture
+        self,
+        model: nn.Module,
+        example_input: Any,
+        interpreter: Interpreter,
+        captured: Capture,
+        *,
+        has_training_head: bool = False,
     ) -> None:
         self.model = model
         self.example_input = example_input
         self.interpreter = interpreter
         self.findings = interpreter.findings
         self.captured = captured
+        self.has_training_head = has_training_head
+        self.training_calls: tuple[RecordedCall, ...] = ()
         self.operators = [node for node in captured.nodes if node.op == "call_function"]
         self.choice: dict[tuple[str, str], int] = {}
         """(module, attribute) -> which of its guesses is in use"""
         self.use_seen: bool | None = None
         """Whether attributes may also hold lengths of axes that operators of their module only worked on."""
-        self.with_data: bool | None = None
-        """Whether the probe needs tensors with data."""
+        self.tested: set[tuple[type, str]] = set()
+        """(class, attribute): attributes that are known to be lengths, or of no effect."""
+        self.marked: set[int] = set()
+        """Calls whose numbers follow widths, and whose ties are marked."""
         self.trials = _MAX_TRIALS
         self.read: set[Node | str] = set()
         """Views and cuts whose other readings have been tried, and lines of code where none was right"""
 
     def run(self) -> ChannelGraph:
         graph = self._build()
+        if graph.widths:
+            self._record_original(graph)
         while graph.widths:
-            # Twice: two widths that must fit together may do so by chance.
-            failure = self._probe(graph) or self._probe(graph, probing_units(graph, 2))
-            if failure is None:
-                if self._shapes_are_as_predicted(graph):
-                    break
-            elif self._needs_data(graph):
-                continue
-            elif self._try_other_reading(graph, failure):
-                pass
-            elif not self._try_next_guess(failure) and not self._try_seen_lengths(failure):
-                self._fix_culprits(graph, failure)
+            self.tried = [(graph.units(), self.original)]
+            larger, *others = probing_units(graph)
+            failed = self._first_failure(graph, [larger])
+            if (
+                failed is None
+                and self._attributes_are_lengths(graph)
+                and self._shapes_are_as_predicted(graph)
+            ):
+                failed = self._first_failure(graph, others)
+                if failed is None and not self._mark_computed_numbers(graph):
+                    return replace(graph, program=self._program(graph))
+            if failed is not None:
+                failure, units = failed
+                if not (
+                    self._try_other_reading(graph, failure)
+                    or self._try_next_guess(failure)
+                    or self._try_seen_lengths(failure, units)
+                ):
+                    self._fix_culprits(graph, failure, units)
             graph = self._build()
         return graph
 
     def _build(self) -> ChannelGraph:
         self.builder = GraphBuilder(self.model, self.interpreter, self.captured)
+        values = self.interpreter.values.values()
+        axes = {axis: None for item in values for value in values_in(item) for axis in value}
+        self.forms = dict.fromkeys(map(self.builder.form, axes))
         return self.builder.build(self._attributes())
 
-    def _probe(self, graph: ChannelGraph, units: list[int] | None = None) -> Failure | None:
-        return probe(self.model, graph, self.example_input, units, with_data=bool(self.with_data))
+    # Runs at other widths
+
+    def _record_original(self, graph: ChannelGraph) -> None:
+        """Record what the code does at its original widths: without data or, where that fails, with data."""
+        for with_data in (False, True):
+            self.twin = Twin(self.model, with_batch(self.example_input, 1), with_data=with_data)
+            self.with_data = with_data
+            self.twin.set_widths(graph, graph.units())
+            original = self.twin.run()
+            if isinstance(original, Recording):
+                self.original = original
+                training = self.twin.run(training=True) if self.has_training_head else None
+                self.training_calls = training.calls if isinstance(training, Recording) else ()
+                return
+            line = original.line
+        raise TraceError(f"{type(self.model).__name__} runs only in torch.export: {line}")
+
+    def _probe(self, graph: ChannelGraph, units: list[int]) -> Recording | Failure:
+        """What the code does at other widths, or where that is not as predicted."""
+        self.twin.set_widths(graph, units)
+        done = self.twin.run(self.original.calls)
+        if isinstance(done, Recording) and self.training_calls:
+            trained = self.twin.run(self.training_calls, training=True)
+            done = trained if isinstance(trained, Failure) else done
+        if isinstance(done, Failure):
+            return done
+        tried = [(graph.units(), self.original), (units, done)]
+        strange = predict_lengths(tried, self.forms)[1]
+        if strange is not None:
+            where = self.twin.run(self.original.calls[:strange])
+            modules = where.modules if isinstance(where, Failure) else ("",)
+            return Failure(modules, self.original.calls[strange].line)
+        # The graph does not count operators without a rule. Then at least the differences must agree.
+        counted, before = done.macs, self.original.macs
+        predicted, expected = graph.mac_cost.total(units), graph.mac_cost.total(graph.units())
+        if counted != predicted and counted - before != predicted - expected:
+            return Failure(("",), "its cost is not what was predicted")
+        return done
+
+    def _first_failure(
+        self, graph: ChannelGraph, several: Iterable[list[int]]
+    ) -> tuple[Failure, list[int]] | None:
+        for units in several:
+            done = self._probe(graph, units)
+            if isinstance(done, Failure):
+                return done, units
+            self.tried.append((units, done))
+        return None
+
+    def _program(self, graph: ChannelGraph) -> Program:
+        """The prediction for any widths, from what was recorded at those that were tried."""
+        following: dict[int, set[int]] = {}
+        for _, done in self.tried[1:]:
+            for call, places in self.original.changed_numbers(done).items():
+                following.setdefault(call, set()).update(places)
+        uncounted = self.original.macs - graph.mac_cost.total(graph.units())
+        lengths = predict_lengths(self.tried, self.forms)[0]
+        calls = self.original.calls
+        return Program(
+            self.twin.example, self.with_data, calls, self.training_calls, following, lengths, uncounted
+        )
 
     # Guesses
 
@@ -135,20 +229,28 @@ class AttributeSearch:
                     return True
         return False
 
-    def _try_seen_lengths(self, failure: Failure) -> bool:
+    def _try_seen_lengths(self, failure: Failure, units: list[int]) -> bool:
         """Let attributes hold lengths of axes that operators only worked on. Tried once; kept if it helps."""
         if self.use_seen is not None:
             return False
         self.use_seen = True
-        self.use_seen = self._probe(self._build()) != failure
+        self.use_seen = self._probe(self._build(), units) != failure
         return self.use_seen
 
-    def _needs_data(self, graph: ChannelGraph) -> bool:
-        """Whether the code does not run on the meta device even at its original widths. Tried once."""
-        if self.with_data is not None:
-            return False
-        self.with_data = self._probe(graph, graph.units()) is not None
-        return self.with_data
+    def _reguess(self, module: str, follows: Callable[[ChannelGraph], bool]) -> bool:
+        """Take another guess, or none, for an attribute of a module if the code follows that one."""
+        before = dict(self.choice)
+        for name, attribute in [key for key in self.guesses if key[0] == module]:
+            first = before.get((name, attribute), 0)
+            for choice in range(first + 1, len(self.guesses[name, attribute]) + 1):
+                self.choice = {**before, (name, attribute): choice}
+                if follows(self._build()):
+                    return True
+        self.choice = before
+        self._build()
+        return False
+
+    # Other readings of views and cuts
 
     def _try_other_reading(self, graph: ChannelGraph, failure: Failure) -> bool:
         """Read a view or cut of the modules that were running in another way, if the code follows it."""
@@ -164,46 +266,122 @@ class AttributeSearch:
         return node in self.findings.readings and not self.read & {node, _line_of(node)}
 
     def _runs_at(self, node: Node, graph: ChannelGraph) -> bool:
-        """Whether the code runs when only the ties at an operator change."""
-        return not self._fails(graph, self._axes_at(node))
+        """Whether the code does what is predicted when only the ties at an operator change."""
+        units = {unit for axis in self._axes_at(node) for unit in units_of(axis)}
+        ties = [self.builder.index[unit] for unit in units if unit in self.builder.index]
+        several = (_with(graph.units(), other, ties) for other in probing_units(graph) if ties)
+        return all(isinstance(self._probe(graph, units), Recording) for units in several)
 
     def _reread(self, node: Node, follows: Callable[[ChannelGraph], bool]) -> bool:
         """Read a view or cut in the next way in which the code follows its ties. Each is tried once."""
         self.read.add(node)
-        before = self.interpreter, self.builder, self.guesses
+        before = self.interpreter, self.builder, self.guesses, self.forms
         for reading in range(1, self.findings.readings[node]):
             self._use(before[0].reread({node: reading}))
             graph = self._build()
             if any(map(is_free, self._axes_at(node))) and follows(graph):
+                self.marked, self.trials = set(), _MAX_TRIALS  # the ties are new ones
                 return True
         self._use(before[0])
-        _, self.builder, self.guesses = before
+        _, self.builder, self.guesses, self.forms = before
         self.read.add(_line_of(node))  # the same code in other blocks is not tried again
         return False
 
     def _use(self, interpreter: Interpreter) -> None:
         self.interpreter, self.findings = interpreter, interpreter.findings
 
+    # Numbers that are no lengths
+
+    def _attributes_are_lengths(self, graph: ChannelGraph) -> bool:
+        """Drop guesses for attributes that are no lengths; False if there were any.
+
+        If nothing but a number changes with an attribute, it equals a width by chance (a temperature, say),
+        and it keeps its value.
+        """
+        units, done = self.tried[1]
+        if not self.original.changed_numbers(done):
+            return True
+        dropped = False
+        for kind, members in self._guesses_in_use().items():
+            if kind in self.tested:
+                continue
+            self.tested.add(kind)
+            self.twin.set_widths(graph, units, unchanged=members)
+            other = self.twin.run(self.original.calls)
+            if isinstance(other, Failure) or _shapes(other) != _shapes(done):
+                continue
+            if other.changed_numbers(done):
+                self.choice.update({member: len(self.guesses[member]) for member in members})
+                dropped = True
+        return not dropped
+
+    def _guesses_in_use(self) -> dict[tuple[type, str], set[tuple[str, str]]]:
+        """(class, attribute) -> the modules that have a guess for it, which all have the same code."""
+        found: dict[tuple[type, str], set[tuple[str, str]]] = {}
+        for (name, attribute), guesses in self.guesses.items():
+            if self.choice.get((name, attribute), 0) < len(guesses):
+                kind = type(self.model.get_submodule(name)), attribute
+                found.setdefault(kind, set()).add((name, attribute))
+        return found
+
+    def _mark_computed_numbers(self, graph: ChannelGraph) -> bool:
+        """Mark the ties from whose widths the code computes numbers. True if there are new ones.
+
+        What the code computes at its own widths is right. But slicing the channels is not masking them.
+        """
+        calls, found = self.original.calls, False
+        for units, done in self.tried[1:]:
+            changed = self.original.changed_numbers(done).keys() - self.marked
+            changed = {call for call in changed if calls[call].name not in _TAKE_LENGTHS.split()}
+            if changed:
+                self.marked |= changed
+                found = True
+                reason = f"the code computes a number from it: {calls[min(changed)].line}"
+                for tie in self._ties_behind(graph, units, changed):
+                    for axis in self._axes_of(self.builder.free[tie]):
+                        mark_inexact(axis, reason)
+        return found
+
+    def _ties_behind(self, graph: ChannelGraph, units: list[int], changed: set[int]) -> list[int]:
+        """The ties whose widths change the numbers of these calls."""
+
+        def differs(ties: Sequence[int]) -> bool:
+            self.twin.set_widths(graph, _with(graph.units(), units, ties))
+            done = self.twin.run(self.original.calls)
+            return isinstance(done, Failure) or bool(changed & self.original.changed_numbers(done).keys())
+
+        return smallest_cause(range(len(units)), differs)
+
+    def _axes_of(self, unit: Unit) -> Iterator[Axis]:
+        """The parts of parameters and buffers that have this unit."""
+        for axes in self.interpreter.tensors.values():
+            for axis in axes:
+                yield tuple(segment for segment in expand(axis) if segment.atom.unit is unit)
+
     # Widths that the code does not follow
 
-    def _fix_culprits(self, graph: ChannelGraph, failure: Failure) -> None:
-        """Fix the ties near the failure that fail alone; if none does, all ties at the nearest place."""
-        nearest: list[Unit] = []
-        for axes in self._suspects(failure):
-            units = dict.fromkeys(unit for axis in axes for unit in units_of(axis))
-            free = [unit for unit in units if unit.fixed is None and unit in self.builder.index]
-            guilty = [unit for unit in free if self.trials > 0 and self._fails_alone(graph, unit)]
-            nearest = nearest or free
-            if guilty or (nearest and self.trials <= 0):
-                return self._fix(guilty or nearest, failure)
-        if not nearest:
-            name = type(self.model).__name__
-            raise TraceError(f"{name} does not run at other widths, and no tie explains it: {failure.line}")
-        return self._fix(nearest, failure)
+    def _fix_culprits(self, graph: ChannelGraph, failure: Failure, units: list[int]) -> None:
+        """Fix the ties that must change for this failure; those near the place of the failure come first."""
 
-    def _fix(self, units: list[Unit], failure: Failure) -> None:
-        for unit in units:
-            unit.fixed = _reason(failure.modules[-1], failure.line)
+        def fails(ties: Sequence[int]) -> bool:
+            self.trials -= 1
+            return isinstance(self._probe(graph, _with(graph.units(), units, ties)), Failure)
+
+        for axes in self._suspects(failure):
+            suspects = dict.fromkeys(unit for axis in axes for unit in units_of(axis))
+            free = [self.builder.index[unit] for unit in suspects if unit in self.builder.index]
+            if free and fails(free):
+                guilty = smallest_cause(free, fails) if self.trials > 0 else free
+                for tie in guilty:
+                    self.builder.free[tie].fixed = _reason(self._users_module(failure), failure.line)
+                return
+        name = type(self.model).__name__
+        raise TraceError(f"{name} does not run at other widths, and no tie explains it: {failure.line}")
+
+    def _users_module(self, failure: Failure) -> str:
+        """The innermost module that was running and is not one of torch's layers."""
+        kinds = {name: type(self.model.get_submodule(name)).__module__ for name in failure.modules}
+        return next((name for name in reversed(kinds) if not kinds[name].startswith("torch.nn.")), "")
 
     def _suspects(self, failure: Failure) -> Iterator[list[Axis]]:
         """Axes near the failure: those called with a length, then those of the operators, then all axes."""
@@ -211,22 +389,6 @@ class AttributeSearch:
             yield [axis for name, _, axes in self.findings.lengths if name == module for axis in axes]
             yield [a for node in self.operators if module_of(node) == module for a in self._axes_at(node)]
         yield [axis for axes in self.interpreter.tensors.values() for axis in axes]
-
-    def _fails_alone(self, graph: ChannelGraph, unit: Unit) -> bool:
-        """Whether the code fails when only this tie changes."""
-        self.trials -= 1
-        return self._fails(graph, [(Segment(Atom(unit), 1),)])
-
-    def _fails(self, graph: ChannelGraph, axes: list[Axis]) -> bool:
-        """Whether the code fails when only the ties of these axes change."""
-        changed = {self.builder.index[u] for axis in axes for u in units_of(axis) if u in self.builder.index}
-        if not changed:
-            return False
-        for wide in (probing_units(graph), probing_units(graph, 2)):
-            units = [wide[tie] if tie in changed else own for tie, own in enumerate(graph.units())]
-            if self._probe(graph, units) is not None:
-                return True
-        return False
 
     def _shapes_are_as_predicted(self, graph: ChannelGraph) -> bool:
         """Capture the network at other widths and compare every shape. Where one differs, fix its axes.
@@ -252,24 +414,12 @@ class AttributeSearch:
 
     def _follows_at(self, node: Node, graph: ChannelGraph) -> bool:
         """Whether the code runs at other widths, and the result of an operator has the predicted shape."""
-        return self._probe(graph) is None and (self._first_mismatch(graph) or (None,))[0] is not node
-
-    def _reguess(self, module: str, follows: Callable[[ChannelGraph], bool]) -> bool:
-        """Take another guess, or none, for an attribute of a module if the code follows that one."""
-        before = dict(self.choice)
-        for name, attribute in [key for key in self.guesses if key[0] == module]:
-            first = before.get((name, attribute), 0)
-            for choice in range(first + 1, len(self.guesses[name, attribute]) + 1):
-                self.choice = {**before, (name, attribute): choice}
-                if follows(self._build()):
-                    return True
-        self.choice = before
-        self._build()
-        return False
+        done = self._probe(graph, probing_units(graph)[0])
+        return isinstance(done, Recording) and (self._first_mismatch(graph) or (None,))[0] is not node
 
     def _first_mismatch(self, graph: ChannelGraph) -> tuple[Node, list[Axis]] | None:
         """The first operator whose result has another shape than predicted, with the axes that differ."""
-        units = probing_units(graph)
+        units = probing_units(graph)[0]
         twin = rebuild(self.model, graph, units, empty_as, keep_hooks=False)
         operators = [node for node in capture(twin, self.example_input).nodes if node.op == "call_function"]
         for node, other in zip(self.operators, operators, strict=False):
@@ -310,6 +460,15 @@ def _guessed_attributes(name: str, module: nn.Module, called: Guesses, seen: Gue
         if found:
             guesses[attribute] = list(dict.fromkeys(found))
     return guesses
+
+
+def _with(units: list[int], other: Sequence[int], ties: Sequence[int]) -> list[int]:
+    """The units, with those of some ties replaced by others."""
+    return [other[tie] if tie in ties else own for tie, own in enumerate(units)]
+
+
+def _shapes(recording: Recording) -> list[Any]:
+    return [call.shapes for call in recording.calls]
 
 
 def _multiple(form: Form, factor: int) -> Form:

@@ -14,6 +14,7 @@ from ..cost.activations import ActivationCost
 from ..cost.polynomial import CostModel, IntArray
 from ..cost.widths import Widths
 from ..errors import WidthsError, did_you_mean
+from .program import Program
 from .submodules import ModuleCalls
 
 #: Why channels that enter or leave the model are fixed.
@@ -116,6 +117,8 @@ class ChannelGraph:
     mac_cost: CostModel
     param_cost: CostModel
     activation_cost: ActivationCost
+    program: Program | None = None
+    """What the code does at any widths; None if no tie is free."""
     module_calls: ModuleCalls | None = field(default=None, compare=False)
     """The calls of submodules that were captured, where the whole model was not."""
 

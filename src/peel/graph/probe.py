@@ -1,121 +1,128 @@
-"""Run the user's code once at other widths, on the meta device, to find widths that the code itself fixes.
+"""Run the user's code at other widths, to find widths that the code itself fixes, and check chosen networks.
 
 The analysis reads what operators did. It cannot see whether a number such as the 26 of `torch.split(x, 26,
-1)` was computed from a shape or written down. So the model is rebuilt at widths that differ from the original
-in every free tie, and its forward runs on tensors without data. It must run through and cost what the graph
-predicts.
+1)` was computed from a shape or written down, nor what an `if x.shape[1] >= 32` does at other widths. So the
+code runs on tensors without data, at widths that are larger, smaller and equal. It must call the same
+functions on the same tensors, with shapes that the analysis knows, and cost what the graph predicts.
 """
 
-import traceback
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from math import lcm
+from statistics import median
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map  # has no public name
+from torch.utils._pytree import tree_leaves  # has no public name
 
-from ..cost.count import OperatorCount, plain_attention
-from .capture import untouched, user_frame, with_batch
+from ..errors import WidthsError
 from .channel_graph import ChannelGraph
-from .rebuild import empty_as, rebuild, zeros_as
+from .program import Program, Recording
+from .recording import Failure, Twin
+from .submodules import as_calls
 
 _GOLDEN = 0.6180339887
 
-
-@dataclass(frozen=True)
-class Failure:
-    """Where the code did not follow the widths."""
-
-    modules: tuple[str, ...]
-    """Modules whose code was running, outermost first."""
-    line: str
+Item = TypeVar("Item")
 
 
-def probing_units(graph: ChannelGraph, start: int = 1) -> list[int]:
-    """Units above the original in every tie, by factors that differ from tie to tie and by `start`.
+def probing_units(graph: ChannelGraph) -> list[list[int]]:
+    """Units to try: larger and smaller in every tie, by factors that differ; the same width in every tie.
 
-    Above, because code that takes the first 16 of 16 channels still runs with fewer channels, but not with
-    more. Beyond the first start, narrow ties of the same width get different units, too.
+    Code that takes the first 16 of 16 channels still runs with fewer channels, but not with more. No two of
+    the larger widths are equal: two that must fit together do not do so by chance. Code that compares widths
+    (`if x.shape[1] >= 32`, `if x.shape != y.shape`) may do something else when they are smaller or equal.
     """
-    return [
-        units + max(1 + (start - 1) * (i % 5), int(units * (0.1 + 0.4 * ((i + start) * _GOLDEN % 1))))
-        for i, units in enumerate(graph.units())
+    spread = [(i + 1) * _GOLDEN % 1 for i in range(len(graph.widths))]
+    pairs = list(zip(graph.units(), spread, strict=True))
+    steps = list(graph.steps.values())
+    larger: list[int] = []
+    taken: set[int] = set()
+    for (units, part), step in zip(pairs, steps, strict=True):
+        new = units + max(1, int(units * (0.1 + 0.4 * part)))
+        while new * step in taken:
+            new += 1
+        taken.add(new * step)
+        larger.append(new)
+    smaller = [max(1, int(units * (0.25 + 0.3 * part))) for units, part in pairs]
+    # Not one channel: an axis of length one fits any other, and einsum then does no product that is counted.
+    smaller = [
+        2 if new * step == 1 and units > 2 else new
+        for new, step, units in zip(smaller, steps, graph.units(), strict=True)
     ]
+    common = lcm(*steps)
+    width = max(1, round(median(graph.widths.values()) / 2 / common)) * common
+    equal = [max(1, round(width / step)) for step in steps]
+    return [larger, smaller, equal] if len(steps) > 1 else [larger, smaller]
 
 
-def probe(
-    model: nn.Module,
-    graph: ChannelGraph,
-    example_input: Any,
-    units: list[int] | None = None,
-    *,
-    with_data: bool = False,
-) -> Failure | None:
-    """Run the model at other widths. None if it does what the graph predicts.
+def smallest_cause(items: Sequence[Item], fails: Callable[[Sequence[Item]], bool]) -> list[Item]:
+    """The items that are needed for a failure, for every failure that needs other items.
 
-    `with_data` runs on real zeros, for code that does not run on the meta device at any widths.
+    `fails` says whether something fails with these items; it must fail with all of them.
     """
-    units = probing_units(graph) if units is None else units
-    counted = _run(model, graph, example_input, units, with_data)
-    if isinstance(counted, Failure):
-        return counted
-    predicted = graph.mac_cost.total(units)
-    if counted == predicted:
+    found: list[Item] = []
+    rest = list(items)
+    while rest and fails(rest):
+        needed: list[Item] = []
+        candidates = rest
+        while candidates and not (needed and fails(needed)):
+            low, high = 0, len(candidates)  # `high` candidates fail together with those needed, `low` do not
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if fails([*needed, *candidates[:middle]]) else (middle, high)
+            needed.append(candidates[high - 1])
+            candidates = candidates[: high - 1]
+        found += needed
+        rest = [item for item in rest if item not in needed]
+    return found
+
+
+def check_network(
+    network: nn.Module, graph: ChannelGraph, widths: Mapping[str, int], original: nn.Module
+) -> None:
+    """Refuse a network that does something else than the graph predicts for its widths.
+
+    `network` is the original at these widths. Its code runs once, without data.
+    """
+    difference = find_difference(network, graph, graph.units(widths), original)
+    if difference is not None:
+        name = type(network).__name__
+        raise WidthsError(
+            f"at these widths the code of {name} does something else than the network that was traced: "
+            f"{difference}. Choose other widths, or change the code so that it does the same at all widths."
+        )
+
+
+def find_difference(
+    network: nn.Module, graph: ChannelGraph, units: Sequence[int], original: nn.Module
+) -> str | None:
+    """What a network at these units does otherwise than predicted, with the line of code; or None."""
+    params, predicted = sum(map(Tensor.numel, network.parameters())), graph.param_cost.total(units)
+    if params != predicted:
+        return f"it has {params:,} parameters; {predicted:,} are predicted"
+    program, macs = graph.program, graph.mac_cost.total(units)
+    if program is None:
         return None
-    # The graph does not count operators without a rule. Then at least the differences must agree.
-    original = graph.units()
-    before = _run(model, graph, example_input, original, with_data)
-    if not isinstance(before, Failure) and counted - before == predicted - graph.mac_cost.total(original):
-        return None
-    return Failure(("",), "its cost is not what was predicted")
+    if graph.module_calls is not None:  # only these calls are predicted
+        network, original = (as_calls(model, graph.module_calls)[0] for model in (network, original))
+    difference = _difference(network, program, units, macs)
+    if difference is not None:
+        # The original may have been changed after it was traced: another dropout rate, another activation.
+        now = Twin(original, program.example, with_data=program.with_data).run()
+        if isinstance(now, Recording) and not program.has_same_calls(now):
+            return _difference(network, program.with_calls(now), units, macs)
+    return difference
 
 
-def _run(
-    model: nn.Module, graph: ChannelGraph, example_input: Any, units: list[int], with_data: bool
-) -> int | Failure:
-    """The MACs of the model at the given units, or where its code stopped."""
-    with untouched(), torch.no_grad():
-        make = zeros_as if with_data else partial(empty_as, device="meta")
-        twin = rebuild(model, graph, units, make, keep_hooks=False).eval()
-        args, kwargs = with_batch(example_input, 1)
-        if not with_data:
-            args, kwargs = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
-        try:
-            with plain_attention(), _ShapesOnly() as counter:  # type: ignore[no-untyped-call]
-                twin(*args, **kwargs)
-        except Exception as error:
-            frame = user_frame(error)
-            line = f"{Path(frame.filename).name}:{frame.lineno} `{frame.line}`" if frame else ""
-            return Failure(_running(twin, error), line)
-    return int(counter.macs)
-
-
-class _ShapesOnly(OperatorCount):  # type: ignore[no-untyped-call]
-    """Skips operators that keep the shape: on the meta device torch takes a slow path for each of them."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if args and isinstance(args[0], Tensor) and args[0].is_meta:
-            value, *vectors = args[:5]
-            if func._overloadpacket in _SHAPE_PRESERVING:
-                return value
-            if func._overloadpacket is torch.ops.aten.native_batch_norm and all(
-                vector is None or vector.shape[0] == value.shape[1] for vector in vectors
-            ):
-                return value, value.new_empty(0), value.new_empty(0)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-_ACTIVATIONS = "relu relu_ hardtanh hardtanh_ silu silu_ hardswish hardswish_ gelu sigmoid hardsigmoid"
-_SHAPE_PRESERVING = {getattr(torch.ops.aten, name) for name in _ACTIVATIONS.split()}
-
-
-def _running(model: nn.Module, error: Exception) -> tuple[str, ...]:
-    """The modules whose code was running when an error was raised, outermost first."""
-    names = {module: name for name, module in model.named_modules()}
-    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return tuple(dict.fromkeys(names[own] for own in owners if isinstance(own, nn.Module) and own in names))
+def _difference(network: nn.Module, program: Program, units: Sequence[int], macs: int) -> str | None:
+    twin = Twin(network, program.example, with_data=program.with_data)
+    done = twin.run(program.calls)
+    if isinstance(done, Recording) and program.training_calls:
+        trained = twin.run(program.training_calls, training=True)
+        done = trained if isinstance(trained, Failure) else done
+    if isinstance(done, Failure):
+        return done.line or f"the code of {done.modules[-1] or 'the model'} fails"
+    return program.difference(done, units, macs)
 
 
 def output_shapes(result: Any) -> list[tuple[int, ...]]:

@@ -20,6 +20,9 @@ from .interpreter import Interpreter
 
 _MAX_CAUSES = 12
 
+#: Why an axis is fixed that an operator made with a constant length.
+_NO_REASON = "the code gives it a constant length"
+
 
 class GraphBuilder:
     """Numbers the ties and atoms, and makes the parts of the graph."""
@@ -38,6 +41,7 @@ class GraphBuilder:
         self.free = [unit for unit in self.names if unit.fixed is None]
         self.index = {unit: i for i, unit in enumerate(self.free)}
         self.atoms: dict[Atom, int] = {}
+        self._forms: dict[Axis, Form] = {}
 
     def _fix_leftovers(self) -> None:
         """Fix units that no layer produces, and units of one channel."""
@@ -76,6 +80,8 @@ class GraphBuilder:
 
     def form(self, axis: Axis) -> Form:
         """The length of an axis as a constant plus units of ties."""
+        if (known := self._forms.get(axis)) is not None:
+            return known
         constant = 0
         times: dict[int, int] = {}
         for atom, inner in expand(axis):
@@ -84,7 +90,8 @@ class GraphBuilder:
                 constant += atom.unit.size * inner
             else:
                 times[tie] = times.get(tie, 0) + inner
-        return Form(constant, tuple(sorted(times.items())))
+        found = self._forms[axis] = Form(constant, tuple(sorted(times.items())))
+        return found
 
     def _runs(self, axis: Axis) -> tuple[Run, ...]:
         runs: list[Run] = []
@@ -140,7 +147,7 @@ class GraphBuilder:
                 name=name,
                 width=self.widths[unit],
                 step=self.widths[unit] // unit.size if unit.fixed is None else 1,
-                fixed=unit.fixed,
+                fixed=_NO_REASON if unit.fixed == "" else unit.fixed,
                 inexact=inexact.get(unit),
                 members=tuple(members.get(unit, ())),
                 causes=tuple(unit.causes)[:_MAX_CAUSES],

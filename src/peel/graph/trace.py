@@ -7,18 +7,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..errors import TraceError
 from .attribute_search import AttributeSearch
-from .capture import Capture, capture, user_frame
+from .capture import Capture, capture, with_batch
 from .channel_graph import OF_MODULES, ChannelGraph
 from .interpreter import Interpreter
 from .probe import probing_units
-from .rebuild import rebuild, zeros_as
+from .recording import Failure, Twin
 from .rules import Rule, user_rules
-from .submodules import as_calls, check_modules, find_modules, record_calls, record_modules
+from .submodules import as_calls, check_modules, find_modules, record_modules
 
 log = logging.getLogger("peel")
 
@@ -85,7 +84,9 @@ def _trace(
     if head is not None:
         interpreter.run(head, counting=False)
     # Builds the ties and probes them.
-    return AttributeSearch(model, example_input, interpreter, captured).run()
+    has_head = head is not None
+    search = AttributeSearch(model, example_input, interpreter, captured, has_training_head=has_head)
+    return search.run()
 
 
 def _try_modules(model: nn.Module, example_input: Any, rules: Mapping[str, Rule]) -> ChannelGraph | None:
@@ -117,17 +118,15 @@ def _trace_modules(
 
 def _check_code_between(model: nn.Module, example_input: Any, graph: ChannelGraph) -> None:
     """Run the whole model at other widths: the code between the submodules must not depend on them."""
-    with torch.no_grad():
-        twin = rebuild(model, graph, probing_units(graph), zeros_as)
-    try:
-        record_calls(twin, example_input, ())
-    except Exception as error:
-        frame = user_frame(error)
-        line = f"{frame.filename}:{frame.lineno} `{frame.line}`" if frame else str(error)
-        raise TraceError(
-            f"{type(model).__name__} was traced through {', '.join(graph.modules)}, but its code between "
-            f"them does not run at other widths: {line}. Name other submodules with modules=[...]."
-        ) from error
+    twin = Twin(model, with_batch(example_input, 1), with_data=True)
+    for units in probing_units(graph) if graph.widths else ():
+        twin.set_widths(graph, units)
+        done = twin.run()
+        if isinstance(done, Failure):
+            raise TraceError(
+                f"{type(model).__name__} was traced through {', '.join(graph.modules)}, but its code between "
+                f"them does not run at other widths: {done.line}. Name other submodules with modules=[...]."
+            )
 
 
 def _capture_training_heads(model: nn.Module, example_input: Any, captured: Capture) -> Capture | None:

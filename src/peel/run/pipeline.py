@@ -95,9 +95,15 @@ class Pipeline:
                 f"budget of {problem.budget:,}. Set budget={problem.cost(self.given_widths)}."
             )
         self._check_batch_sizes(bool(final) or ("original" in stages and self.loaded_teacher is None))
-        problem.uniform()
+        uniform = problem.uniform()
+        self._check_networks(uniform if "uniform" in stages else None, self.given_widths)
         if self.given_widths is None and "backbone" in stages:
             check_feasible(problem, config, self.criterion)
+
+    def _check_networks(self, *several: Widths | None) -> None:
+        """Build networks of these widths: `slim` refuses one whose code does not do what was predicted."""
+        for widths in filter(None, several):
+            slim(self.problem.model, widths, graph=self.problem.graph)
 
     def _check_batch_sizes(self, trains: bool) -> None:
         problem, size = self.problem, self.problem.data.train.size
@@ -133,6 +139,7 @@ class Pipeline:
         plan = self._plan()
         slimmed = None
         if plan is not None:
+            self._check_networks(plan.widths)
             self.notes += dict.fromkeys(item.note for item in plan.rounds if item.note and not item.distinct)
             self._compare_with_uniform(plan.widths)
             if "uniform" in self.config.stages:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..cost.widths import Widths
 from ..errors import WidthsError, check_choice
 from ..graph.channel_graph import ChannelGraph
+from ..graph.probe import check_network
 from ..graph.rebuild import empty_as, evaluate, new_shapes, rebuild, tensors_of
 from .info import SlimInfo, attach_info, info_of
 from .selection import KeptChannels, select_best
@@ -40,6 +41,8 @@ def slim(
     filters) and initializes channels beyond the original width. `scores` maps tie names to one score per
     channel, in the order of the tie's first layer.
 
+    The code of the new model runs once, without data: it must do what the graph predicts for these widths.
+
     >>> graph = peel.trace(model, torch.randn(1, 3, 224, 224))
     >>> small = peel.slim(model, peel.uniform(graph, "50%"), graph=graph)
     """
@@ -54,6 +57,8 @@ def slim(
     with torch.inference_mode(False):
         kept = None if is_fresh else select_best(model, graph, units, scores)
         small = rebuild(model, graph, units, empty_as)
+        if units != graph.units():
+            check_network(small, graph, widths, model)
         grows = any(new > old for new, old in zip(units, graph.units(), strict=True))
         drawn = initialize(small) if is_fresh or grows else set()
         copy_weights(model, small, graph, kept, drawn)

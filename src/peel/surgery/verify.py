@@ -17,9 +17,9 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map  # there is no public name for these
 
 from ..cost.count import count_macs
-from ..graph.capture import computed_tensors, untouched, with_batch
+from ..graph.capture import computed_tensors, structural_copy, untouched, with_batch
 from ..graph.channel_graph import ChannelGraph
-from ..graph.probe import output_shapes
+from ..graph.probe import find_difference, output_shapes
 from ..graph.rebuild import empty_as, rebuild
 from ..graph.submodules import as_calls, record_modules
 from ..graph.trace import trace
@@ -109,6 +109,7 @@ class _Checker:
 
     def __init__(self, model: nn.Module, graph: ChannelGraph, example_input: Any) -> None:
         self.graph = graph
+        self.given = model
         self.model = _randomized(copy.deepcopy(model, computed_tensors(model)).double().eval())
         self.tolerance = TOLERANCE
         self.one_sample = tree_map(_double, with_batch(example_input, 1))
@@ -124,8 +125,10 @@ class _Checker:
 
     @torch.no_grad()
     def run(self, model: nn.Module, weights: dict[str, Tensor] | None = None) -> list[Tensor]:
-        """The outputs of a model, with some of its weights replaced."""
-        output = functional_call(model, weights or {}, self.args, self.kwargs)
+        """The outputs of a model, with some of its weights replaced. What its code keeps is forgotten."""
+        output = functional_call(
+            structural_copy(model, keep_hooks=True), weights or {}, self.args, self.kwargs
+        )
         return [value for value in tree_leaves(output) if isinstance(value, Tensor)]
 
     def full_width(self) -> Outcome:
@@ -168,7 +171,7 @@ class _Checker:
             return False, f"it does not run: {str(error).splitlines()[0]}"
         params = sum(parameter.numel() for parameter in small.parameters())
         # MACs of operators without a rule are not predicted: they must be the same at any widths.
-        uncounted = count_macs(self.model, *self.one_sample) - self.graph.macs()
+        uncounted = count_macs(structural_copy(self.model), *self.one_sample) - self.graph.macs()
         predicted = self.graph.mac_cost.total(units) + uncounted, self.graph.param_cost.total(units)
         counted = f"{macs:,} MACs and {params:,} parameters"
         if not all(bool(torch.isfinite(output).all()) for output in outputs if output.is_floating_point()):
@@ -177,6 +180,9 @@ class _Checker:
             return False, f"the output shape changed to {output_shapes(outputs)}"
         if (macs, params) != predicted:
             return False, f"{counted} counted, {predicted[0]:,} and {predicted[1]:,} predicted"
+        network = rebuild(self.given, self.graph, units, empty_as)
+        if difference := find_difference(network, self.graph, units, self.given):
+            return False, f"its code does something else: {difference}"
         note = f" ({uncounted:,} MACs of operators without a rule are in no prediction)" if uncounted else ""
         return True, f"runs, output shape kept, {counted} as predicted{note}"
 
