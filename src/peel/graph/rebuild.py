@@ -51,11 +51,6 @@ def empty_as(tensor: Tensor, shape: tuple[int, ...], device: str | None = None) 
     return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
 
 
-def zeros_as(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The given tensor, or zeros where the shape is another one."""
-    return tensor if tensor.shape == shape else empty_as(tensor, shape).zero_()
-
-
 def evaluate(attributes: Mapping[str, Mapping[str, Any]], units: list[int]) -> dict[str, dict[str, Any]]:
     """Module -> attribute -> number (or list of numbers) at the given units."""
 
