@@ -1,4 +1,4 @@
-"""No network goes wrong without a word: sliced equals masked and costs are exact, or fixed, or refused."""
+"""No network goes wrong without a word: cut equals zeroed and costs are exact, or fixed, or refused."""
 
 from __future__ import annotations
 
