@@ -1,4 +1,4 @@
-"""No network goes wrong without a word: sliced equals masked and costs are exact, or fixed, or refused."""
+"""No network goes wrong without a word: cut equals zeroed and costs are exact, or fixed, or refused."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import peel
 from helpers.adversarial import CASES, Case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+WITH_EINSUM = ("product_with_a_parameter",)
 
 
 def counted_macs(model: nn.Module, example: tuple[Any, ...]) -> int:
@@ -86,7 +88,8 @@ def test_costs_are_exact_or_the_network_is_refused_at_random_widths(case: Case) 
         try:
             small = peel.slim(model, widths, graph=graph)
         except peel.WidthsError as error:
-            assert "adversarial.py" in str(error)
+            # torch counts no product when `einsum` sums over a single channel
+            assert "adversarial.py" in str(error) or (case.name in WITH_EINSUM and "MACs" in str(error))
             continue
         assert counted_macs(small, case.example) == graph.macs(widths) + uncounted, widths
         assert sum(parameter.numel() for parameter in small.parameters()) == graph.params(widths)

@@ -2,7 +2,7 @@
 
 `free` names the ties whose widths may change; `either` those that may be free or fixed, depending on how
 much the rules know; every other tie must be fixed, with a reason. `inexact` names the free ties for which
-slicing is not masking. At the widths in `refused`, `slim` must refuse with a line of this file.
+cutting is not zeroing. At the widths in `refused`, `slim` must refuse with a line of this file.
 """
 
 from __future__ import annotations

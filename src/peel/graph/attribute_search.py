@@ -327,7 +327,7 @@ class AttributeSearch:
     def _mark_computed_numbers(self, graph: ChannelGraph) -> bool:
         """Mark the ties from whose widths the code computes numbers. True if there are new ones.
 
-        What the code computes at its own widths is right. But slicing the channels is not masking them.
+        What the code computes at its own widths is right. But cutting the channels is not zeroing them.
         """
         calls, found = self.original.calls, False
         for units, done in self.tried[1:]:
