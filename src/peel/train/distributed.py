@@ -1,5 +1,6 @@
 """The processes that train together: one, or as many as the launcher started, on one machine or several."""
 
+import gc
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -104,5 +105,7 @@ def init_distributed(device: torch.device) -> World:
 
 
 def shutdown_distributed() -> None:
+    """Leave the process group. What still refers to it is freed first: torch may abort otherwise."""
     if dist.is_available() and dist.is_initialized():
+        gc.collect()
         dist.destroy_process_group()
