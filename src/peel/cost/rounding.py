@@ -124,7 +124,7 @@ def uniform(
     Ties in `freeze` keep their width. With `grow`, the budget may be above the original's cost.
 
     >>> peel.uniform(graph, "50%")
-    Widths(conv1=44, layer1.0.conv1=44, ...)
+    Widths(conv1=48, layer1.0.conv1=40, ...)
     """
     # Where no tie becomes wider, no other resource exceeds the original.
     limits = Limits(graph, resolve_budget(graph, budget, resource, grow), resource, bounded=False)
