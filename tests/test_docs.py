@@ -66,7 +66,11 @@ def test_data_and_callback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
     def short(model: object, data: Any, **settings: Any) -> Any:
         data = few_digits() if data == "digits" else data
-        return prune(Small(len(data.classes)), data, **{**SHORT, "stages": ["original"], **settings})
+        return prune(
+            Small(len(data.classes)),
+            data,
+            **{**SHORT, "stages": ["original"], "weights": "train", **settings},
+        )
 
     monkeypatch.setattr(peel, "prune", short)
     exec(block("from_tensors"), names)

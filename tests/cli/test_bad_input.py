@@ -102,8 +102,8 @@ FILES: list[tuple[list[str], list[str]]] = [
     (["--data", "good", "--train.batch-size", "13"], ["batch size 13", "training set of 12", "at most 12"]),
     (["--data", "good", "--train.batch-size", "6", "--backbone.batch-size", "13"], ["batch size 13"]),
     (["--train.batch-size", "1438"], ["batch size 1438", "at most 1437"]),
-    (["--teacher", "file"], ["file cannot be loaded"]),
-    (["--teacher", "missing.pt"], ["there is no teacher at missing.pt"]),
+    (["--weights", "file"], ["file cannot be loaded"]),
+    (["--weights", "missing.pt"], ["there are no weights at missing.pt"]),
 ]
 
 #: Settings that cannot be: exit code 2.
@@ -132,7 +132,7 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--max-width", "1.0", "--solver", "triangular"], ["max_width needs solver"]),
     (["--freeze", "conv9"], ["conv9"]),
     (["--ignore", "*"], ["matches every layer"]),
-    (["--stages", "original,pel"], ["'pel'", "Did you mean peel"]),
+    (["--stages", "original,fina"], ["'fina'", "Did you mean final"]),
     # Budgets
     (["--budget", "half"], ["'half'", "50%"]),
     (["--budget", "0"], ["the budget must be finite and at least 1"]),

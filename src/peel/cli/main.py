@@ -81,7 +81,7 @@ def _config_files(arguments: Sequence[str]) -> list[Toml]:
 
 def _report(error: PeelError) -> int:
     if not is_main_process():
-        time.sleep(2)  # the main process prints an error of all; torchrun then stops the others
+        time.sleep(10)  # the main process prints an error of all; torchrun then stops the others
     print(f"error: {error}", file=sys.stderr)
     if isinstance(error, DivergedError):
         return DIVERGED

@@ -10,7 +10,7 @@ from ..cost.budget import format_bytes, format_count
 from ..run.result import Result
 from ..utils.text import format_duration
 
-_TITLES = {"original": "original", "uniform": "uniform, same budget", "peel": "PEEL"}
+_TITLES = {"uniform": "uniform, same budget", "peel": "PEEL"}
 _FILES = ("report.html", "slim.json", "plan.json", "metrics.jsonl", "result.json")
 
 
@@ -20,11 +20,16 @@ def draw_result(result: Result, console: Console, *, with_notes: bool = False) -
     if result.rows:
         full = result.rows[0]
         top5 = ["top-5"] if full.top5 is not None else []
-        table = _table("", "top-1", *top5, "MACs", "params", "memory, 1 image", "time")
+        steps = list(result.rows[-1].before_training)
+        table = _table("", *steps, "top-1", *top5, "MACs", "params", "memory, 1 image", "time")
         for row in result.rows:
             is_compared = row is not full and full.name == "original"
             table.add_row(
-                _TITLES[row.name],
+                _TITLES.get(row.name, row.name),
+                *(
+                    f"{row.before_training[step]:.2%}" if step in row.before_training else ""
+                    for step in steps
+                ),
                 f"{row.top1:.2%}",
                 *(f"{row.top5:.2%}" for _ in top5),
                 format_count(row.macs) + (f" ({row.macs / full.macs:.0%})" if is_compared else ""),

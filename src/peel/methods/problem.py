@@ -29,6 +29,10 @@ class Problem:
     seed: int
     grow: bool = False
     """Whether the slim network may cost more than the original."""
+    trained: nn.Module | None = None
+    """The trained original, once it is known."""
+    inherits: bool = False
+    """Whether networks are cut from the trained original; else they start from fresh weights."""
 
     def cost(self, widths: Mapping[str, int]) -> int:
         return int(cost_of(self.graph, self.resource)(self.graph.units(widths)))

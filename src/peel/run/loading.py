@@ -26,11 +26,11 @@ from .teacher import input_of
 
 
 def load_model_and_data(
-    model: nn.Module | str, data: Data | str, config: Config, teacher: nn.Module | str
+    model: nn.Module | str, data: Data | str, config: Config, weights: nn.Module | Mapping[str, Tensor] | str
 ) -> tuple[nn.Module, Data]:
-    """The images are preprocessed as the settings say; else as the teacher was trained; else by their own."""
-    weights = zoo.pretrained(model) if isinstance(model, str) and teacher == "pretrained" else None
-    stored = asdict(weights) if weights else input_of(model if teacher == "pretrained" else teacher)
+    """The images are preprocessed as the settings say; else as for the weights; else by their own."""
+    known = zoo.pretrained(model) if isinstance(model, str) and weights == "pretrained" else None
+    stored = asdict(known) if known else input_of(model if weights == "pretrained" else weights)
 
     def load(channels: int) -> Data:
         if isinstance(data, Data):
@@ -41,12 +41,12 @@ def load_model_and_data(
             channels=channels,
             root=config.data_root,
             skip_corrupt=config.skip_corrupt,
-            **({} if weights is None else {"crop": (weights.size, weights.resize)}),
+            **({} if known is None else {"crop": (known.size, known.resize)}),
         )
 
     if isinstance(model, str):
         loaded = load(zoo.find(model).input_size[0])
-        network = _create(model, len(loaded.classes), weights is not None)
+        network = _create(model, len(loaded.classes), known is not None)
     else:
         loaded, network = load(next(_conv_inputs(model), 3)), _on_cpu(model)
     channels = _input_channels(network, loaded.shape)
@@ -54,9 +54,9 @@ def load_model_and_data(
     return network, loaded.normalized(config.mean or stored.get("mean"), config.std or stored.get("std"))
 
 
-def has_new_classifier(model: nn.Module | str, teacher: nn.Module | str, data: Data) -> bool:
+def has_new_classifier(model: nn.Module | str, weights: object, data: Data) -> bool:
     """Whether pretrained weights are asked for that know another number of classes."""
-    if not isinstance(model, str) or teacher != "pretrained":
+    if not isinstance(model, str) or weights != "pretrained":
         return False
     return zoo.pretrained(model).classes != len(data.classes)
 
@@ -141,11 +141,10 @@ def model_notes(
             f"The pretrained weights of {model} know other classes than the data. The classifier is new, and "
             "the original is trained from these weights before it is the teacher."
         )
-    if isinstance(model, nn.Module) and config.teacher == "train":
-        notes.append(
-            "The weights of the given model are not used: every network is trained from scratch. "
-            "Pass teacher=model to use them for the teacher."
-        )
+    if isinstance(model, nn.Module) and config.weights == "train":
+        notes.append("The weights of the given model are not used: every network is trained from scratch.")
+    elif config.inherits:
+        notes.append("Every network is cut from the trained original, repaired and fine-tuned.")
     frozen = [name for name, parameter in network.named_parameters() if not parameter.requires_grad]
     if frozen and len(frozen) < len(list(network.parameters())):
         more = f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
@@ -161,7 +160,9 @@ def resolve_recipes(config: Config, data: Data, network: nn.Module) -> tuple[Rec
     if name == "auto":
         source = str(info_of(network).source.get("zoo", type(network).__name__)).lower()
         is_mobile = any(word in source for word in ("mobile", "efficient", "mnas", "ghost", "shuffle"))
-        if data.name == "digits":
+        if config.inherits:
+            name = "finetune" if isinstance(data.train, InMemoryImages) else "finetune-imagenet"
+        elif data.name == "digits":
             name = "digits"
         elif isinstance(data.train, InMemoryImages):
             name = "cifar"

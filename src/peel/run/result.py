@@ -12,7 +12,7 @@ from ..train.history import EpochRecord
 
 @dataclass(frozen=True)
 class Row:
-    """One network of the table: original, uniform or peel."""
+    """One network of the table: original, uniform or that of the method."""
 
     name: str
     loss: float
@@ -26,6 +26,8 @@ class Row:
     file: str
     top5: float | None = None
     """None with five classes or fewer."""
+    before_training: dict[str, float] = field(default_factory=dict)
+    """Top-1 after each step of surgery (cut, recalibrated, repaired), where weights are inherited."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Result:
     history: Mapping[str, Sequence[EpochRecord]]
     """Stage -> its epochs."""
     rows: Sequence[Row]
-    """The table: original, uniform, peel."""
+    """The table: original, uniform, and the network of the method."""
     notes: Sequence[str]
     folder: Path | None
     estimate: Mapping[str, float] | None = None
@@ -50,6 +52,8 @@ class StageRecord:
     history: list[EpochRecord]
     image_passes: int
     notes: list[str] = field(default_factory=list)
+    before_training: dict[str, float] = field(default_factory=dict)
+    """Top-1 after each step of surgery."""
 
     @property
     def seconds(self) -> float:

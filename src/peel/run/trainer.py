@@ -1,6 +1,6 @@
 """Trains the networks of a run, each once: a resumed run loads what is finished from its folder."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +29,6 @@ DESCRIPTIONS = {
     "original": "the original",
     "backbone": "the over-pruned backbone",
     "uniform": "the uniform network of the same budget",
-    "peel": "the slim network",
 }
 
 #: On a GPU an epoch may be shorter than writing a checkpoint: at most one in this many seconds.
@@ -57,7 +56,8 @@ class Trainer:
 
     def begin_stage(self, stage: str, prefix: str = "", suffix: str = "") -> None:
         for callback in self.callbacks:
-            callback.on_stage_begin(stage, f"{prefix}{DESCRIPTIONS[stage.split('-')[0]]}{suffix}")
+            description = DESCRIPTIONS.get(stage.split("-")[0], "the slim network")
+            callback.on_stage_begin(stage, f"{prefix}{description}{suffix}")
 
     def train(
         self,
@@ -67,6 +67,7 @@ class Trainer:
         recipe: Recipe,
         images: Split,
         callbacks: Sequence[Callback] = (),
+        before_training: Mapping[str, float] | None = None,
     ) -> nn.Module:
         """The trained network; of a pair (in-place distillation), the student."""
         engine, folder = self.problem.engine, self.folder
@@ -99,7 +100,7 @@ class Trainer:
         elif padded is not None:
             network = padded.unpadded()
         self._finished(network)
-        self.records[stage] = self._record(history, notes)
+        self.records[stage] = self._record(history, notes, before_training or {})
         if folder is not None:
             folder.save_stage(stage, self.records[stage], network)
         return network
@@ -109,6 +110,11 @@ class Trainer:
         attach_info(network, replace(info_of(network), input=self.problem.data.input_spec()))
         return self.problem.engine.prepare(network).eval()
 
+    def is_finished(self, stage: str) -> bool:
+        return self.problem.engine.world.broadcast(
+            self.folder is not None and self.folder.stage_record(stage) is not None
+        )
+
     def load_record(self, stage: str) -> None:
         """Take over the record of a stage that an earlier start finished, without its network."""
         done = self.folder.stage_record(stage) if self.folder is not None else None
@@ -116,10 +122,12 @@ class Trainer:
             self.begin_stage(stage, suffix=": already finished")
             self.records[stage] = done
 
-    def _record(self, history: list[EpochRecord], notes: list[str]) -> StageRecord:
+    def _record(
+        self, history: list[EpochRecord], notes: list[str], before_training: Mapping[str, float]
+    ) -> StageRecord:
         passes = sum(round(epoch.images_per_second * epoch.seconds) for epoch in history)
         varies = [] if self.problem.engine.deterministic else [NOT_DETERMINISTIC]
-        return StageRecord(history, passes, [*varies, *notes])
+        return StageRecord(history, passes, [*varies, *notes], dict(before_training))
 
     def _load(self, stage: str, widths: Widths) -> nn.Module:
         """The network of a finished stage. The main process reads it and sends the weights to the others."""

@@ -173,7 +173,7 @@ def _pretrained_weights(spec: ModelSpec) -> dict[str, Tensor]:
     except Exception as error:
         raise ModelError(
             f"the pretrained weights of {spec.reference} cannot be loaded: {type(error).__name__}: "
-            f"{_first_line(error)} Check the network, or give a file with weights: --teacher FILE."
+            f"{_first_line(error)} Check the network, or give a file with weights: --weights FILE."
         ) from error
     finally:
         log.setLevel(level)
