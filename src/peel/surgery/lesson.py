@@ -20,7 +20,7 @@ from .layer_calls import CallWatcher, LayerCall
 from .selection import KeptChannels
 
 #: Places of each image at which a layer is fitted, and rows per feature. The larger number counts.
-PLACES, ROWS_PER_FEATURE = 16, 4
+PLACES, ROWS_PER_FEATURE = 16, 8
 
 
 @dataclass(frozen=True)
