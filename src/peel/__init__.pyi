@@ -32,6 +32,7 @@ from .surgery import Verification as Verification
 from .surgery import slim as slim
 from .surgery import verify as verify
 from .surgery.calibration import recalibrate as recalibrate
+from .surgery.explain import explain_scores as explain_scores
 from .surgery.repair import RepairReport as RepairReport
 from .surgery.repair import repair as repair
 from .surgery.serialization import load as load

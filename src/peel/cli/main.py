@@ -39,6 +39,11 @@ app.command(
     name="run",
     help="The five steps, from a model, a budget and data to a slim network. The same command resumes.",
 )
+app.command(
+    "peel.cli.curve:curve",
+    name="curve",
+    help="Accuracy against budget for a trained network that is cut and repaired. Nothing is trained.",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

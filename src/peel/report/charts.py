@@ -181,6 +181,25 @@ def curves_chart(panels: Mapping[str, Mapping[str, Curve]]) -> str:
         return _svg(figure, "curves", "Loss and accuracy of each stage over the epochs")
 
 
+def budget_chart(curves: Mapping[str, Sequence[tuple[float, float]]], original: float, title: str) -> bytes:
+    """Accuracy against budget, both in percent, as PNG. The dashed line is the original."""
+    buffer = io.BytesIO()
+    with _figure(4.5) as figure:
+        axes = figure.subplots()
+        axes.axhline(original, color=_COLORS["original"], linestyle="--", linewidth=1.0, label="original")
+        for place, (name, curve) in enumerate(curves.items()):
+            if curve:
+                budgets, values = zip(*curve, strict=True)
+                axes.plot(budgets, values, color=_SEQUENCE[place], marker=_MARKERS[place], label=name)
+        axes.invert_xaxis()
+        axes.set_xlabel("% of the MACs")
+        axes.set_ylabel("top-1, %")
+        axes.set_title(title)
+        axes.legend()
+        figure.savefig(buffer, format="png", dpi=150)
+    return buffer.getvalue()
+
+
 def _line(axes: Axes, curve: Curve, name: str, style: Mapping[str, Any]) -> None:
     """One curve; numbers that are not finite leave a gap."""
     from matplotlib.ticker import MaxNLocator

@@ -61,7 +61,7 @@ def find_teacher(reference: nn.Module | Mapping[str, Tensor] | str, problem: Pro
     elif reference == "pretrained":
         teacher = Teacher(copy.deepcopy(problem.model))
     else:
-        file = _saved_file(Path(reference))
+        file = saved_file(Path(reference))
         record = file.with_name("original.record.json")
         known = None
         if file.name == "original.json" and record.is_file():
@@ -193,7 +193,7 @@ def _check(teacher: nn.Module, problem: Problem) -> None:
         )
 
 
-def _saved_file(path: Path) -> Path:
+def saved_file(path: Path) -> Path:
     """The teacher in a run folder, a model saved by peel, or a state dict."""
     inside = path / "stages" / "original.json"
     candidates = (inside,) if path.is_dir() else (path, path.with_name(path.name + ".json"))
