@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map  # has no public name
 
-from ..cost.count import OperatorCount, plain_attention
+from ..cost.count import OperatorCount, macs_over_one_channel, plain_attention
 from .capture import TORCH, structural_copy, untouched, user_frame, with_batch
 from .channel_graph import ChannelGraph
 from .program import RecordedCall, Recording
@@ -126,6 +126,8 @@ class _Recorder(TorchFunctionMode):
         elif result is None:
             with self.counter:
                 result = func(*args, **kwargs)
+            if func is torch.einsum:
+                self.counter.macs += macs_over_one_channel(args, result)
         changed = [*args[:1]] if name == "__setitem__" else list(_tensors(result))
         if changed and not isinstance(self.made.get(id(changed[0])), str):  # batch norm counts its batches
             self._record(name, (args, kwargs), changed)
