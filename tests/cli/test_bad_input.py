@@ -137,7 +137,7 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--budget", "half"], ["'half'", "50%"]),
     (["--budget", "0"], ["the budget must be finite and at least 1"]),
     (["--budget=-5%"], ["-5%"]),
-    (["--budget", "100"], ["100 macs cannot be reached", "the smallest network has"]),
+    (["--budget", "100"], ["100 MACs cannot be reached", "the smallest network has"]),
     (["--budget", "2500", "--backbone-ratio", "0.5"], ["0.5", "cannot be reached"]),
     # Recipes
     (["--recipe", "imagenet-resnt"], ["'imagenet-resnt'", "Did you mean imagenet-resnet"]),
