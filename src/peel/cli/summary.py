@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..cost.budget import format_bytes, format_count
+from ..cost.budget import format_bytes, format_cost, format_count
 from ..run.result import Result
 from ..utils.text import format_duration
 
@@ -61,7 +61,7 @@ def draw_estimate(result: Result, console: Console) -> None:
     table.add_row("params", *(format_count(network.params) for network in networks.values()))
     table.add_row("memory, 1 image", *(format_bytes(network.memory) for network in networks.values()))
     console.print(table)
-    console.print(f"\nbudget: {format_count(plan.budget)} {plan.resource} ({plan.budget:,})")
+    console.print(f"\nbudget: {format_cost(plan.budget, plan.resource)} ({plan.budget:,})")
     for name, seconds in estimate.items():
         console.print(f"about {format_duration(seconds)} for {name}")
     console.print(f"about {format_duration(sum(estimate.values()))} in all; nothing was trained")

@@ -90,6 +90,8 @@ def make_engine(
     """
     if compile == "on" and (deterministic or sync_bn):
         raise ConfigError("compile cannot be on together with deterministic or sync_bn: choose one of them.")
+    if threads is not None and threads > (cores := os.cpu_count() or threads):
+        raise ConfigError(f"threads: this machine has {cores} cores. Choose at most as many, not {threads}.")
     chosen = _find_device(device)
     is_cuda = chosen.type == "cuda"
     world = init_distributed(chosen)
