@@ -90,7 +90,7 @@ def make_engine(
     """
     if compile == "on" and (deterministic or sync_bn):
         raise ConfigError("compile cannot be on together with deterministic or sync_bn: choose one of them.")
-    chosen = _find_device(device)
+    chosen = find_device(device)
     is_cuda = chosen.type == "cuda"
     world = init_distributed(chosen)
     if is_cuda:
@@ -125,7 +125,7 @@ def make_engine(
     )
 
 
-def _find_device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
