@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from ..cost.budget import format_count
 from .terminal import make_console, make_table, print_json, show_status
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Numbers = Annotated[tuple[float, ...], Parameter(consume_multiple=True, negative_iterable=())]
 
@@ -35,7 +39,7 @@ def evaluate(
     data
         digits, cifar10, cifar100, fashion-mnist, or a folder of images.
     data_root
-        Where torchvision stores the data sets it downloads.
+        Where torchvision stores what it downloads.
     model
         What builds the original of your own saved model: path/to/file.py:callable.
     mean
@@ -51,7 +55,7 @@ def evaluate(
     json
         Print JSON instead of a table.
     """
-    from ..deploy.evaluation import evaluate_network, load_data_for, metrics_dict
+    from ..deploy.evaluation import evaluate_network, load_data_for
     from ..deploy.networks import load_network
 
     notes = make_console(stderr=True)
@@ -63,23 +67,20 @@ def evaluate(
         )
         status.update(f"evaluating {network} on {images.test.size} images")
         metrics = evaluate_network(found, images, device=device, workers=workers)
+    values = {"network": found.name, "data": images.name, "images": images.test.size, **metrics.to_dict()}
+    values |= {"macs": found.macs, "params": found.params}
     if not (mean and std) and "mean" not in found.input:
-        notes.print(
-            f"note: {network} does not say how it was fed. Images have the mean and std of {data}; "
-            "others: --mean, --std.",
-            markup=False,
-        )
+        notes.print(f"note: {network} has no mean and std: those of {data} are used.", markup=False)
     if json:
-        print_json(dict(metrics_dict(found, images, metrics)))
-        return 0
-    table = make_table("network", "top-1", "top-5", "loss", "images", "MACs", "params")
-    table.add_row(
-        found.name,
-        f"{metrics.top1:.2%}",
-        "-" if metrics.top5 is None else f"{metrics.top5:.2%}",
-        f"{metrics.loss:.4f}",
-        f"{images.test.size:,}",
-        *("-" if count is None else format_count(count) for count in (found.macs, found.params)),
-    )
-    make_console().print(table)
+        print_json(values)
+    else:
+        draw(values, make_console())
     return 0
+
+
+def draw(values: Mapping[str, Any], console: Console) -> None:
+    table = make_table("network", "top-1", "top-5", "loss", "images", "MACs", "params")
+    accuracies = (f"{values[name]:.2%}" if name in values else "-" for name in ("top1", "top5"))
+    counts = ("-" if count is None else format_count(count) for count in (values["macs"], values["params"]))
+    table.add_row(values["network"], *accuracies, f"{values['loss']:.4f}", f"{values['images']:,}", *counts)
+    console.print(table)

@@ -100,7 +100,7 @@ def bench(
         chosen = _choose_backends(backends, place)
         found = _networks(networks, example_input, model, threads, progress)
         entries: list[Entry] = []
-        notes = [*filter(None, [load_note(load, threads)])]
+        notes: list[str] = []
         for backend in chosen:
             fitting = [network for network in found if can_run(backend, network.model)]
             try:
@@ -113,9 +113,9 @@ def bench(
             entries += _entries(fitting, backend, batch, timings)
             notes += [f"{backend}: {note}" for note in filter(None, [spread_note(timings)])]
         if not entries:
-            raise ConfigError(
-                f"none of the backends {', '.join(chosen)} can run these networks. {' '.join(notes)}"
-            )
+            reasons = " ".join([f"None of {', '.join(chosen)} can run these networks.", *notes])
+            raise ConfigError(reasons)
+        notes[:0] = filter(None, [load_note(load, threads)])
         return Benchmark(entries, _conditions(place, threads, batch, seconds, load), notes)
 
 
@@ -141,10 +141,12 @@ def _networks(
         for reference in given:
             progress(f"loading {reference}")
             found += load_networks(str(reference), model=model, threads=threads)
-    unique = {network.key: network for network in reversed(found)}
+    unique: dict[str, Network] = {}
+    for network in found:
+        unique.setdefault(network.key, network)
     if not unique:
         raise ConfigError("name at least one network.")
-    return list(reversed(unique.values()))
+    return list(unique.values())
 
 
 def _time(

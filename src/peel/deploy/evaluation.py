@@ -1,8 +1,7 @@
 """Accuracy of a network that was saved, fed as it was trained."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -80,14 +79,3 @@ def evaluate_network(
             return evaluate(network.model, data.test, engine, fixed if isinstance(fixed, int) else None)
         engine = make_engine(device, workers=workers)
         return evaluate(engine.prepare(network.model), data.test.to(engine.device), engine)
-
-
-def metrics_dict(network: Network, data: Data, metrics: Metrics) -> Mapping[str, Any]:
-    return {
-        "network": network.name,
-        "data": data.name,
-        "images": data.test.size,
-        **metrics.to_dict(),
-        "macs": network.macs,
-        "params": network.params,
-    }

@@ -134,7 +134,7 @@ def temporary_folder(path: Path) -> Iterator[Path]:
 def publish(folder: Path, path: Path) -> tuple[Path, ...]:
     """Move all files of a folder to where `path` lies; `path` itself comes last."""
     try:
-        written = sorted(folder.iterdir(), key=lambda file: file.name == path.name)
+        written = sorted(folder.iterdir(), key=lambda file: (file.name == path.name, file.name))
         return tuple(file.replace(path.parent / file.name) for file in written)
     except OSError as error:
         raise ExportError(f"cannot write {path}: {error.strerror}.") from error
