@@ -65,9 +65,8 @@ def test_a_run_brings_its_original_along_once(finished: tuple[Path, Result], tmp
     assert [entry.macs for entry in result.entries] == [run.rows[0].macs, *[run.rows[-1].macs] * 2]
 
 
-def test_files_and_names_are_networks(tmp_path: Path) -> None:
-    files = [tmp_path / "one.onnx", tmp_path / "two.onnx"]
-    shutil.copy(peel.export(slim_small(), files[0]).path, files[1])
+def test_files_and_names_are_networks(small_onnx: Path, tmp_path: Path) -> None:
+    files = [small_onnx, Path(shutil.copy(small_onnx, tmp_path / "other.onnx"))]
     result = bench(files, threads=1, seconds=0.01, backends=["onnxruntime"])
     assert [entry.macs for entry in result.entries] == [slim_small().peel_info.costs["macs"]] * 2
     values = result.to_dict()["entries"][1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -14,26 +13,51 @@ from peel.deploy import timing
 from peel.deploy.timing import MIN_ROUNDS, Speedup, Timing, compare, load_note, measure, spread_note
 
 
-def sleeping(seconds: float) -> Callable[[], None]:
-    return lambda: time.sleep(seconds)
+class Clock:
+    """A clock that only calls move, so that the tests do not depend on what else the machine does."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.calls: list[str] = []
+
+    def taking(self, seconds: float | Callable[[], float], name: str = "") -> Callable[[], None]:
+        """A call that takes this time."""
+
+        def call() -> None:
+            self.calls.append(name)
+            self.now += seconds() if callable(seconds) else seconds
+
+        return call
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("time.perf_counter", lambda: clock.now)
+    return clock
 
 
 def made(rounds: list[float]) -> Timing:
     return Timing(statistics.median(rounds), min(rounds), max(rounds), tuple(rounds))
 
 
-def test_half_the_work_is_twice_as_fast() -> None:
-    times = measure({"full": sleeping(0.004), "half": sleeping(0.002)}, seconds=0.2)
+def test_half_the_work_is_twice_as_fast_in_spite_of_noise(clock: Clock) -> None:
+    rng = np.random.default_rng(0)
+    full, half = (clock.taking(lambda s=s: s * rng.lognormal(0, 0.2)) for s in (0.004, 0.002))
+    times = measure({"full": full, "half": half}, seconds=5)
     speedup = compare(times["full"], times["half"])
-    assert 1.5 < speedup.low <= speedup.median <= speedup.high < 2.3
+    assert 1.9 < speedup.low <= speedup.median <= speedup.high < 2.1
     assert speedup.verdict == "faster"
     assert compare(times["half"], times["full"]).verdict == "slower"
-    assert times["full"].p10 <= times["full"].median <= times["full"].p90
-    assert times["full"].median == pytest.approx(0.004, rel=0.5)
+    assert times["full"].median == pytest.approx(0.004, rel=0.05)
+    assert times["full"].p10 == pytest.approx(0.004 * np.exp(-0.2 * 1.28), rel=0.05)
+    assert times["full"].p90 == pytest.approx(0.004 * np.exp(0.2 * 1.28), rel=0.05)
 
 
-def test_the_same_work_is_no_measurable_gain() -> None:
-    times = measure({"one": sleeping(0.002), "other": sleeping(0.002)}, seconds=0.2)
+def test_the_same_work_is_no_measurable_gain(clock: Clock) -> None:
+    rng = np.random.default_rng(0)
+    calls = {name: clock.taking(lambda: 0.002 * rng.lognormal(0, 0.2)) for name in ("one", "other")}
+    times = measure(calls, seconds=5)
     assert compare(times["one"], times["other"]).verdict == "no measurable gain"
 
 
@@ -44,24 +68,23 @@ def test_a_drift_of_the_machine_does_not_count() -> None:
     assert (speedup.low, speedup.median, speedup.high) == (2, 2, 2)
 
 
-def test_calls_are_interleaved_and_the_order_changes() -> None:
-    calls: list[str] = []
-
-    def record(name: str) -> Callable[[], None]:
-        def call() -> None:
-            calls.append(name)
-            time.sleep(0.03)  # one call a round, and one before it
-
-        return call
-
-    measure({"a": record("a"), "b": record("b")}, seconds=0.01)
-    assert calls[-4 * MIN_ROUNDS :][:8] == ["a", "a", "b", "b", "b", "b", "a", "a"]
+def test_calls_are_interleaved_and_the_order_changes(clock: Clock) -> None:
+    # Each takes so long that it is timed once in a round, after a call that is not timed.
+    measure({"a": clock.taking(0.03, "a"), "b": clock.taking(0.03, "b")}, seconds=0.01)
+    assert clock.calls[-4 * MIN_ROUNDS :] == list("aabbbbaa" * (MIN_ROUNDS // 2))
 
 
-def test_slow_calls_are_measured_often_enough_for_an_interval() -> None:
-    times = measure({"a": sleeping(0.02)}, seconds=0.001)
+def test_slow_calls_are_measured_often_enough_for_an_interval(clock: Clock) -> None:
+    times = measure({"a": clock.taking(2.0)}, seconds=1)
     assert len(times["a"].rounds) == MIN_ROUNDS
+    assert times["a"].spread == 0
     assert gc.isenabled()
+
+
+def test_fast_calls_are_repeated_in_a_round_and_for_the_time_given(clock: Clock) -> None:
+    times = measure({"a": clock.taking(0.001, "a")}, seconds=10)
+    assert clock.now == pytest.approx(10, rel=0.05)
+    assert len(times["a"].rounds) == pytest.approx(10 / 0.021, rel=0.05)
 
 
 def test_the_interval_covers_the_median_in_95_percent_of_all_cases() -> None:

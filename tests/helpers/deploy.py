@@ -18,11 +18,13 @@ class Net(nn.Module):
         super().__init__()
         self.conv1, self.norm1 = nn.Conv2d(3, wide, 3, padding=1, bias=False), nn.BatchNorm2d(wide)
         self.conv2, self.norm2 = nn.Conv2d(wide, 2 * wide, 3, padding=1, bias=False), nn.BatchNorm2d(2 * wide)
+        self.conv3, self.conv4 = (nn.Conv2d(2 * wide, 2 * wide, 1, bias=False) for _ in range(2))
+        self.conv4.weight = self.conv3.weight
         self.fc = nn.Linear(2 * wide, num_classes)
 
     def forward(self, x):
         x = self.norm2(self.conv2(self.norm1(self.conv1(x)).relu())).relu()
-        return self.fc(x.mean((2, 3)))
+        return self.fc(self.conv4(self.conv3(x).relu()).mean((2, 3)))
 
 def needs_an_argument(wide):
     return Net(wide=wide)

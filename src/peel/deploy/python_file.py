@@ -32,6 +32,7 @@ TEMPLATE = Template('''\
 $stem.json and $stem.safetensors lie beside this file. The JSON file also names the classes.
 """
 
+import copy
 import hashlib
 import json
 from pathlib import Path
@@ -58,13 +59,14 @@ def load(model=None):
     data = Path(__file__).with_suffix(".safetensors").read_bytes()
     if hashlib.sha256(data).hexdigest() != DOCUMENT["weights"]["sha256"]:
         raise ValueError("$stem.safetensors is corrupt, or belongs to another $stem.json")
+    old = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    new = {}  # by the id of the old tensor, which several modules may share
     for name, tensor in load_tensors(data).items():
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
-        if leaf in module._parameters:
-            module._parameters[leaf] = nn.Parameter(tensor)
-        else:
-            module._buffers[leaf] = tensor
+        new[id(old[name])] = nn.Parameter(tensor) if isinstance(old[name], nn.Parameter) else tensor
+    for module in model.modules():  # what a forward pass computed and left behind cannot be copied
+        kept = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+        new.update({id(value): value.detach() for value in kept if value.grad_fn is not None})
+    model = copy.deepcopy(model, new)
     for name, attributes in DOCUMENT["modules"].items():
         module = model.get_submodule(name)
         for attribute, value in attributes.items():
