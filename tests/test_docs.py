@@ -1,8 +1,9 @@
-"""The examples of docs/extending.md and docs/detection.md run as they are printed."""
+"""The examples of docs/extending.md, docs/detection.md and docs/deploy.md run as they are printed."""
 
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import peel
+from helpers.deploy import slim_small
 from helpers.detectors import DetectionNet
 from helpers.small import SHORT, Small, few_digits, small_run
 
@@ -93,3 +95,14 @@ def test_a_detector(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert all(parameter.grad is not None for parameter in names["small"].parameters())
     exec(block("modules=", "detection.md"), names)
     assert names["graph"].modules == ("backbone", "head")
+
+
+def test_feeding_an_onnx_file(
+    small_onnx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(small_onnx, tmp_path / "slim.onnx")
+    monkeypatch.chdir(tmp_path)
+    pixels = torch.rand(4, 8, 8, 3)
+    exec(block("get_modelmeta", "deploy.md"), {"pixels": pixels.numpy()})
+    logits = slim_small()((pixels.permute(0, 3, 1, 2) - 0.3) / 0.4)
+    assert capsys.readouterr().out.strip() == str([str(int(best)) for best in logits.argmax(1)])

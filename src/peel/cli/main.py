@@ -58,6 +58,21 @@ app.command(
     name="curve",
     help="Accuracy against budget for a trained network that is cut and repaired. Nothing is trained.",
 )
+app.command(
+    "peel.cli.bench:bench",
+    name="bench",
+    help="Latency and throughput of runs, saved models, files .onnx and models, side by side.",
+)
+app.command(
+    "peel.cli.export:export",
+    name="export",
+    help="A network as .onnx, .pt2, .safetensors or .py, checked by running it; int8 with --int8.",
+)
+app.command(
+    "peel.cli.eval:evaluate",
+    name="eval",
+    help="Accuracy of a run, a saved model or a file .onnx.",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

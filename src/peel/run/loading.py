@@ -46,7 +46,7 @@ def load_model_and_data(
 
     if isinstance(model, str):
         loaded = load(zoo.find(model).input_size[0])
-        network = _create(model, len(loaded.classes), known is not None)
+        network = zoo.create_for(model, len(loaded.classes), pretrained=known is not None)
     else:
         loaded, network = load(next(_conv_inputs(model), 3)), _on_cpu(model)
     channels = _input_channels(network, loaded.shape)
@@ -65,16 +65,6 @@ def _on_cpu(model: nn.Module) -> nn.Module:
     """The model itself, or a copy of it where it is on another device."""
     is_elsewhere = any(parameter.device.type != "cpu" for parameter in model.parameters())
     return copy.deepcopy(model).cpu() if is_elsewhere else model
-
-
-def _create(model: str, classes: int, pretrained: bool) -> nn.Module:
-    """The model with as many classes as the data; a user's callable may not take that argument."""
-    try:
-        return zoo.create(model, num_classes=classes, pretrained=pretrained)
-    except ModelError as error:
-        if isinstance(error.__cause__, TypeError) and "num_classes" in str(error.__cause__):
-            return zoo.create(model, pretrained=pretrained)
-        raise
 
 
 def _input_channels(network: nn.Module, shape: tuple[int, int, int]) -> int:

@@ -21,7 +21,7 @@ from ..data.datasets import IMAGENET_MEAN, IMAGENET_STD, Data
 from ..errors import ConfigError, DataError, StoreError
 from ..methods.problem import Problem
 from ..surgery.info import info_of
-from ..surgery.serialization import load, read_input
+from ..surgery.serialization import load, read_info
 from ..train.engine import eval_batch_size
 from ..train.objective import get_logits
 from ..utils.files import parse_object, read_file
@@ -84,7 +84,7 @@ def input_of(reference: nn.Module | Mapping[str, Tensor] | str) -> Mapping[str, 
         return {}
     path = Path(reference)
     file = path / "stages" / "original.json" if path.is_dir() else path
-    return (read_input(file) or {}) if file.suffix == ".json" and file.is_file() else {}
+    return (read_info(file).input or {}) if file.suffix == ".json" and file.is_file() else {}
 
 
 def check_accuracy(teacher: Teacher, top1: float, problem: Problem, is_chosen: bool) -> None:

@@ -92,7 +92,7 @@ def make_engine(
         raise ConfigError("compile cannot be on together with deterministic or sync_bn: choose one of them.")
     if threads is not None and threads > (cores := os.cpu_count() or threads):
         raise ConfigError(f"threads: this machine has {cores} cores. Choose at most as many, not {threads}.")
-    chosen = _find_device(device)
+    chosen = find_device(device)
     is_cuda = chosen.type == "cuda"
     world = init_distributed(chosen)
     if is_cuda:
@@ -127,7 +127,7 @@ def make_engine(
     )
 
 
-def _find_device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":

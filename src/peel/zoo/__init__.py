@@ -16,7 +16,17 @@ from ..errors import ModelError, did_you_mean
 from ..utils.references import load_object
 from .cifar import CIFAR_MODELS
 
-__all__ = ["FROZEN", "ModelSpec", "Pretrained", "create", "find", "is_own", "names", "pretrained"]
+__all__ = [
+    "FROZEN",
+    "ModelSpec",
+    "Pretrained",
+    "create",
+    "create_for",
+    "find",
+    "is_own",
+    "names",
+    "pretrained",
+]
 
 CIFAR = "cifar"
 TORCHVISION = "torchvision"
@@ -161,6 +171,16 @@ def create(
     if spec.source != "user":
         model.peel_source = {"zoo": spec.reference, "arguments": arguments}  # type: ignore[assignment]
     return model
+
+
+def create_for(reference: str, classes: int, *, pretrained: bool = False) -> nn.Module:
+    """The model with this number of classes; a user's callable may not take that argument."""
+    try:
+        return create(reference, num_classes=classes, pretrained=pretrained)
+    except ModelError as error:
+        if isinstance(error.__cause__, TypeError) and "num_classes" in str(error.__cause__):
+            return create(reference, pretrained=pretrained)
+        raise
 
 
 def _pretrained_weights(spec: ModelSpec) -> dict[str, Tensor]:
