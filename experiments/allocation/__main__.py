@@ -62,6 +62,7 @@ def main() -> None:
     command.add_argument("--teachers", type=Path, help="train with the logits of these originals")
     command.add_argument("--weight", type=float, default=1.0, help="weight of the term of distillation")
     command.add_argument("--temperature", type=float, default=1.0, help="temperature of distillation")
+    command.add_argument("--basis", type=Path, help="the trainings that allocations follow from, if others")
     folder = argparse.ArgumentParser(add_help=False)
     folder.add_argument("--folder", type=Path, default=Path("originals"), help="the trained originals")
     command = commands.add_parser(

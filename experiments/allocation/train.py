@@ -130,16 +130,19 @@ def run(
     teachers: Path | None = None,
     weight: float = 1.0,
     temperature: float = 1.0,
+    basis: Path | None = None,
 ) -> None:
     """Train what is missing in the results. No training starts that would end after the deadline.
 
-    Allocations follow from trainings without a teacher.
+    Allocations follow from the trainings of the basis, by default the results; with a teacher, `RESULTS`.
     """
     began = time.monotonic()
     teaching = None if teachers is None else Teaching(teachers, weight, temperature)
     used = (0.0, 0.0) if teaching is None else (weight, temperature)
     lines = [line for line in read(results) if (line.get("weight", 0), line.get("temperature", 0)) == used]
-    basis = lines if teaching is None else read(RESULTS)
+    if basis is None and teaching is not None:
+        basis = RESULTS
+    source = lines if basis is None else read(basis)
     running: dict[Future[dict[str, Any]], Job] = {}
     with ProcessPoolExecutor(
         lanes, multiprocessing.get_context("spawn"), start_lane, (images, count, batch_size, teaching)
@@ -147,7 +150,7 @@ def run(
         while True:
             left = deadline - (time.monotonic() - began)
             known = {key_of(line) for line in lines} | {job.key for job in running.values()}
-            while len(running) < lanes and (job := next_job(stages, basis, lines, known, left)) is not None:
+            while len(running) < lanes and (job := next_job(stages, source, lines, known, left)) is not None:
                 running[pool.submit(train_in_lane, job)] = job
                 known.add(job.key)
             if not running:
