@@ -15,8 +15,6 @@ class Row:
     """One network of the table: original, uniform or peel."""
 
     name: str
-    loss: float
-    top1: float
     macs: int
     params: int
     memory: int
@@ -24,8 +22,12 @@ class Row:
     seconds: float
     image_passes: int
     file: str
+    loss: float | None = None
+    top1: float | None = None
     top5: float | None = None
     """None with five classes or fewer."""
+    metric: float | None = None
+    """The user's own metric, in the place of the accuracies."""
 
 
 @dataclass(frozen=True)
