@@ -32,6 +32,9 @@ from .steps.reallocation import reallocate as reallocate
 from .surgery import Verification as Verification
 from .surgery import slim as slim
 from .surgery import verify as verify
+from .surgery.calibration import recalibrate as recalibrate
+from .surgery.repair import RepairReport as RepairReport
+from .surgery.repair import repair as repair
 from .surgery.serialization import load as load
 from .surgery.serialization import save as save
 from .train.callbacks import Callback as Callback

@@ -6,6 +6,7 @@ set afterwards. Only the initialization of fresh weights knows about kinds of la
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -62,7 +63,7 @@ def slim(
         grows = any(new > old for new, old in zip(units, graph.units(), strict=True))
         drawn = initialize(small) if is_fresh or grows else set()
         copy_weights(model, small, graph, kept, drawn)
-    attach_info(small, _info(info_of(model), graph, graph.check(widths)))
+    attach_info(small, replace(_info(info_of(model), graph, graph.check(widths)), kept=kept))
     return small
 
 
