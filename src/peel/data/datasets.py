@@ -201,9 +201,10 @@ def load_data(
     return _folder(folder, channels, image_size, skip_corrupt, crop)
 
 
-def first_batch(split: Split, samples: int) -> Batch:
-    """Some samples as a batch on the CPU, not augmented."""
-    index = torch.arange(min(samples, split.size))
+def first_batch(split: Split, index: int | Tensor) -> Batch:
+    """So many first samples, or those at some places, as a batch on the CPU, not augmented."""
+    index = index if isinstance(index, Tensor) else torch.arange(min(index, split.size))
+    samples = len(index)
     batch = next(iter(split.batches(index, samples, EVAL, torch.device("cpu"))), None)
     if batch is None:
         raise DataError("the data yield no batch.")

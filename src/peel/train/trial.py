@@ -12,11 +12,15 @@ from torch import Tensor, nn
 from ..data.batch import Batch, call_model
 from ..data.datasets import Data, first_batch
 from ..errors import ConfigError, DataError
+from ..utils.rng import epoch_order
 from .objective import describe, main_output, name_of
 from .task import Scores, Task
 
 #: Samples of the trial: enough for the statistics of batch norm.
 SAMPLES = 4
+
+#: Samples whose class numbers are looked at.
+MORE_SAMPLES = 64
 
 
 def try_task(model: nn.Module, data: Data, task: Task) -> Task:
@@ -31,8 +35,8 @@ def try_task(model: nn.Module, data: Data, task: Task) -> Task:
             f"{describe(output)}: these are not class numbers and logits. Give loss=, a function (output, "
             'target) -> scalar, or loss="model" for a model that computes its losses itself.'
         )
-    if task.is_classification:
-        _check_range(output, batch)
+    if task.is_classification and data.is_own:
+        _check_range(output, data)
     if task.loss is not None or task.train_fn is None:
         task = replace(task, has_output=_try_loss(model, batch, task))
     _try_evaluation(model, first_batch(data.test, SAMPLES), task)
@@ -63,9 +67,11 @@ def _is_classification(output: Any, batch: Batch) -> bool:
     return targets.shape == (len(logits), *logits.shape[2:])
 
 
-def _check_range(output: Any, batch: Batch) -> None:
+def _check_range(output: Any, data: Data) -> None:
     logits = main_output(output)
     assert logits is not None
+    random = epoch_order(data.train.size, 0, -1)[:MORE_SAMPLES]
+    batch = first_batch(data.train, random)
     lowest, highest = int(batch.targets.min()), int(batch.targets.max())
     if highest >= logits.shape[1]:
         raise DataError(
