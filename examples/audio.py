@@ -27,7 +27,7 @@ def waveforms(count: int, seed: int) -> TensorDataset:
     wave = torch.sin(2 * math.pi * ((100 + 60 * pitch) * time + slope * time**2 + phase))
     is_on = (12 * time + phase) % 1 < 0.4
     wave = torch.where((labels == SOUNDS.index("pulses"))[:, None], wave * is_on, wave)
-    wave = wave + 0.7 * torch.randn(count, LENGTH, generator=rng)
+    wave = wave + 3 * torch.randn(count, LENGTH, generator=rng)
     return TensorDataset(wave[:, None], labels)
 
 

@@ -35,8 +35,13 @@ def restrict_engine(engine: Engine, data: Data, task: Task) -> tuple[Engine, lis
     changes: dict[str, Any] = {"cuda_graphs": False}
     changes |= {"compile": "off"} if engine.compile == "auto" else {}
     changes |= {"pad_channels": False, "cache_teacher": False} if data.is_own else {}
-    names = {"compile": "automatic compilation", "pad_channels": "padding of slow widths"}
-    off = [names.get(name, name.replace("_", " ")) for name in changes if getattr(engine, name)]
+    names = {
+        "cuda_graphs": "CUDA graphs",
+        "compile": "automatic compilation",
+        "pad_channels": "padding of slow widths",
+        "cache_teacher": "the teacher cache",
+    }
+    off = [names[name] for name in changes if getattr(engine, name)]
     notes = [f"Left off with data, a loss or an optimizer of your own: {', '.join(off)}."] if off else []
     if is_stream:
         notes.append(

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..cost.rounding import resolve_budget
 from ..data.datasets import OWN_DATA, Data
-from ..errors import CorruptFileError, PeelError, RunError
+from ..errors import ConfigError, CorruptFileError, PeelError, RunError
 from ..graph import ChannelGraph, trace
 from ..methods.problem import Problem
 from ..train.callbacks import Callback
@@ -120,6 +120,8 @@ def _prepare(
     network, loaded = load_model_and_data(model, data, config, teacher)
     new_classifier = has_new_classifier(model, teacher, loaded)
     task = check_model(network, loaded, task)
+    if graph is not None and config.groups is not None:
+        raise ConfigError("the given graph has its groups already: call graph.regroup(groups) yourself.")
     graph = graph or trace(network, loaded.example(), groups=config.groups)
     config, own_notes = restrict_settings(config, loaded, task)
     recipes = resolve_recipes(config, loaded, network, task)

@@ -1,6 +1,7 @@
 """Objectives: what training minimizes. An objective runs the model on a batch and returns named losses."""
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.batch import Batch, call_model
+from ..data.batch import Batch, call_model, map_tensors
 from ..errors import ConfigError, ModelError
 from ..surgery.padding import DROPOUTS
 from ..surgery.slim import NORMS
@@ -57,9 +58,10 @@ class UserLoss:
         return Losses(self.value(output, batch.targets), {}, main_output(output))
 
     def value(self, output: Any, targets: Any) -> Tensor:
+        """The loss of an output, in float32 whatever the precision of the forward pass."""
         name = f"the loss {name_of(self.loss)}"
-        with explain_failure(name):
-            value = self.loss(output.float() if isinstance(output, Tensor) else output, targets)
+        with explain_failure(name), torch.autocast("cuda", enabled=False):
+            value = self.loss(in_float32(output), targets)
         return _scalar(value, name)
 
 
@@ -133,6 +135,14 @@ def describe(value: Any) -> str:
 def name_of(item: object) -> str:
     """The name of a function or, of an object, of its class."""
     return str(getattr(item, "__qualname__", type(item).__qualname__))
+
+
+def in_float32(output: Any) -> Any:
+    """The output with tensors of half precision in float32. Objects of other libraries stay as they are."""
+    if isinstance(output, Mapping) and type(output) not in (dict, OrderedDict):
+        return output
+    half = (torch.bfloat16, torch.float16)
+    return map_tensors(output, lambda tensor: tensor.float() if tensor.dtype in half else tensor)
 
 
 def main_output(output: object) -> Tensor | None:

@@ -22,6 +22,7 @@ from .objective import (
     describe,
     explain_failure,
     get_logits,
+    in_float32,
     name_of,
 )
 
@@ -98,6 +99,7 @@ class Scores:
             task.metric.reset()
 
     def add(self, model: nn.Module, output: Any, batch: Batch) -> None:
+        output = in_float32(output)
         count = batch.targets.numel() if self.task.is_classification else batch.size
         loss = self._loss(model, output, batch, count)
         scores = self._hits(output, batch) if self.task.metric is None else self._metric(output, batch, count)
