@@ -1,8 +1,9 @@
-"""The examples of docs/extending.md, docs/detection.md and docs/own_data.md run as they are printed."""
+"""The examples of extending.md, detection.md, own_data.md and deploy.md run as they are printed."""
 
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import peel
+from helpers.deploy import slim_small
 from helpers.detectors import DetectionNet
 from helpers.own_data import PAIR, bce, hits
 from helpers.small import SHORT, Small, few_digits, small_run
@@ -68,7 +70,11 @@ def test_data_and_callback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
     def short(model: object, data: Any, **settings: Any) -> Any:
         data = few_digits() if data == "digits" else data
-        return prune(Small(len(data.classes)), data, **{**SHORT, "stages": ["original"], **settings})
+        return prune(
+            Small(len(data.classes)),
+            data,
+            **{**SHORT, "stages": ["original"], "weights": "train", **settings},
+        )
 
     monkeypatch.setattr(peel, "prune", short)
     exec(block("from_tensors"), names)
@@ -116,3 +122,14 @@ def test_own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(names["result"].rows) == 3
     exec(block("measure_importance", "own_data.md"), names)
     assert names["graph"].macs(names["widths"]) <= names["graph"].macs() / 2
+
+
+def test_feeding_an_onnx_file(
+    small_onnx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(small_onnx, tmp_path / "slim.onnx")
+    monkeypatch.chdir(tmp_path)
+    pixels = torch.rand(4, 8, 8, 3)
+    exec(block("get_modelmeta", "deploy.md"), {"pixels": pixels.numpy()})
+    logits = slim_small()((pixels.permute(0, 3, 1, 2) - 0.3) / 0.4)
+    assert capsys.readouterr().out.strip() == str([str(int(best)) for best in logits.argmax(1)])

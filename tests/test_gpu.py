@@ -326,7 +326,7 @@ def test_deterministic_runs_have_the_same_bits(net: str) -> None:
     for _ in range(2):
         model = Small() if net == "small" else zoo.create(net, num_classes=10)
         torch.manual_seed(0)
-        results.append(small_run(model, device="cuda", deterministic=True, teacher="train"))
+        results.append(small_run(model, device="cuda", deterministic=True, weights="train"))
     assert results[0].model is not None
     assert results[1].model is not None
     assert same_weights(results[0].model, results[1].model)

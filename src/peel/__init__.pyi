@@ -6,11 +6,16 @@ from .cost.rounding import uniform as uniform
 from .cost.widths import Widths as Widths
 from .data.datasets import Data as Data
 from .data.datasets import load_data as load_data
+from .deploy.bench import Benchmark as Benchmark
+from .deploy.bench import bench as bench
+from .deploy.export import Exported as Exported
+from .deploy.export import export as export
 from .errors import BudgetError as BudgetError
 from .errors import ConfigError as ConfigError
 from .errors import CorruptFileError as CorruptFileError
 from .errors import DataError as DataError
 from .errors import DivergedError as DivergedError
+from .errors import ExportError as ExportError
 from .errors import ModelError as ModelError
 from .errors import OutOfMemoryError as OutOfMemoryError
 from .errors import PeelError as PeelError
@@ -34,6 +39,7 @@ from .surgery import Verification as Verification
 from .surgery import slim as slim
 from .surgery import verify as verify
 from .surgery.calibration import recalibrate as recalibrate
+from .surgery.explain import explain_scores as explain_scores
 from .surgery.repair import RepairReport as RepairReport
 from .surgery.repair import repair as repair
 from .surgery.serialization import load as load

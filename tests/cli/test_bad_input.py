@@ -102,8 +102,8 @@ FILES: list[tuple[list[str], list[str]]] = [
     (["--data", "good", "--train.batch-size", "13"], ["batch size 13", "training set of 12", "at most 12"]),
     (["--data", "good", "--train.batch-size", "6", "--backbone.batch-size", "13"], ["batch size 13"]),
     (["--train.batch-size", "1438"], ["batch size 1438", "at most 1437"]),
-    (["--teacher", "file"], ["file cannot be loaded"]),
-    (["--teacher", "missing.pt"], ["there is no teacher at missing.pt"]),
+    (["--weights", "file"], ["file cannot be loaded"]),
+    (["--weights", "missing.pt"], ["there are no weights at missing.pt"]),
 ]
 
 #: Settings that cannot be: exit code 2.
@@ -123,6 +123,7 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--resource", "flops"], ["resource is one of macs, params, memory, not 'flops'"]),
     (["--rounds", "0"], ["rounds: expected int >= 1, not 0"]),
     (["--divisor", "0"], ["divisor: expected int >= 1, not 0"]),
+    (["--divisor", "7.5"], ["--divisor: 7.5 is not a whole number"]),
     (["--l1-coefficient", "-1"], ["l1_coefficient: expected float >= 0.0, not -1"]),
     (
         ["--l1-coefficient", "0.1", "--l1-strength", "3"],
@@ -132,12 +133,12 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--max-width", "1.0", "--solver", "triangular"], ["max_width needs solver"]),
     (["--freeze", "conv9"], ["conv9"]),
     (["--ignore", "*"], ["matches every layer"]),
-    (["--stages", "original,pel"], ["'pel'", "Did you mean peel"]),
+    (["--stages", "original,fina"], ["'fina'", "Did you mean final"]),
     # Budgets
     (["--budget", "half"], ["'half'", "50%"]),
     (["--budget", "0"], ["the budget must be finite and at least 1"]),
     (["--budget=-5%"], ["-5%"]),
-    (["--budget", "100"], ["100 macs cannot be reached", "the smallest network has"]),
+    (["--budget", "100"], ["100 MACs cannot be reached", "the smallest network has"]),
     (["--budget", "2500", "--backbone-ratio", "0.5"], ["0.5", "cannot be reached"]),
     # Recipes
     (["--recipe", "imagenet-resnt"], ["'imagenet-resnt'", "Did you mean imagenet-resnet"]),
@@ -147,6 +148,7 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--backbone.schedule", "cosin"], ["'cosin'", "Did you mean cosine"]),
     (["--train.augment", "flip"], ["augment is one of", "'flip'"]),
     (["--train.epochs", "many"], ["many"]),
+    (["--train.epochs", "1.5"], ["--train.epochs: 1.5 is not a whole number"]),
     # Files
     (["--plan", "missing.json"], ["plan: cannot read missing.json", "No such file"]),
     (["--plan", "not.json"], ["plan: not.json is not JSON"]),
@@ -161,6 +163,7 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--device", "tpu"], ["tpu"]),
     (["--device", "cuda:99"], ["cuda:99"]),
     (["--threads", "0"], ["threads: expected int >= 1, not 0"]),
+    (["--threads", "100000"], ["threads: this machine has", "cores", "not 100000"]),
     (["--workers", "-1"], ["workers: expected int >= 0, not -1"]),
     (["--seed", "one"], ["one"]),
     (["--seed", "-1"], ["seed: expected int >= 0, not -1"]),

@@ -47,6 +47,8 @@ from peel.cost.rounding import cost_of, round_to_budget
         (2e9, 2_000_000_000),
         ("1e3", 1000),
         ("33.3333%", 333),
+        (np.int64(300), 300),
+        (np.float32(0.5), 500),
     ],
 )
 def test_budgets_are_parsed(written: str | float, meant: int) -> None:
@@ -247,6 +249,16 @@ def test_budget_below_the_smallest_network_is_refused(budget: str | int) -> None
     smallest = graph.macs(graph.steps)
     with pytest.raises(peel.BudgetError, match=f"{smallest:,}"):
         peel.uniform(graph, budget)
+
+
+def test_a_refused_budget_has_its_unit() -> None:
+    graph = traced_net(Chain)[1]
+    with pytest.raises(
+        peel.BudgetError, match=r"budget of 5B of memory cannot be reached: .* has \S+B of memory"
+    ):
+        peel.uniform(graph, 5, resource="memory")
+    with pytest.raises(peel.BudgetError, match=r"budget of 1\.00T MACs is above the original"):
+        peel.uniform(graph, "1T")
 
 
 def test_budget_above_the_largest_network_is_refused() -> None:

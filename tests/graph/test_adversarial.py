@@ -55,7 +55,7 @@ def test_network_is_right_or_fixed_or_refused(case: Case) -> None:
     assert verification.passed, str(verification)
 
     uncounted = counted_macs(case.build(), case.example) - graph.macs()
-    assert uncounted == 0 or graph.unknown_operators
+    assert uncounted == 0 or "lstm" in str(graph.unknown_operators)  # torch does not count a fused LSTM
     reached = trained_parameters(case.build(), case.example)
     for widths in (scaled(graph, 0.3, 0.95), scaled(graph, 1.05, 1.6), dict(graph.widths)):
         try:
@@ -88,10 +88,11 @@ def test_costs_are_exact_or_the_network_is_refused_at_random_widths(case: Case) 
         try:
             small = peel.slim(model, widths, graph=graph)
         except peel.WidthsError as error:
-            # torch counts no product when `einsum` sums over a single channel
-            assert "adversarial.py" in str(error) or (case.name in WITH_EINSUM and "MACs" in str(error))
+            assert "adversarial.py" in str(error)
             continue
-        assert counted_macs(small, case.example) == graph.macs(widths) + uncounted, widths
+        # torch counts no product when `einsum` sums over a single channel
+        if case.name not in WITH_EINSUM or 1 not in widths.values():
+            assert counted_macs(small, case.example) == graph.macs(widths) + uncounted, widths
         assert sum(parameter.numel() for parameter in small.parameters()) == graph.params(widths)
         assert trained_parameters(small, case.example) == reached, widths
 

@@ -13,11 +13,13 @@ import torch.nn.functional as F
 import torchvision  # noqa: F401 (defines operators)
 from rich.console import Console
 from torch import nn
+from torch.utils import flop_counter
 
 import peel
 from helpers.graphs import traced_net
 from helpers.nets import NETS, Net, UnknownOperator
 from peel.cli.inspect import draw, inspection
+from peel.cost.count import count_macs
 from peel.graph import Call, register_rule, rules
 
 X = torch.randn(1, 3, 8, 8)
@@ -212,3 +214,94 @@ def test_every_fixed_tie_has_a_reason(kind: type[nn.Module]) -> None:
     graph = traced_net(kind)[1] if issubclass(kind, Net) else peel.trace(kind(), X)
     assert all(graph.fixed.values()), graph.fixed
     assert not graph.failed_rules
+
+
+@torch.library.custom_op("peel_tests::pointwise", mutates_args=())
+def pointwise(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.conv2d(x, weight)
+
+
+@pointwise.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0], *x.shape[2:])
+
+
+class Pointwise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.weight = nn.Conv2d(3, 8, 1), nn.Parameter(torch.randn(12, 8, 1, 1))
+        self.fc = nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(pointwise(self.conv(x), self.weight).mean((2, 3)))
+
+
+def pointwise_rule(call: Call, value: Any, weight: Any) -> Any:
+    call.unify(value[1], weight[1])
+    call.sums_over(weight, 1)
+    call.produces(weight[0], 1)
+    call.costs((*weight, value[0], *value[2:]), weight[0])
+    return (value[0], weight[0], *value[2:])
+
+
+def test_costs_of_an_own_operator_are_compared_with_the_count_of_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rule = {"peel_tests::pointwise": pointwise_rule}
+    graph = peel.trace(Pointwise(), X, rules=rule)
+    assert "register_flop_formula" in graph.fixed["conv"]
+
+    def flops(x: torch.Tensor, weight: torch.Tensor, out_val: torch.Tensor) -> int:
+        return 2 * out_val.numel() * x.shape[1]
+
+    monkeypatch.setitem(flop_counter.flop_registry, torch.ops.peel_tests.pointwise, flops)
+    graph = peel.trace(Pointwise(), X, rules=rule)
+    assert graph.widths == {"conv": 8, "weight": 12}
+    assert peel.verify(Pointwise(), X, graph=graph).passed
+
+
+class OneEquation(nn.Module):
+    def __init__(self, equation: str) -> None:
+        super().__init__()
+        self.equation = equation
+        self.conv, self.weight, self.fc = (
+            nn.Conv2d(3, 8, 1),
+            nn.Parameter(torch.randn(8, 12)),
+            nn.Linear(12, 5),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.einsum(self.equation, self.conv(x).permute(0, 2, 3, 1), self.weight)
+        return self.fc(x.mean((1, 2)))
+
+
+@pytest.mark.parametrize("equation", ["nhwc,cd->nhwd", "...c,cd->...d", "abce, ef"])
+def test_equation_over_a_single_channel_is_a_product(equation: str) -> None:
+    model = OneEquation(equation)
+    graph = peel.trace(model, X)
+    small = peel.slim(model, {"conv": 1}, graph=graph)
+    positions = X.shape[2] * X.shape[3]
+    assert graph.macs({"conv": 1}) == count_macs(small, (X,), {}) == positions * (3 + 12) + 12 * 5
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 6, 1)
+        self.gru, self.fc = nn.GRU(6, 4, batch_first=True), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x).relu()).mean(2).transpose(1, 2)
+        return self.fc(self.gru(x)[0][:, -1])
+
+
+def test_operators_without_a_rule_are_counted() -> None:
+    """All their channels are fixed, so their MACs are the same at all widths."""
+    model = Recurrent()
+    graph = peel.trace(model, X)
+    assert graph.widths == {"first": 8}
+    steps = X.shape[3]
+    gru = steps * 3 * 4 * (6 + 4)
+    assert graph.macs_by_layer()["(operators without a rule)"] == gru
+    small = peel.slim(model, {"first": 3}, graph=graph)
+    assert graph.macs({"first": 3}) == count_macs(small, (X,), {})

@@ -647,6 +647,29 @@ def product_with_a_parameter(self, x):
     return torch.einsum("nchw,cd->ndhw", self.a(x), self.m)
 
 
+@case(lambda: {"a": conv(3, 8), "m": nn.Parameter(torch.randn(3, 12)), "b": conv(12, 7)}, "b")
+def three_factors_in_one_equation(self, x):
+    x = self.a(x)
+    return self.b(torch.einsum("nchw,nkhw,kd->ndhw", x, x[:, :3], self.m))
+
+
+@case(lambda: {"a": conv(3, 8), "e": nn.Embedding(8, 12), "b": conv(12, 7)}, "e b")
+def number_of_the_largest_channel(self, x):
+    return self.b(self.e(self.a(x).argmax(1)).permute(0, 3, 1, 2))
+
+
+@case(lambda: {"a": conv(3, 8), "e": nn.Embedding(8, 12), "b": conv(12, 7)}, "e b")
+def number_of_the_smallest_channel_with_its_value(self, x):
+    value, index = self.a(x).min(1)
+    return self.b(value[:, None] * self.e(index).permute(0, 3, 1, 2))
+
+
+@case(lambda: {"a": conv(3, 8), "g": conv(3, 16), "b": conv(8, 12)}, "g b")
+def scale_and_shift_by_tensor_split(self, x):
+    scale, shift = self.g(x).tensor_split(2, 1)
+    return self.b(self.a(x) * scale + shift)
+
+
 @case(lambda: {"a": conv(3, 8), "b": conv(72, 12)}, "b", either="a")
 def patches_by_unfold(self, x):
     x = self.a(x)

@@ -118,7 +118,7 @@ def test_given_widths_above_the_budget_are_refused() -> None:
     assert backbone(graph, graph.macs(), init=graph.widths) == graph.widths
     with pytest.raises(
         peel.BudgetError,
-        match=r"backbone costs 1\.81G macs \(1,814,073,344\), more than the budget of 1\.81G",
+        match=r"backbone costs 1\.81G MACs \(1,814,073,344\), more than the budget of 1\.81G",
     ):
         backbone(graph, graph.macs() - 1, init=graph.widths)
     wide = {**dict.fromkeys(graph.widths, 32), "layer4.1.conv1": 20_000}

@@ -585,7 +585,7 @@ def test_a_backbone_above_the_budget_is_refused(policy: object) -> None:
     _, graph = traced_zoo("resnet18")
     with pytest.raises(
         peel.BudgetError,
-        match=r"backbone costs 1.81G macs \(1,814,073,344\), more than the budget of 900.0M",
+        match=r"backbone costs 1.81G MACs \(1,814,073,344\), more than the budget of 900.0M",
     ):
         policy(Growth(graph, graph.widths, **PAPER), "900M")  # type: ignore[operator]
 

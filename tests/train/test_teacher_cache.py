@@ -133,7 +133,7 @@ def test_the_students_of_a_run_share_the_cache(monkeypatch: pytest.MonkeyPatch) 
         computed.append(self.computed - before)
 
     monkeypatch.setattr(LogitCache, "fill", counting)
-    prune(Small(), few_digits(), device="cpu", **SHORT)
+    prune(Small(), few_digits(), device="cpu", weights="train", **SHORT)
     # Two epochs of 192 images for the uniform network, and the same for the slim network.
     assert computed[0] == 192
     assert 0 < computed[1] <= 192

@@ -5,12 +5,14 @@ Commands are imported when they run: `peel --help` answers at once.
 
 import io
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any, get_args
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Parameter, Token, convert
 from cyclopts.config import Toml
 
 from ..errors import CorruptFileError, DataError, DivergedError, OutOfMemoryError, PeelError, StoreError
@@ -21,8 +23,20 @@ from .launch import command_line, set_arguments
 #: Exit codes, documented in docs/faults.md.
 OK, WRONG_INPUT, BAD_FILES, DIVERGED, OUT_OF_MEMORY, INTERRUPTED = 0, 2, 3, 4, 5, 130
 
+
+def _converted(kind: Any, tokens: Sequence[Token]) -> Any:
+    """The value of a flag as its type. cyclopts would round `--divisor 7.5` to 8."""
+    kinds = get_args(kind) or (kind,)
+    if int in kinds and float not in kinds:
+        for token in tokens:
+            if re.fullmatch(r"[+-]?[0-9_]*\.[0-9_]*", token.value) and float(token.value) % 1:
+                raise ValueError(f"{token.value} is not a whole number.")
+    return convert(kind, tokens)
+
+
 app = App(
     name="peel",
+    default_parameter=Parameter(converter=_converted),
     help="Make a convolutional network fit a budget.",
     version=__version__,
     suppress_keyboard_interrupt=False,  # main handles it
@@ -38,6 +52,26 @@ app.command(
     "peel.cli.run:run",
     name="run",
     help="The five steps, from a model, a budget and data to a slim network. The same command resumes.",
+)
+app.command(
+    "peel.cli.curve:curve",
+    name="curve",
+    help="Accuracy against budget for a trained network that is cut and repaired. Nothing is trained.",
+)
+app.command(
+    "peel.cli.bench:bench",
+    name="bench",
+    help="Latency and throughput of runs, saved models, files .onnx and models, side by side.",
+)
+app.command(
+    "peel.cli.export:export",
+    name="export",
+    help="A network as .onnx, .pt2, .safetensors or .py, checked by running it; int8 with --int8.",
+)
+app.command(
+    "peel.cli.eval:evaluate",
+    name="eval",
+    help="Accuracy of a run, a saved model or a file .onnx.",
 )
 
 
@@ -81,7 +115,7 @@ def _config_files(arguments: Sequence[str]) -> list[Toml]:
 
 def _report(error: PeelError) -> int:
     if not is_main_process():
-        time.sleep(2)  # the main process prints an error of all; torchrun then stops the others
+        time.sleep(10)  # the main process prints an error of all; torchrun then stops the others
     print(f"error: {error}", file=sys.stderr)
     if isinstance(error, DivergedError):
         return DIVERGED
@@ -95,8 +129,9 @@ def _report_other(error: BaseException, arguments: Sequence[str]) -> int:
     if type(error).__name__ == "Interrupted":
         number: int = error.signal_number  # type: ignore[attr-defined]
         if is_main_process():
-            resume = "" if "--dry-run" in arguments else f" Resume with the same command:\n  {command_line()}"
-            print(f"stopped by {signal.Signals(number).name}; the state is saved.{resume}", file=sys.stderr)
+            saved = f"; the state is saved. Resume with the same command:\n  {command_line()}"
+            rest = "." if "--dry-run" in arguments else saved
+            print(f"stopped by {signal.Signals(number).name}{rest}", file=sys.stderr)
         return 128 + number
     if type(error).__name__ == "OutOfMemoryError" or "CPUAllocator" in str(error):
         message = f"{str(error).splitlines()[0]} Use a smaller batch, smaller images, or --accumulate."

@@ -2,6 +2,7 @@
 
 import math
 import re
+from numbers import Integral, Real
 
 from ..errors import BudgetError
 
@@ -52,8 +53,8 @@ def parse_budget(budget: Budget, original: int, resource: str = "macs") -> int:
 
 def _split(budget: Budget) -> tuple[float, str]:
     """The number and the suffix of a budget."""
-    if isinstance(budget, int | float) and not isinstance(budget, bool):
-        return budget, ""
+    if isinstance(budget, Real) and not isinstance(budget, bool):  # numpy's numbers, too
+        return int(budget) if isinstance(budget, Integral) else float(budget), ""
     match = _NUMBER.fullmatch(budget.strip()) if isinstance(budget, str) else None
     if match is None:
         raise BudgetError(f"cannot read {budget!r} as a budget. {_HELP}")
@@ -72,3 +73,10 @@ def format_count(count: float) -> str:
 def format_bytes(count: float) -> str:
     """Bytes with a decimal suffix: 4.82MB."""
     return f"{format_count(count)}B"
+
+
+def format_cost(count: float, resource: str) -> str:
+    """A cost with its unit: 1.81G MACs, 11.7M params, 4.82MB of memory."""
+    if resource == "memory":
+        return f"{format_bytes(count)} of memory"
+    return f"{format_count(count)} {'MACs' if resource == 'macs' else resource}"

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import BudgetError, check_choice, did_you_mean
 from ..utils.bisection import solve_increasing
-from .budget import RESOURCES, Budget, format_count, parse_budget
+from .budget import RESOURCES, Budget, format_cost, parse_budget
 from .polynomial import IntArray
 from .widths import Widths
 
@@ -69,8 +69,9 @@ def resolve_budget(graph: Costed, budget: Budget, resource: str = "macs", grow: 
     target = parse_budget(budget, original, resource)
     if target > original and not grow:
         raise BudgetError(
-            f"a budget of {format_count(target)} {resource} is above the original network: "
-            f"{format_count(original)} ({original:,}). To make the network larger, set grow=True (--grow)."
+            f"a budget of {format_cost(target, resource)} is above the original network: "
+            f"{format_cost(original, resource)} ({original:,}). "
+            "To make the network larger, set grow=True (--grow)."
         )
     return target
 
@@ -198,20 +199,20 @@ class _Rounding:
 
     def _check_reachable(self, max_width: float | None) -> None:
         resource, cost = self.limits.resource, self.limits.cost
-        target, smallest = format_count(self.limits.target), int(cost(self.low))
+        target, smallest = format_cost(self.limits.target, resource), int(cost(self.low))
         if self.limits.target < smallest:
             divisor = "" if self.divisor in (1, "auto") else " at multiples of the divisor"
             raise BudgetError(
-                f"a budget of {target} {resource} cannot be reached: the smallest network has "
-                f"{format_count(smallest)} ({smallest:,}){divisor}."
+                f"a budget of {target} cannot be reached: the smallest network has "
+                f"{format_cost(smallest, resource)} ({smallest:,}){divisor}."
             )
         if max_width is None:
             return
         widest = [max(low, floor(max_width * u)) for low, u in zip(self.low, self.original, strict=True)]
         if self.limits.target > (largest := int(cost(widest))):
             raise BudgetError(
-                f"a budget of {target} {resource} is more than these widths can use: "
-                f"{format_count(largest)} ({largest:,}). Choose a larger max_width."
+                f"a budget of {target} is more than these widths can use: "
+                f"{format_cost(largest, resource)} ({largest:,}). Choose a larger max_width."
             )
 
     def clamp(self, units: Sequence[float]) -> list[float]:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 from torch.fx import Node
 
-from ..cost.polynomial import Form
+from ..cost.polynomial import CostModel, Form, Term
 from ..errors import TraceError
 from .axes import Axis, Unit, axis_size, expand, fix, is_free, mark_inexact, units_of
 from .call import module_of, results_of, values_in
@@ -33,6 +33,11 @@ from .ties import GraphBuilder
 
 #: At most this many runs look for the ties that cause a failure. Beyond that, all ties there are fixed.
 _MAX_TRIALS = 100
+
+#: The layer that stands for all calls that no rule covers.
+WITHOUT_RULE = "(operators without a rule)"
+
+_FORMULA = " (torch.utils.flop_counter.register_flop_formula tells torch what an operator of yours costs)"
 
 #: A number that is not itself a length in a call is taken for a width only if its name says so.
 _WIDTH_NAME = re.compile(r"chan|chs|feature|plane|width|dim|hidden|filters|inp|oup|in_c|out_c|_c$")
@@ -96,6 +101,7 @@ class AttributeSearch:
             ):
                 failed = self._first_failure(graph, others)
                 if failed is None and not self._mark_computed_numbers(graph):
+                    graph = self._with_uncounted_macs(graph)
                     return replace(graph, program=self._program(graph))
             if failed is not None:
                 failure, units = failed
@@ -147,11 +153,11 @@ class AttributeSearch:
             where = self.twin.run(self.original.calls[:strange])
             modules = where.modules if isinstance(where, Failure) else ("",)
             return Failure(modules, self.original.calls[strange].line)
-        # The graph does not count operators without a rule. Then at least the differences must agree.
+        # Calls that no rule covers are not counted yet. Then at least the differences must agree.
         counted, before = done.macs, self.original.macs
         predicted, expected = graph.mac_cost.total(units), graph.mac_cost.total(graph.units())
         if counted != predicted and counted - before != predicted - expected:
-            return Failure(("",), "its cost is not what was predicted")
+            return Failure(("",), f"torch counts {counted:,} MACs, and the rules {predicted:,}{_FORMULA}")
         return done
 
     def _first_failure(
@@ -163,6 +169,14 @@ class AttributeSearch:
                 return done, units
             self.tried.append((units, done))
         return None
+
+    def _with_uncounted_macs(self, graph: ChannelGraph) -> ChannelGraph:
+        """Count calls that no rule covers. All their channels are fixed, so their MACs are constant."""
+        uncounted = self.original.macs - graph.macs()
+        if uncounted <= 0:
+            return graph
+        terms = (*graph.mac_cost.terms, Term(WITHOUT_RULE, -1, uncounted, ()))
+        return replace(graph, mac_cost=CostModel(terms))
 
     def _program(self, graph: ChannelGraph) -> Program:
         """The prediction for any widths, from what was recorded at those that were tried."""

@@ -72,7 +72,7 @@ class Program:
     lengths: tuple[tuple[tuple[Length, ...], ...], ...] = field(compare=False, repr=False)
     """The shapes of the results of each call."""
     uncounted: int
-    """MACs of operators without a rule, which no prediction contains."""
+    """What torch counts beside the prediction: negative where it does not count an operator with a rule."""
 
     def has_same_calls(self, other: Recording) -> bool:
         mine, theirs = ([call[:3] for call in calls] for calls in (self.calls, other.calls))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map  # has no public name
 
-from ..cost.count import OperatorCount, plain_attention
+from ..cost.count import OperatorCount, macs_over_one_channel, plain_attention
 from .capture import TORCH, structural_copy, untouched, user_frame, with_batch
 from .channel_graph import ChannelGraph
 from .program import RecordedCall, Recording
@@ -126,6 +126,8 @@ class _Recorder(TorchFunctionMode):
         elif result is None:
             with self.counter:
                 result = func(*args, **kwargs)
+            if func is torch.einsum:
+                self.counter.macs += macs_over_one_channel(args, result)
         changed = [*args[:1]] if name == "__setitem__" else list(_tensors(result))
         if changed and not isinstance(self.made.get(id(changed[0])), str):  # batch norm counts its batches
             self._record(name, (args, kwargs), changed)
@@ -180,9 +182,10 @@ def _place() -> tuple[str, int]:
     return frame.f_code.co_filename, frame.f_lineno
 
 
-_NAMES = (
-    "relu relu_ relu6 hardtanh hardtanh_ silu silu_ hardswish hardswish_ gelu sigmoid hardsigmoid batch_norm"
-)
+_NAMES = """
+    relu relu_ relu6 hardtanh hardtanh_ silu silu_ hardswish hardswish_ gelu sigmoid hardsigmoid batch_norm
+    layer_norm
+"""
 _SHAPE_PRESERVING = set(_NAMES.split())
 
 
@@ -191,12 +194,19 @@ def _shape_preserved(name: str, args: Any, kwargs: Any) -> Tensor | None:
     value = args[0] if name in _SHAPE_PRESERVING and args else None
     if not isinstance(value, Tensor) or not value.is_meta:
         return None
-    if name == "batch_norm":
+    if name in ("batch_norm", "layer_norm"):
+        channels = value.shape[1:2] if name == "batch_norm" else _normalized_shape(*args, **kwargs)
         vectors = [vector for vector in _tensors((args[1:], kwargs)) if vector.ndim]
-        if value.ndim < 2 or any(vector.shape != value.shape[1:2] for vector in vectors):
+        fits = name == "batch_norm" or value.shape[-len(channels) :] == channels
+        if value.ndim < 2 or not fits or any(vector.shape != channels for vector in vectors):
             return None
+        return value.detach()
     is_in_place = name.endswith("_") or kwargs.get("inplace", len(args) > 1 and args[-1] is True)
-    return value if is_in_place and name != "batch_norm" else value.detach()
+    return value if is_in_place else value.detach()
+
+
+def _normalized_shape(value: Tensor, normalized_shape: Sequence[int], *rest: Any, **options: Any) -> Any:
+    return torch.Size(normalized_shape)
 
 
 _NAMES = """

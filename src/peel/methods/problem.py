@@ -32,6 +32,10 @@ class Problem:
     seed: int
     grow: bool = False
     """Whether the slim network may cost more than the original."""
+    trained: nn.Module | None = None
+    """The trained original, once it is known."""
+    inherits: bool = False
+    """Whether networks are cut from the trained original; else they start from fresh weights."""
     task: Task = field(default_factory=Task)
     """Loss, metric, optimizer and training function of the user's own."""
 

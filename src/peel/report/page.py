@@ -50,7 +50,7 @@ def render(record: RunRecord) -> str:
         facts=_facts(record),
         missing=_missing(record, stages),
         notes=(record.result or {}).get("notes", []),
-        tiles=_tiles(rows),
+        tiles=_tiles(rows, _slim_name(record)),
         outcome=_outcome_table(rows),
         comparison=_comparison(record, rows),
         plan=_plan(record.plan) if record.plan is not None else None,
@@ -82,6 +82,13 @@ def _rows(record: RunRecord) -> dict[str, dict[str, Any]]:
     for row in (record.result or {}).get("rows", []):
         rows[row["name"]] = {**rows.get(row["name"], {}), **row}
     return rows
+
+
+def _slim_name(record: RunRecord) -> str:
+    """The row of the slim network."""
+    if record.plan is not None:
+        return record.plan.name
+    return str(record.config.get("method", "peel")).rpartition(":")[2]
 
 
 def _budget(record: RunRecord) -> str:
@@ -127,19 +134,21 @@ def _missing(record: RunRecord, stages: Mapping[str, list[dict[str, Any]]]) -> l
     return missing
 
 
-def _tiles(rows: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+def _tiles(rows: Mapping[str, Mapping[str, Any]], name_of_slim: str) -> list[tuple[str, str, str]]:
     """The few figures that a reader looks for first: name, value, remark."""
-    original, uniform, peel = (rows.get(name, {}) for name in ("original", "uniform", "peel"))
+    original, uniform, slim = (rows.get(name, {}) for name in ("original", "uniform", name_of_slim))
     tiles = []
     for name, key in (("MACs", "macs"), ("Parameters", "params"), ("Activations, one image", "memory")):
-        if key in original and key in peel:
-            remark = f"{_percent(peel[key] / max(1, original[key]), 1)} of the original"
+        if key in original and key in slim:
+            remark = f"{_percent(slim[key] / max(1, original[key]), 1)} of the original"
             count = format_bytes if key == "memory" else format_count
-            tiles.append((name, f"{count(original[key])} → {count(peel[key])}", remark))
-    if (loss := _points(peel, original, "top1")) is not None:
-        tiles.append(("Top-1", f"{_percent(original['top1'])} → {_percent(peel['top1'])}", f"{loss} points"))
-    if (gain := _points(peel, uniform, "top1")) is not None:
-        tiles.append(("PEEL against uniform", f"{gain} points", "one seed: no evidence by itself"))
+            tiles.append((name, f"{count(original[key])} → {count(slim[key])}", remark))
+    if (loss := _points(slim, original, "top1")) is not None:
+        tiles.append(("Top-1", f"{_percent(original['top1'])} → {_percent(slim['top1'])}", f"{loss} points"))
+    if slim is not uniform and (gain := _points(slim, uniform, "top1")) is not None:
+        tiles.append(
+            (f"{label(name_of_slim)} against uniform", f"{gain} points", "one seed: no evidence by itself")
+        )
     return tiles
 
 
@@ -153,9 +162,11 @@ def _outcome_table(rows: Mapping[str, Mapping[str, Any]]) -> Table | None:
 
     accuracies = {"top1": "top-1", "top5": "top-5"}
     shown = [key for key in accuracies if any(row.get(key) is not None for row in rows.values())]
+    steps = list(next((row["before_training"] for row in rows.values() if row.get("before_training")), ()))
     cells = [
         [
             "uniform, same budget" if name == "uniform" else label(name),
+            *(_cell(row.get("before_training", {}), step, _percent) for step in steps),
             *(_cell(row, key, _percent) for key in shown),
             *(cost(row, key) for key in ("macs", "params", "memory")),
             _cell(row, "seconds", format_duration),
@@ -165,17 +176,21 @@ def _outcome_table(rows: Mapping[str, Mapping[str, Any]]) -> Table | None:
         for name, row in rows.items()
     ]
     columns = "MACs (of original),params,bytes (one image),time,image passes,saved as"
-    return Table(["network", *(accuracies[key] for key in shown), *columns.split(",")], cells)
+    return Table(["network", *steps, *(accuracies[key] for key in shown), *columns.split(",")], cells)
 
 
 def _comparison(record: RunRecord, rows: Mapping[str, Mapping[str, Any]]) -> str:
-    peel, uniform = rows.get("peel", {}), rows.get("uniform", {})
+    name_of_slim = _slim_name(record)
+    slim, uniform = rows.get(name_of_slim, {}), rows.get("uniform", {})
+    if name_of_slim == "uniform":
+        return "The method is the uniform network itself."
     names = {"top1": "top-1", "top5": "top-5"}
-    gains = [f"{gain} points {name}" for key, name in names.items() if (gain := _points(peel, uniform, key))]
+    gains = [f"{gain} points {name}" for key, name in names.items() if (gain := _points(slim, uniform, key))]
     if not gains:
-        return "PEEL and the uniform network can be compared once both are trained."
+        return f"{label(name_of_slim)} and the uniform network can be compared once both are trained."
     return (
-        f"PEEL minus uniform: {', '.join(gains)}, from one training each (seed {record.config.get('seed')}). "
+        f"{label(name_of_slim)} minus uniform: {', '.join(gains)}, from one training each (seed "
+        f"{record.config.get('seed')}). "
         f"The difference of one seed is no evidence in either direction: repeat it with other seeds."
     )
 
@@ -211,7 +226,9 @@ def _widths_table(plan: Plan) -> Table:
         for group, ties in plan.groups.items()
         for tie in ties
     ]
-    return Table(["tie", "group", *map(label, widths), "PEEL of original", "importance"], rows, words=2)
+    return Table(
+        ["tie", "group", *map(label, widths), f"{label(plan.name)} of original", "importance"], rows, words=2
+    )
 
 
 def _macs_table(macs: Mapping[str, Mapping[str, int]]) -> Table:
@@ -226,14 +243,12 @@ def _macs_table(macs: Mapping[str, Mapping[str, int]]) -> Table:
 
 def _budget_sentences(plan: Plan) -> str:
     unit = RESOURCE_NAMES.get(plan.resource, plan.resource)
-    used = (
-        f"The budget is {plan.budget:,} {unit}; PEEL uses {_percent(plan.slim.cost / plan.budget, 2)} of it."
-    )
+    used = f"The budget is {plan.budget:,} {unit}; the plan uses {_percent(plan.slim.cost / plan.budget, 2)}."
     before, after = plan.original.widths, plan.slim.widths
     if wider := sum(after[tie] > before[tie] for tie in after):
         used += f" {wider} of {len(after)} widths are above the original."
     if plan.backbone is None:
-        return f"{used} The widths were given, so there is no backbone and no importance."
+        return f"{used} There is no backbone and no importance of groups."
     policy = plan.method.policy if plan.method is not None else ""
     pool = f"the policy “{policy}” reallocates the pool of {plan.pool:,}"
     return f"{used} The backbone costs {plan.backbone.cost:,}; {pool}."

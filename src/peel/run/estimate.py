@@ -35,11 +35,11 @@ def estimate_work(
     work: list[tuple[str, float]] = []
     if "original" in trained:
         work.append(("original", recipe.epochs * images * PASSES_PER_STEP * full))
-    if plan.backbone is not None and config.uses_importance:
+    if plan.backbone is not None and "backbone" in trained:
         for number in range(config.rounds):
             passes = recipe_of_round(problem, config, number).epochs * images * PASSES_PER_STEP
             work.append((stage_of_round(number), passes * plan.backbone.macs))
-    for name, network in (("uniform", plan.uniform), ("peel", plan.slim)):
+    for name, network in {"uniform": plan.uniform, plan.name: plan.slim}.items():
         if name in trained:
             work.append((name, float(recipe.epochs * images * (PASSES_PER_STEP * network.macs + teacher))))
     return work

@@ -4,18 +4,19 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..cost.rounding import resolve_budget
 from ..data.datasets import OWN_DATA, Data
 from ..errors import ConfigError, CorruptFileError, PeelError, RunError
 from ..graph import ChannelGraph, trace
 from ..methods.problem import Problem
+from ..methods.registry import find_method
 from ..train.callbacks import Callback
 from ..train.engine import make_engine
 from ..train.objective import Loss
@@ -60,24 +61,33 @@ def prune(
     """The five steps. With `output`, everything is written to that folder, and the same call resumes there.
 
     `model` is a name of `peel.zoo` or a module; `data` a name, a folder, a `peel.Data`, or a pair of torch
-    `Dataset`s or `DataLoader`s, (train, val). `loss(output, target)`, `metric(output, target)` (higher is
-    better), `optimizer(parameters)` and `train_fn(model, epochs=..., teacher=...)` are functions of your own;
-    docs/own_data.md says more. `graph` is the model's, where you traced it yourself. All other settings are
-    fields of `peel.Config`: `budget`, `seed`, `criterion`, `train={"epochs": 20}`, ... `teacher` may be a
-    trained module, `criterion` an object with a `measure` method, `plan` and `backbone_init` mappings from
-    tie names to channels. `dry_run` returns the plan with equal shares and the estimated time.
+    `Dataset`s or `DataLoader`s, (train, val). All other settings are fields of `peel.Config`: `budget`,
+    `seed`, `criterion`, `train={"epochs": 20}`, ... `criterion` may be an object with a `measure` method,
+    `plan` and `backbone_init` mappings from tie names to channels. `dry_run` returns the plan with equal
+    shares and the estimated time.
+
+    `weights` says what the model was trained to: a state dict, a trained module, a file, a run folder, or
+    "pretrained". A given module counts as trained (`weights="pretrained"`). With weights, slim networks are
+    cut from the original, repaired and fine-tuned; `init="scratch"` trains them from scratch.
+    `weights="train"` trains the original here first.
+
+    `loss(output, target)`, `metric(output, target)` (higher is better), `optimizer(parameters)` and
+    `train_fn(model, epochs=..., teacher=...)` are functions of your own; docs/own_data.md says more. `graph`
+    is the model's, where you traced it yourself.
 
     The process is left as it was: random states, deterministic and precision flags, threads.
 
     >>> result = peel.prune("cifar_resnet20", "digits", budget="50%", output="run")
     >>> result.rows[-1].top1, result.model
     """
-    teacher, criterion = settings.get("teacher", "train"), settings.get("criterion")
+    weights, criterion = settings.get("weights"), settings.get("criterion")
+    if weights is None:
+        weights = "train" if isinstance(model, str) else "pretrained"
     given = {
         **settings,
         "model": model if isinstance(model, str) else _reference(model),
         "data": data.name if isinstance(data, Data) else OWN_DATA if isinstance(data, tuple) else data,
-        "teacher": "given module" if isinstance(teacher, nn.Module) else str(teacher),
+        "weights": "given module" if isinstance(weights, nn.Module | Mapping) else str(weights),
     }
     if criterion is not None and not isinstance(criterion, str):
         given["criterion"] = _reference(criterion)
@@ -85,10 +95,10 @@ def prune(
         criterion = None
     config = make_config(given)
     with preserve_process_state():
-        given_teacher = teacher if isinstance(teacher, nn.Module) else config.teacher
+        given_weights = weights if isinstance(weights, nn.Module | Mapping) else config.weights
         task, given_data = Task(loss, metric, optimizer, train_fn), resolve_data(data, config)
-        pipeline = _prepare(model, given_data, given_teacher, config, callbacks, task, graph)
-        pipeline.criterion = criterion
+        pipeline = _prepare(model, given_data, given_weights, config, callbacks, task, graph)
+        pipeline.method = find_method(config.method, criterion)
         pipeline.check()
         agreed = {**pipeline.identity, "teacher found": pipeline.loaded_teacher is not None}
         pipeline.world.check_equal("a setting", json.dumps(agreed, sort_keys=True))
@@ -109,7 +119,7 @@ def _reference(item: object) -> str:
 def _prepare(
     model: nn.Module | str,
     data: Data | str,
-    teacher: nn.Module | str,
+    weights: nn.Module | Mapping[str, Tensor] | str,
     config: Config,
     callbacks: Sequence[Callback],
     task: Task,
@@ -117,8 +127,8 @@ def _prepare(
 ) -> Pipeline:
     """Load and trace everything; nothing is written or trained yet."""
     seed_everything(derive_seed("original", config.seed))
-    network, loaded = load_model_and_data(model, data, config, teacher)
-    new_classifier = has_new_classifier(model, teacher, loaded)
+    network, loaded = load_model_and_data(model, data, config, weights)
+    new_classifier = has_new_classifier(model, weights, loaded)
     task = check_model(network, loaded, task)
     if graph is not None and config.groups is not None:
         raise ConfigError("the given graph has its groups already: call graph.regroup(groups) yourself.")
@@ -153,7 +163,8 @@ def _prepare(
         engine,
         config.seed,
         config.grow,
-        task,
+        inherits=config.inherits,
+        task=task,
     )
     return Pipeline(
         problem,
@@ -161,7 +172,7 @@ def _prepare(
         recipes[0],
         Trainer(problem, callbacks if engine.world.is_main_process else (), config.checkpoint_seconds),
         run_identity(resolved, graph, network, loaded, engine, recipes, plan, task),
-        teacher,
+        weights,
         new_classifier,
         given_widths=plan,
         notes=[*loaded.notes, *notes, *own_notes, *model_notes(model, network, config, new_classifier)],

@@ -63,7 +63,8 @@ def run_identity(
     identity = {
         **asdict(config.method_config()),
         "criterion_file": fingerprint([criterion.read_bytes()]) if criterion.is_file() else None,
-        "teacher": config.teacher if config.teacher in ("train", "pretrained", "given module") else "path",
+        "weights": config.weights if config.weights in ("train", "pretrained", "given module") else "path",
+        "inherits": config.inherits,
         "plan": dict(plan) if plan is not None else None,
         "groups": {name: list(ties) for name, ties in graph.groups.items()},
         "backbone": asdict(recipes[1]),

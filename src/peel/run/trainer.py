@@ -1,7 +1,7 @@
 """Trains the networks of a run, each once: a resumed run loads what is finished from its folder."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +31,6 @@ DESCRIPTIONS = {
     "original": "the original",
     "backbone": "the over-pruned backbone",
     "uniform": "the uniform network of the same budget",
-    "peel": "the slim network",
 }
 
 #: On a GPU an epoch may be shorter than writing a checkpoint: at most one in this many seconds.
@@ -59,7 +58,8 @@ class Trainer:
 
     def begin_stage(self, stage: str, prefix: str = "", suffix: str = "") -> None:
         for callback in self.callbacks:
-            callback.on_stage_begin(stage, f"{prefix}{DESCRIPTIONS[stage.split('-')[0]]}{suffix}")
+            description = DESCRIPTIONS.get(stage.split("-")[0], "the slim network")
+            callback.on_stage_begin(stage, f"{prefix}{description}{suffix}")
 
     def train(
         self,
@@ -69,6 +69,7 @@ class Trainer:
         recipe: Recipe,
         images: Split,
         callbacks: Sequence[Callback] = (),
+        before_training: Mapping[str, float] | None = None,
     ) -> nn.Module:
         """The trained network; of a pair (in-place distillation), the student."""
         engine, folder = self.problem.engine, self.folder
@@ -84,7 +85,7 @@ class Trainer:
             history = [self._train_with(self.problem.task.train_fn, network, objective, recipe)]
             if folder is not None:
                 folder.restart_metrics(stage, history)
-            return self._end_stage(stage, network, history, [])
+            return self._end_stage(stage, network, history, [], before_training)
         padded, notes = self._pad(network)
         extra = callbacks if padded is None else [_Unpadded(callback, padded) for callback in callbacks]
         metrics = [] if folder is None else [_MetricsFile(stage, folder)]
@@ -106,13 +107,18 @@ class Trainer:
             network = network.student()
         elif padded is not None:
             network = padded.unpadded()
-        return self._end_stage(stage, network, history, notes)
+        return self._end_stage(stage, network, history, notes, before_training)
 
     def _end_stage(
-        self, stage: str, network: nn.Module, history: list[EpochRecord], notes: list[str]
+        self,
+        stage: str,
+        network: nn.Module,
+        history: list[EpochRecord],
+        notes: list[str],
+        before_training: Mapping[str, float] | None,
     ) -> nn.Module:
         self._finished(network)
-        self.records[stage] = self._record(history, notes)
+        self.records[stage] = self._record(history, notes, before_training or {})
         if self.folder is not None:
             self.folder.save_stage(stage, self.records[stage], network)
         return network
@@ -145,6 +151,11 @@ class Trainer:
         attach_info(network, replace(info_of(network), input=self.problem.data.input_spec()))
         return self.problem.engine.prepare(network).eval()
 
+    def is_finished(self, stage: str) -> bool:
+        return self.problem.engine.world.broadcast(
+            self.folder is not None and self.folder.stage_record(stage) is not None
+        )
+
     def load_record(self, stage: str) -> None:
         """Take over the record of a stage that an earlier start finished, without its network."""
         done = self.folder.stage_record(stage) if self.folder is not None else None
@@ -152,10 +163,12 @@ class Trainer:
             self.begin_stage(stage, suffix=": already finished")
             self.records[stage] = done
 
-    def _record(self, history: list[EpochRecord], notes: list[str]) -> StageRecord:
+    def _record(
+        self, history: list[EpochRecord], notes: list[str], before_training: Mapping[str, float]
+    ) -> StageRecord:
         passes = sum(round(epoch.images_per_second * epoch.seconds) for epoch in history)
         varies = [] if self.problem.engine.deterministic else [NOT_DETERMINISTIC]
-        return StageRecord(history, passes, [*varies, *notes])
+        return StageRecord(history, passes, [*varies, *notes], dict(before_training))
 
     def _load(self, stage: str, widths: Widths) -> nn.Module:
         """The network of a finished stage. The main process reads it and sends the weights to the others."""

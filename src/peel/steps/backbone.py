@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from ..cost.budget import Budget, format_count
+from ..cost.budget import Budget, format_cost
 from ..cost.rounding import (
     Divisor,
     Limits,
@@ -67,8 +67,8 @@ def refuse_above(limits: Limits, widths: Mapping[str, float]) -> None:
     spent = int(limits.cost(units))
     if spent > limits.target:
         raise BudgetError(
-            f"the backbone costs {format_count(spent)} {resource} ({spent:,}), more than the budget of "
-            f"{format_count(limits.target)}. Give narrower widths or a larger budget."
+            f"the backbone costs {format_cost(spent, resource)} ({spent:,}), more than the budget of "
+            f"{format_cost(limits.target, resource)}. Give narrower widths or a larger budget."
         )
     if any(other(units) > 1 for other in limits.others):
         raise BudgetError(

@@ -20,7 +20,7 @@ from .layer_calls import CallWatcher, LayerCall
 from .selection import KeptChannels
 
 #: Places of each image at which a layer is fitted, and rows per feature. The larger number counts.
-PLACES, ROWS_PER_FEATURE = 16, 4
+PLACES, ROWS_PER_FEATURE = 16, 8
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,12 @@ class Sums:
     second: Tensor | float = 0.0
 
     def add(self, inputs: Tensor) -> None:
-        values = inputs.transpose(0, 1).flatten(1)
-        self.count += values.shape[1]
-        self.first = self.first + values.sum(1, dtype=torch.float64)
-        self.second = self.second + values.double().square().sum(1)
+        others = [axis for axis in range(inputs.ndim) if axis != 1]
+        count = inputs.numel() // inputs.shape[1]
+        variance, mean = (value.double() for value in torch.var_mean(inputs, others, correction=0))
+        self.count += count
+        self.first = self.first + count * mean
+        self.second = self.second + count * (variance + mean.square())
 
     def mean(self) -> Tensor:
         return torch.as_tensor(self.first) / self.count

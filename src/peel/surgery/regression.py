@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 #: Candidates for the penalty, as fractions of the mean square of a feature. Infinity keeps the weights.
-RIDGES = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1, float("inf"))
+RIDGES = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, float("inf"))
 
 #: The penalty where there are too few rows to hold some out.
 SAFE_RIDGE = 1e-2
@@ -22,6 +22,9 @@ HOLD_OUT = 4
 
 #: Keeps a division by a variance, and the matrix of a feature that is always zero, finite.
 TINY = 1e-30
+
+#: An output that is hardly explained keeps this much of its variance, so that no noise is scaled up.
+MIN_RATIO = 0.01
 
 #: Rows that are converted to float64 at a time, in bytes.
 CHUNK_BYTES = 2**26
@@ -213,8 +216,9 @@ class Regression:
         fit = rows.solve(chosen, self.old, intercept=intercept)
         if fit is None or not fit.is_finite() or not _total(rows.error(fit)) < before:
             fit = unchanged
-        ratio = rows.variances(fit)
-        return Solution(fit, before / spread, _total(rows.error(fit)) / spread, ratio[0] / ratio[1])
+        fitted, target = rows.variances(fit)
+        ratio = torch.where(target > TINY, fitted / target, 1.0).clamp(MIN_RATIO, 1 / MIN_RATIO)
+        return Solution(fit, before / spread, _total(rows.error(fit)) / spread, ratio)
 
     def _held_out_error(self, ridge: float, intercept: bool) -> float:
         fit = self.fitted.solve(ridge, self.old, intercept=intercept)

@@ -26,6 +26,8 @@ from .lesson import PLACES, Lesson, Sums, Target, teach
 from .regression import CHUNK_BYTES, TINY, Regression
 from .selection import KeptChannels
 
+NOT_FINITE = "its inputs or outputs on these images are not finite, or too large"
+
 #: Why a layer was left alone that no watched call was made with.
 UNSEEN = "its weight is computed, or no convolution or linear layer uses it"
 
@@ -256,27 +258,52 @@ class _Student:
         norms = self.lesson.absorbers(name)
         solution = self.regressions[name].solve(intercept=call.bias is not None or bool(norms))
         if solution is None:
-            self.left_alone[name] = "its inputs or outputs are not finite"
+            self.left_alone[name] = NOT_FINITE
             return
-        is_known = self.lesson.channels[name].to(call.weight.device) >= 0
-        old, fit = call.matrix(), solution.fit
-        chosen = torch.where(is_known.view(*old.shape[:2], 1), fit.weight, old.double())
-        call.weight.copy_(call.from_matrix(chosen))
-        intercept = fit.intercept.flatten()
+        old, intercept = call.matrix(), solution.fit.intercept.flatten()
+        is_known = self.lesson.channels[name].to(old.device) >= 0
+        weight = torch.where(is_known.view(*old.shape[:2], 1), solution.fit.weight, old.double())
+        changes = [(call.weight, call.from_matrix(weight))]
         if call.bias is not None:
-            call.bias.copy_(torch.where(is_known, intercept, call.bias.double()))
-        for norm in norms if call.bias is None else ():
-            mean = self.tensors[norm]
-            mean.copy_(torch.where(is_known, mean - intercept, mean))
+            changes.append((call.bias, torch.where(is_known, intercept, call.bias.double())))
+        for norm in norms:
+            # A fit has less variance than its target. The batch norm restores it for the layers behind.
+            mean, variance = self.tensors[norm], self.tensors[_variance(norm)]
+            shift = intercept if call.bias is None else torch.zeros_like(intercept)
+            ratio = solution.variance_ratio.flatten()
+            changes.append((mean, torch.where(is_known, mean - shift, mean.double())))
+            changes.append((variance, torch.where(is_known, variance * ratio, variance.double())))
+        if not _write(changes):
+            self.left_alone[name] = NOT_FINITE
+            return
         self.norms += norms
         self.errors[name] = solution.before, solution.after
 
     def _set_statistics(self, name: str) -> None:
         """Move the statistics of a batch norm as its input moved on these images."""
         own, original = self.sums[name], self.lesson.sums[name]
-        mean, variance = self.tensors[name], self.tensors[name.removesuffix("mean") + "var"]
+        mean, variance = self.tensors[name], self.tensors[_variance(name)]
         is_known = self.lesson.channels[name].to(mean.device) >= 0
         ratio = own.variance() / original.variance().clamp_min(TINY)
-        mean.copy_(torch.where(is_known, mean + own.mean() - original.mean(), own.mean()))
-        variance.copy_(torch.where(is_known, variance * ratio, own.variance()))
-        self.norms.append(name)
+        changes = [
+            (mean, torch.where(is_known, mean + own.mean() - original.mean(), own.mean())),
+            (variance, torch.where(is_known, variance * ratio, own.variance())),
+        ]
+        if _write(changes):
+            self.norms.append(name)
+        else:
+            self.left_alone[name] = NOT_FINITE
+
+
+def _variance(running_mean: str) -> str:
+    return running_mean.removesuffix("mean") + "var"
+
+
+def _write(changes: list[tuple[Tensor, Tensor]]) -> bool:
+    """Write all values, or none if one of them would not be finite."""
+    values = [new.to(old.dtype) for old, new in changes]
+    if not all(bool(torch.isfinite(value).all()) for value in values):
+        return False
+    for (old, _), value in zip(changes, values, strict=True):
+        old.copy_(value)
+    return True

@@ -170,7 +170,7 @@ class _Checker:
         except Exception as error:
             return False, f"it does not run: {str(error).splitlines()[0]}"
         params = sum(parameter.numel() for parameter in small.parameters())
-        # MACs of operators without a rule are not predicted: they must be the same at any widths.
+        # Whether torch counts a recurrent layer depends on its kernel. The difference must be constant.
         uncounted = count_macs(structural_copy(self.model), *self.one_sample) - self.graph.macs()
         predicted = self.graph.mac_cost.total(units) + uncounted, self.graph.param_cost.total(units)
         counted = f"{macs:,} MACs and {params:,} parameters"
@@ -183,8 +183,7 @@ class _Checker:
         network = rebuild(self.given, self.graph, units, empty_as)
         if difference := find_difference(network, self.graph, units, self.given):
             return False, f"its code does something else: {difference}"
-        note = f" ({uncounted:,} MACs of operators without a rule are in no prediction)" if uncounted else ""
-        return True, f"runs, output shape kept, {counted} as predicted{note}"
+        return True, f"runs, output shape kept, {counted} as predicted"
 
 
 def _double(value: Any) -> Any:

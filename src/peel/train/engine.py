@@ -95,7 +95,9 @@ def make_engine(
     """
     if compile == "on" and (deterministic or sync_bn):
         raise ConfigError("compile cannot be on together with deterministic or sync_bn: choose one of them.")
-    chosen = _find_device(device)
+    if threads is not None and threads > (cores := os.cpu_count() or threads):
+        raise ConfigError(f"threads: this machine has {cores} cores. Choose at most as many, not {threads}.")
+    chosen = find_device(device)
     is_cuda = chosen.type == "cuda"
     world = init_distributed(chosen)
     if is_cuda:
@@ -130,7 +132,7 @@ def make_engine(
     )
 
 
-def _find_device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":

@@ -15,6 +15,11 @@ class Metrics:
     metric: float | None = None
     """The user's own metric, which takes the place of the accuracies."""
 
+    @property
+    def score(self) -> float | None:
+        """What networks are judged by: the user's metric, else top-1. None where there is neither."""
+        return self.top1 if self.metric is None else self.metric
+
     def to_dict(self) -> dict[str, float]:
         return {name: value for name, value in vars(self).items() if value is not None}
 

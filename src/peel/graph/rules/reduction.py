@@ -7,7 +7,7 @@ from ..call import Call, Rule, places_of, rule
 from .elementwise import broadcast
 
 _REDUCTIONS = """
-    mean sum amax amin prod logsumexp all any std var argmax argmin var_mean std_mean linalg_vector_norm norm
+    mean sum amax amin prod logsumexp all any std var var_mean std_mean linalg_vector_norm norm
 """
 
 
@@ -23,12 +23,21 @@ def _reduce(call: Call, value: Value, *rest: Any, **options: Any) -> Any:
     return call.result(tuple(axis for i, axis in enumerate(value) if i not in places))
 
 
+@rule("argmax argmin")
+def _index_of(call: Call, value: Value, *rest: Any, **options: Any) -> Any:
+    """The result is the number of a channel, and other code may look something up with it."""
+    for place in places_of(call.named("dim"), value):
+        call.fix(value[place], f"{call} returns numbers of channels")
+    return _reduce(call, value, *rest, **options)
+
+
 @rule("max min")
 def _max(call: Call, value: Value, *rest: Any, **options: Any) -> Any:
     """Over one axis, with indices; over everything; or of two tensors."""
     if rest and isinstance(rest[0], tuple):
         return broadcast(call, value, *rest)
-    return _reduce(call, value, *rest)
+    uses_indices = any(user.args[1:] == (1,) for user in call.node.users)
+    return (_index_of if uses_indices else _reduce)(call, value, *rest)
 
 
 @rule("softmax log_softmax")

@@ -47,7 +47,7 @@ def _reshape_as(call: Call, value: Value, other: Value) -> Value:
     return broadcast(call, _reshape(call, value), other)
 
 
-@rule("permute transpose t swapaxes movedim unsqueeze unsqueeze_")
+@rule("permute transpose t mT swapaxes movedim unsqueeze unsqueeze_")
 def _move_axes(call: Call, value: Value, *args: Any) -> Value:
     """Operators that reorder axes or add axes of length 1. torch shows the order on distinct lengths."""
     operator: Any = call.node.target
@@ -126,6 +126,14 @@ def _split(call: Call, value: Value, size: Any, dim: int = 0) -> tuple[Value, ..
 @rule("chunk")
 def _chunk(call: Call, value: Value, chunks: int, dim: int = 0) -> tuple[Value, ...]:
     return _split(call, value, -(-axis_size(value[dim]) // chunks), dim)
+
+
+@rule("tensor_split")
+def _tensor_split(call: Call, value: Value, parts: Any, dim: int = 0) -> Any:
+    """Into a number of equal parts; parts of other lengths depend on the width in a way of their own."""
+    if not isinstance(parts, int) or axis_size(value[dim]) % parts:
+        return call.refuse(f"{call}: parts of different lengths")
+    return _chunk(call, value, parts, dim)
 
 
 @rule("slice")
@@ -287,6 +295,7 @@ def _create(call: Call, *args: Any, **options: Any) -> Value:
 def _embedding(call: Call, weight: Value, indices: Value, *rest: Any) -> Value:
     call.fix(weight[0], "number of embeddings")
     call.has_attributes(embedding_dim=weight[1])
+    call.produces(weight[1], -1, call.node.args[0])
     return (*indices, weight[1])
 
 
