@@ -41,7 +41,10 @@ class Method(ABC):
         self.preview(problem, config)
 
     def scores(self, problem: Problem) -> ChannelScores | None:
-        """Which channels of the trained original to keep, where weights are inherited. None: the default."""
+        """Which channels of the trained original to keep, where weights are inherited.
+
+        None: those that best explain the others.
+        """
         return None
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from ..data.augmentation import EVAL
 from ..surgery import slim
 from ..surgery.calibration import recalibrate
+from ..surgery.explain import explain_scores
 from ..surgery.repair import repair
 from ..surgery.selection import ChannelScores
 from ..train.engine import eval_batch_size
@@ -28,22 +29,25 @@ def start_network(
     scores: ChannelScores | None = None,
     watch: Watch | None = None,
 ) -> nn.Module:
-    """A network of these widths, ready to be trained."""
+    """A network of these widths, ready to be trained.
+
+    Where it inherits weights, `scores` say which channels are kept: by default those that explain the others.
+    """
     if not problem.inherits:
         return slim(problem.model, widths, graph=problem.graph).requires_grad_(True)
     original = problem.trained
     assert original is not None
-    network = slim(original, widths, graph=problem.graph, weights="inherit", scores=scores)
-    if dict(widths) != dict(problem.graph.widths):
-        images = calibration_images(problem)
-        if watch is not None:
-            watch("cut", network)
-            recalibrated = copy.deepcopy(network)
-            recalibrate(recalibrated, images)
-            watch("recalibrated", recalibrated)
-        repair(network, original, images, graph=problem.graph)
-        if watch is not None:
-            watch("repaired", network)
+    images = calibration_images(problem)
+    chosen = scores or explain_scores(original, problem.graph, images)
+    network = slim(original, widths, graph=problem.graph, weights="inherit", scores=chosen)
+    if watch is not None:
+        watch("cut", network)
+        recalibrated = copy.deepcopy(network)
+        recalibrate(recalibrated, images)
+        watch("recalibrated", recalibrated)
+    repair(network, original, images, graph=problem.graph)
+    if watch is not None:
+        watch("repaired", network)
     if problem.engine.world.size > 1:  # their last digits may differ
         state = {name: tensor.cpu() for name, tensor in network.state_dict().items()}
         network.load_state_dict(problem.engine.world.broadcast(state))
