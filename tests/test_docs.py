@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md, docs/detection.md and docs/deploy.md run as they are printed."""
+"""The examples of extending.md, detection.md, own_data.md and deploy.md run as they are printed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import peel
 from helpers.deploy import slim_small
 from helpers.detectors import DetectionNet
+from helpers.own_data import PAIR, bce, hits
 from helpers.small import SHORT, Small, few_digits, small_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -95,6 +97,31 @@ def test_a_detector(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert all(parameter.grad is not None for parameter in names["small"].parameters())
     exec(block("modules=", "detection.md"), names)
     assert names["graph"].modules == ("backbone", "head")
+
+
+def test_own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prune = peel.prune
+
+    def short(*given: Any, **settings: Any) -> Any:
+        return prune(*given, **{**settings, "train": {"epochs": 1}, "backbone": {"epochs": 1}})
+
+    monkeypatch.setattr(peel, "prune", short)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {
+        "model": Small(3),
+        "train": PAIR[0],
+        "val": PAIR[1],
+        "loader": DataLoader(PAIR[0], 32),
+        "images": PAIR[0].tensors[0],
+        "loss": bce,
+        "metric": hits,
+    }
+    exec(block('output="run"', "own_data.md"), names)
+    assert (tmp_path / "run" / "result.json").exists()
+    exec(block("def train_fn", "own_data.md"), names)
+    assert len(names["result"].rows) == 3
+    exec(block("measure_importance", "own_data.md"), names)
+    assert names["graph"].macs(names["widths"]) <= names["graph"].macs() / 2
 
 
 def test_feeding_an_onnx_file(

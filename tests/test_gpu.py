@@ -103,12 +103,12 @@ def test_the_kernel_shows_what_the_cpu_shows(augment: str, shape: tuple[int, int
     there = list(split.to(torch.device("cuda")).batches(order, 128, view, torch.device("cuda")))
     here = list(split.batches(order, 128, view, torch.device("cpu")))
     for mine, theirs in zip(there, here, strict=True):
-        assert mine.images.is_contiguous(memory_format=torch.channels_last)
-        assert torch.equal(mine.labels.cpu(), theirs.labels)
-        assert torch.allclose(mine.images.cpu(), theirs.images, atol=1e-6)
+        assert mine.inputs.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(mine.targets.cpu(), theirs.targets)
+        assert torch.allclose(mine.inputs.cpu(), theirs.inputs, atol=1e-6)
     plain = crop_windows(draw_windows(order[:128], view, shape[0]), pixels[order[:128]])
     assert torch.allclose(
-        (there[0].images.cpu().permute(0, 2, 3, 1) * 0.21 + 0.4) * 255, plain.float(), atol=1e-3
+        (there[0].inputs.cpu().permute(0, 2, 3, 1) * 0.21 + 0.4) * 255, plain.float(), atol=1e-3
     )
 
 
@@ -257,7 +257,7 @@ def test_padded_channels_do_not_change_training(exact: Engine) -> None:
     batch = next(iter(images.batches(torch.arange(100), 100, EVAL, exact.device)))
     with torch.no_grad():
         assert torch.allclose(
-            back.eval()(batch.images), padded.model.eval()(batch.images), rtol=1e-3, atol=1e-3
+            back.eval()(batch.inputs), padded.model.eval()(batch.inputs), rtol=1e-3, atol=1e-3
         )
 
 
@@ -294,7 +294,7 @@ def test_cached_logits_are_those_of_the_teacher(engine: Engine) -> None:
         view = View.of_epoch("crop-flip", 0, epoch)
         for batch in cached.batches(torch.randperm(2000), 128, view, engine.device):
             with torch.no_grad(), engine.autocast():
-                online = teacher(batch.images).float()
+                online = teacher(batch.inputs).float()
             assert batch.teacher_logits is not None
             assert (batch.teacher_logits - online).abs().max() < 2e-2 * online.abs().max().clamp_min(1)
             assert (batch.teacher_logits.argmax(1) == online.argmax(1)).float().mean() > 0.98
@@ -414,10 +414,10 @@ def test_images_from_a_folder_arrive_on_the_gpu_as_on_the_cpu(photographs: Image
         there = list(photographs.batches(order, 16, view, torch.device("cuda"), 2))
         here = list(photographs.batches(order, 16, view, torch.device("cpu"), 0))
         for mine, theirs in zip(there, here, strict=True):
-            assert torch.equal(mine.labels.cpu(), theirs.labels)
+            assert torch.equal(mine.targets.cpu(), theirs.targets)
             # Rounding to a level of brightness may fall to either side.
-            assert (mine.images.cpu() - theirs.images).abs().max() <= 1.01 / 255 / 0.2
-            assert (mine.images.cpu() - theirs.images).abs().mean() < 0.01
+            assert (mine.inputs.cpu() - theirs.inputs).abs().max() <= 1.01 / 255 / 0.2
+            assert (mine.inputs.cpu() - theirs.inputs).abs().mean() < 0.01
 
 
 def test_memory_does_not_grow_from_epoch_to_epoch(photographs: ImageFolder) -> None:
@@ -426,7 +426,7 @@ def test_memory_does_not_grow_from_epoch_to_epoch(photographs: ImageFolder) -> N
         for batch in photographs.batches(
             torch.arange(70), 16, View.of_epoch("imagenet", 0, epoch), torch.device("cuda"), 2
         ):
-            batch.images.square().sum()
+            batch.inputs.square().sum()
         reserved.append(torch.cuda.memory_reserved())
     assert reserved[-1] == reserved[1]
 
@@ -435,7 +435,7 @@ def test_small_images_may_be_augmented_as_large_ones(engine: Engine) -> None:
     images, order, view = pictures(64), torch.arange(64), View("imagenet", 5)
     there = next(iter(images.to(engine.device).batches(order, 32, view, engine.device)))
     here = next(iter(images.batches(order, 32, view, torch.device("cpu"))))
-    assert (there.images.cpu() - here.images).abs().mean() < 0.01
+    assert (there.inputs.cpu() - here.inputs).abs().mean() < 0.01
 
 
 def test_the_color_kernel_matches_the_cpu() -> None:

@@ -32,6 +32,8 @@ from .run.config import Config as Config
 from .run.prune import prune as prune
 from .run.result import Result as Result
 from .steps.backbone import backbone as backbone
+from .steps.criteria import measure_importance as measure_importance
+from .steps.distillation import distillation_loss as distillation_loss
 from .steps.reallocation import reallocate as reallocate
 from .surgery import Verification as Verification
 from .surgery import slim as slim

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from ..data.augmentation import EVAL
-from ..data.datasets import Data
+from ..data.datasets import Data, balanced_order
 from ..errors import ExportError
 from ..graph.capture import untouched
 from ..train.history import Metrics
-from ..utils.rng import class_order
 from .evaluation import evaluate_network
 from .export import Exported, export, publish, temporary_folder
 from .networks import Network
@@ -119,12 +118,12 @@ def _quantize(full: Path, path: Path, data: Data, images: int, calibration: str)
 
 def _reader(full: Path, data: Data, images: int) -> Any:
     """Calibration images of all classes, without augmentation, as ONNX Runtime takes them."""
-    order = class_order(data.train.labels, seed=0)[:images]
+    order = balanced_order(data.train, seed=0)[:images]
     name = OnnxModel(full, threads=1).input_names[0]
 
     def feeds() -> Iterator[dict[str, Any]]:
         for batch in data.train.batches(order, BATCH, EVAL, torch.device("cpu")):
-            yield {name: batch.images.contiguous().numpy()}
+            yield {name: batch.inputs.contiguous().numpy()}
 
     class Reader(require("onnxruntime.quantization").CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -29,7 +29,6 @@ from ..steps.importance import (
 from ..steps.reallocation import Growth, Round, grow_at_random, grow_by_shares, grow_equally, shares_of
 from ..surgery import slim
 from ..train.callbacks import Callback
-from ..train.objective import CrossEntropy
 from ..train.recipe import Recipe
 from ..utils.rng import derive_seed, seed_everything
 from .config import MethodConfig
@@ -185,11 +184,13 @@ class _Planner:
         train, held_out = problem.data.train, problem.data.train
         if getattr(self.criterion, "needs_held_out", False):
             train, held_out = hold_out(problem.data.train, HELD_OUT, problem.seed)
-        objective = CrossEntropy(recipe.label_smoothing)
+        objective = problem.task.objective(recipe.label_smoothing)
         self.l1_coefficient = self._l1_coefficient(max(1, train.size // recipe.batch_size))
 
         def importance_of(model: nn.Module) -> Importance:
-            inputs = CriterionInput(model, graph, train, held_out, objective, problem.engine, problem.seed)
+            inputs = CriterionInput(
+                model, graph, train, held_out, objective, problem.engine, problem.seed, problem.task
+            )
             is_trained = self.train_backbone is not _untrained
             scores = measure_layers(self.criterion, inputs, is_trained=is_trained)
             kept = self._without_ignored(scores)

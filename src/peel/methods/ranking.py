@@ -17,7 +17,6 @@ from ..graph.parameters import ChannelAxis
 from ..steps.criteria.gradient import mean_effects
 from ..steps.importance import CriterionInput
 from ..surgery.selection import ChannelScores
-from ..train.objective import CrossEntropy
 from .config import MethodConfig
 from .method import Method, TrainBackbone
 from .plan import Plan, assemble_plan
@@ -55,8 +54,9 @@ class Taylor(GlobalRanking):
     def scores(self, problem: Problem) -> ChannelScores:
         assert problem.trained is not None
         images, model = problem.data.train, problem.trained.eval().requires_grad_(True)
+        objective, engine = problem.task.objective(), problem.engine
         inputs = CriterionInput(
-            model, problem.graph, images, images, CrossEntropy(), problem.engine, problem.seed
+            model, problem.graph, images, images, objective, engine, problem.seed, problem.task
         )
         effects = mean_effects(inputs, BATCHES, BATCH_SIZE, torch.square, with_shift=True)
         model.requires_grad_(False)

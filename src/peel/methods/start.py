@@ -2,8 +2,9 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..data.augmentation import EVAL
 from ..surgery import slim
@@ -11,11 +12,12 @@ from ..surgery.calibration import recalibrate
 from ..surgery.explain import explain_scores
 from ..surgery.repair import repair
 from ..surgery.selection import ChannelScores
+from ..train.engine import eval_batch_size
 from ..utils.rng import epoch_order
 from .problem import Problem
 
 #: Training images, without their labels, that repair and recalibration use.
-CALIBRATION_IMAGES = 1024
+CALIBRATION_IMAGES, BATCH_SIZE = 1024, 128
 
 Watch = Callable[[str, nn.Module], None]
 """Gets a network after each step of surgery: `cut`, `recalibrated`, `repaired`."""
@@ -52,9 +54,10 @@ def start_network(
     return network.requires_grad_(True)
 
 
-def calibration_images(problem: Problem) -> list[Tensor]:
-    """Batches of training images without augmentation."""
+def calibration_images(problem: Problem) -> list[tuple[Any, None]]:
+    """Batches of training images without augmentation, and without targets."""
     train, engine = problem.data.train, problem.engine
     order = epoch_order(train.size, problem.seed, -1)[:CALIBRATION_IMAGES]
-    batches = train.batches(order, 128, EVAL, engine.device, engine.workers)
-    return [batch.images for batch in batches]
+    batch_size = min(BATCH_SIZE, eval_batch_size(train))
+    batches = train.batches(order, batch_size, EVAL, engine.device, engine.workers)
+    return [(batch.inputs, None) for batch in batches]

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from ..cost.rounding import Divisor
 from ..data.augmentation import EVAL
-from ..data.datasets import Data, Split
+from ..data.datasets import Data, Split, balanced_order
 from ..errors import ConfigError
 from ..graph import trace
 from ..surgery.curve import BUDGETS, CurvePoint, accuracy_curve
 from ..train.engine import eval_batch_size
 from ..train.objective import get_logits
-from ..utils.rng import class_order
 from .config import Config
 from .loading import check_model, load_model_and_data
 from .teacher import load_weights, saved_file
@@ -138,15 +137,15 @@ def _device(name: str) -> torch.device:
 
 def _images(split: Split, count: int, seed: int, device: torch.device) -> Tensor:
     """Training images of all classes, not augmented."""
-    order = class_order(split.labels, seed)[:count]
-    batches = split.batches(order, eval_batch_size(split.shape), EVAL, device)
-    return torch.cat([batch.images.contiguous() for batch in batches])
+    order = balanced_order(split, seed)[:count]
+    batches = split.batches(order, eval_batch_size(split), EVAL, device)
+    return torch.cat([batch.inputs.contiguous() for batch in batches])
 
 
 def _judge(data: Data, count: int, seed: int, device: torch.device) -> Callable[[nn.Module], float]:
     """A function that gives the top-1 accuracy on some test images."""
-    order = class_order(data.test.labels, seed, in_proportion=True)[:count]
-    size = eval_batch_size(data.test.shape)
+    order = balanced_order(data.test, seed, in_proportion=True)[:count]
+    size = eval_batch_size(data.test)
 
     @torch.inference_mode()
     def judge(network: nn.Module) -> float:

@@ -15,12 +15,15 @@ from .. import zoo
 from ..cost.widths import Widths
 from ..data.datasets import Data, load_data
 from ..data.in_memory import InMemoryImages
+from ..data.torch_data import DatasetSplit, LoaderSplit
 from ..errors import ConfigError, CorruptFileError, DataError, ModelError
 from ..graph import ChannelGraph
 from ..methods.plan import Plan
 from ..surgery.info import info_of
 from ..train.objective import get_logits
 from ..train.recipe import Recipe, backbone_recipe, named_recipe
+from ..train.task import Task
+from ..train.trial import try_task
 from .config import Config
 from .teacher import input_of
 
@@ -29,6 +32,13 @@ def load_model_and_data(
     model: nn.Module | str, data: Data | str, config: Config, weights: nn.Module | Mapping[str, Tensor] | str
 ) -> tuple[nn.Module, Data]:
     """The images are preprocessed as the settings say; else as for the weights; else by their own."""
+    if isinstance(data, Data) and data.is_own:
+        if isinstance(model, str):
+            raise ConfigError(
+                f"with data of your own, give the model itself instead of {model!r}, such as "
+                f"peel.zoo.create({model!r}, num_classes=...)."
+            )
+        return _on_cpu(model), data.normalized(config.mean, config.std)
     known = zoo.pretrained(model) if isinstance(model, str) and weights == "pretrained" else None
     stored = asdict(known) if known else input_of(model if weights == "pretrained" else weights)
 
@@ -92,7 +102,8 @@ def _logits_of_zeros(network: nn.Module, shape: tuple[int, ...]) -> Tensor:
             module.training = modes[name]
 
 
-def check_model(network: nn.Module, data: Data) -> None:
+def check_model(network: nn.Module, data: Data, task: Task | None = None) -> Task:
+    """Refuse a model that cannot be trained on the data. The task, with what a trial says about it."""
     dtypes = {parameter.dtype for parameter in network.parameters()}
     if not dtypes:
         raise ModelError(f"{type(network).__name__} has no parameters: there is nothing to train.")
@@ -102,6 +113,12 @@ def check_model(network: nn.Module, data: Data) -> None:
     extra = next((name for name in network.state_dict() if name.endswith("_extra_state")), None)
     if extra is not None:
         raise ModelError(f"{extra}: peel cannot save what get_extra_state returns. Make it a buffer.")
+    if not data.is_own:
+        _check_classes(network, data)
+    return try_task(network, data, task or Task()) if data.is_own or task not in (None, Task()) else Task()
+
+
+def _check_classes(network: nn.Module, data: Data) -> None:
     logits, count = _logits_of_zeros(network, data.shape), len(data.classes)
     if count < 2:
         raise DataError(
@@ -113,6 +130,7 @@ def check_model(network: nn.Module, data: Data) -> None:
             f"classes. Build the model with {count} outputs, or choose other data."
         )
     for name, split in (("training", data.train), ("test", data.test)):
+        assert split.labels is not None
         lowest, highest = int(split.labels.min()), int(split.labels.max())
         if lowest < 0 or highest >= count:
             raise DataError(
@@ -144,13 +162,15 @@ def model_notes(
     return notes
 
 
-def resolve_recipes(config: Config, data: Data, network: nn.Module) -> tuple[Recipe, Recipe]:
+def resolve_recipes(config: Config, data: Data, network: nn.Module, task: Task) -> tuple[Recipe, Recipe]:
     """The recipe of the final training and that of the backbone."""
     name = config.recipe
     if name == "auto":
         source = str(info_of(network).source.get("zoo", type(network).__name__)).lower()
         is_mobile = any(word in source for word in ("mobile", "efficient", "mnas", "ghost", "shuffle"))
-        if config.inherits:
+        if data.is_own:
+            name = "finetune" if config.inherits else "generic"
+        elif config.inherits:
             name = "finetune" if isinstance(data.train, InMemoryImages) else "finetune-imagenet"
         elif data.name == "digits":
             name = "digits"
@@ -162,11 +182,24 @@ def resolve_recipes(config: Config, data: Data, network: nn.Module) -> tuple[Rec
     own = {key: value for key, value in asdict(config.backbone).items() if value is not None}
     # Changes for the final training, except its length, hold for the backbone too.
     shared = {key: value for key, value in train.items() if key != "epochs"}
+    if isinstance(data.train, DatasetSplit | LoaderSplit):
+        shared["batch_size"] = train["batch_size"] = data.train.batch_size
+    if task.optimizer is not None:
+        _refuse_rates({**shared, **own})
+        # The schedule is a factor of the optimizer's own learning rates.
+        shared |= {"lr": 1.0, "warmup_from": 0.0}
+        train |= {"lr": 1.0, "warmup_from": 0.0}
     recipes = named_recipe(name).changed(**train), backbone_recipe(name).changed(**{**shared, **own})
     final, backbone = (
         recipe.changed(augment=data.augment) if recipe.augment == "auto" else recipe for recipe in recipes
     )
     return final, backbone
+
+
+def _refuse_rates(given: Mapping[str, Any]) -> None:
+    for name in ("lr", "momentum", "nesterov", "weight_decay", "decay_norms", "warmup_from"):
+        if name in given:
+            raise ConfigError(f"train.{name} has no effect with optimizer=: set it in the factory.")
 
 
 def frozen_ties(network: nn.Module, graph: ChannelGraph, freeze: tuple[str, ...] | None) -> tuple[str, ...]:

@@ -16,12 +16,11 @@ from ..methods.plan import Plan, assemble_plan
 from ..methods.problem import Problem
 from ..methods.start import start_network
 from ..steps.criteria import find_criterion
-from ..steps.distillation import DISTILLATIONS, Distillation, InPlace, in_place_pair
+from ..steps.distillation import DISTILLATIONS, OUTPUT_WEIGHT, Distillation, InPlace, in_place_pair
 from ..surgery import slim
 from ..train.distributed import World
 from ..train.history import Metrics
-from ..train.loop import evaluate
-from ..train.objective import CrossEntropy, Objective
+from ..train.objective import Objective
 from ..train.recipe import Recipe
 from ..train.state import local_batch_size
 from ..train.teacher_cache import CachedTeacher, LogitCache, make_logit_cache
@@ -146,10 +145,10 @@ class Pipeline:
         if self.loaded_teacher is None:
             return
         self.trainer.begin_stage("original", prefix="evaluating ")
-        model, engine = self.problem.engine.prepare(self.loaded_teacher.model), self.problem.engine
-        self.teacher_metrics = evaluate(model, self.problem.data.test, engine)
+        self.teacher_metrics = self.problem.evaluate(self.problem.engine.prepare(self.loaded_teacher.model))
         is_chosen = self.config.mean is not None or self.config.std is not None
-        check_accuracy(self.loaded_teacher, self.teacher_metrics.top1, self.problem, is_chosen)
+        if self.teacher_metrics.top1 is not None and not self.problem.data.is_own:
+            check_accuracy(self.loaded_teacher, self.teacher_metrics.top1, self.problem, is_chosen)
 
     def run(self) -> Result:
         work = self._work(self._expected_plan())
@@ -218,7 +217,7 @@ class Pipeline:
             graph=graph,
             weights="inherit" if self.new_classifier else "fresh",
         ).requires_grad_(True)
-        objective = CrossEntropy(self.recipe.label_smoothing)
+        objective = self.problem.task.objective(self.recipe.label_smoothing)
         return self._train("original", network, objective, graph.widths)
 
     def _check_teacher(self, teacher: nn.Module) -> None:
@@ -294,11 +293,11 @@ class Pipeline:
         """
         problem, config, before = self.problem, self.config, dict[str, float]()
         seed_everything(derive_seed("init", "final", problem.seed))  # paired: the same for all
-        objective: Objective = CrossEntropy(self.recipe.label_smoothing)
-        weight = DISTILLATIONS[config.distill] if config.kd_weight is None else config.kd_weight
+        objective: Objective = problem.task.objective(self.recipe.label_smoothing)
+        weight, logits = self._kd_weight(), problem.task.is_classification
         if config.distill == "in-place":
             pair = in_place_pair(problem.model, problem.graph, widths)
-            objective = InPlace(objective, weight, config.hard_weight, config.temperature)
+            objective = InPlace(objective, weight, config.hard_weight, config.temperature, logits)
             return self._train(name, pair, objective, widths)
         network = self._start(name, widths, is_own, before)
         if config.distill == "none":
@@ -306,7 +305,7 @@ class Pipeline:
         teacher = problem.trained
         assert teacher is not None
         problem.engine.prepare(teacher).eval().requires_grad_(False)
-        objective = Distillation(objective, teacher, weight, config.temperature)
+        objective = Distillation(objective, teacher, weight, config.temperature, logits)
         images = self._with_teacher_logits(teacher)
         return self._train(name, network, objective, widths, images, before)
 
@@ -320,10 +319,18 @@ class Pipeline:
 
         def watch(step: str, network: nn.Module) -> None:
             self.trainer.begin_stage(name, prefix="evaluating ", suffix=f", {step}")
-            before[step] = evaluate(network, problem.data.test, problem.engine).top1
+            score = problem.evaluate(network).score
+            if score is not None:
+                before[step] = score
 
         scores = self.method.scores(problem) if is_own else None
         return start_network(problem, widths, problem.engine.world.broadcast(scores), watch)
+
+    def _kd_weight(self) -> float:
+        config = self.config
+        if config.kd_weight is not None:
+            return config.kd_weight
+        return DISTILLATIONS[config.distill] if self.problem.task.is_classification else OUTPUT_WEIGHT
 
     def _train(
         self,
@@ -344,7 +351,7 @@ class Pipeline:
     def _with_teacher_logits(self, teacher: nn.Module) -> Split:
         """The training images, with cached logits of the teacher where a cache is worth it."""
         problem, images = self.problem, self.problem.data.train
-        if self.logit_cache is None and problem.engine.cache_teacher:
+        if self.logit_cache is None and problem.engine.cache_teacher and not problem.data.is_own:
             classes = len(problem.data.classes)
             self.logit_cache = make_logit_cache(teacher, images, self.recipe.augment, classes, problem.engine)
         return images if self.logit_cache is None else CachedTeacher(images, self.logit_cache)
@@ -407,6 +414,7 @@ class Pipeline:
             "budget": self.problem.budget,
             "resource": self.problem.resource,
             "seed": self.problem.seed,
+            "metric": self.problem.task.metric_name,
             "search": search,
             "wall_seconds": sum(row.seconds for row in rows) + search["seconds"],
             "notes": self.notes,

@@ -15,8 +15,6 @@ class Row:
     """One network of the table: original, uniform or that of the method."""
 
     name: str
-    loss: float
-    top1: float
     macs: int
     params: int
     memory: int
@@ -24,10 +22,14 @@ class Row:
     seconds: float
     image_passes: int
     file: str
+    loss: float | None = None
+    top1: float | None = None
     top5: float | None = None
     """None with five classes or fewer."""
+    metric: float | None = None
+    """The user's own metric, in the place of the accuracies."""
     before_training: dict[str, float] = field(default_factory=dict)
-    """Top-1 after each step of surgery (cut, recalibrated, repaired), where weights are inherited."""
+    """Top-1, or the metric, after each step of surgery (cut, recalibrated, repaired) on inherited weights."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class StageRecord:
     image_passes: int
     notes: list[str] = field(default_factory=list)
     before_training: dict[str, float] = field(default_factory=dict)
-    """Top-1 after each step of surgery."""
+    """Top-1, or the metric, after each step of surgery."""
 
     @property
     def seconds(self) -> float:

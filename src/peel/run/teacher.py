@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from ..data.augmentation import EVAL
+from ..data.batch import call_model, map_tensors
 from ..data.datasets import IMAGENET_MEAN, IMAGENET_STD, Data
 from ..errors import ConfigError, DataError, StoreError
 from ..methods.problem import Problem
 from ..surgery.info import info_of
 from ..surgery.serialization import load, read_info
 from ..train.engine import eval_batch_size
-from ..train.objective import get_logits
+from ..train.objective import get_logits, main_output
 from ..utils.files import parse_object, read_file
 from ..utils.fingerprint import fingerprint
 from .result import StageRecord
@@ -116,6 +117,7 @@ def _reason(model: nn.Module, problem: Problem, is_chosen: bool) -> str:
     """Why a teacher fails on some test images; empty where it does not."""
     data = problem.data
     index = torch.arange(0, data.test.size, -(-data.test.size // TRIED_IMAGES))
+    assert data.test.labels is not None
     labels, count = data.test.labels.cpu()[index], len(index)
 
     def score(predicted: Tensor) -> float:
@@ -157,8 +159,8 @@ def _numbers(values: Sequence[float]) -> str:
 def _predictions(model: nn.Module, data: Data, index: Tensor, problem: Problem) -> Tensor:
     engine = problem.engine
     model.eval()
-    batches = data.test.batches(index, eval_batch_size(data.shape), EVAL, engine.device, engine.workers)
-    return torch.cat([get_logits(model(batch.images)).argmax(1).cpu() for batch in batches])
+    batches = data.test.batches(index, eval_batch_size(data.test), EVAL, engine.device, engine.workers)
+    return torch.cat([get_logits(model(batch.inputs)).argmax(1).cpu() for batch in batches])
 
 
 def weights_hash(model: nn.Module) -> str:
@@ -177,17 +179,20 @@ def _refuse_slim(teacher: Teacher, problem: Problem) -> None:
 
 
 def _check(teacher: nn.Module, problem: Problem) -> None:
-    device, shape = problem.engine.device, problem.data.shape
+    device, data = problem.engine.device, problem.data
+    example = map_tensors(data.example(2), lambda tensor: tensor.to(device))
     try:
         with torch.inference_mode():
-            logits = get_logits(teacher.to(device).eval()(torch.zeros(2, *shape, device=device)))
+            output = call_model(teacher.to(device).eval(), example)
     except (RuntimeError, ValueError, TypeError) as error:
-        raise DataError(f"the teacher cannot take images of shape {shape}: {error}") from error
-    if not torch.isfinite(logits).all():
+        what = "the given data" if data.is_own else f"images of shape {data.shape}"
+        raise DataError(f"the teacher cannot take {what}: {error}") from error
+    logits = main_output(output) if data.is_own else get_logits(output)
+    if logits is not None and not torch.isfinite(logits).all():
         raise DataError(
             "the teacher's logits are not finite: its weights are corrupt, or its training diverged."
         )
-    if logits.shape[1] != len(problem.data.classes):
+    if logits is not None and not data.is_own and logits.shape[1] != len(problem.data.classes):
         raise DataError(
             f"the teacher has {logits.shape[1]} classes, the data has {len(problem.data.classes)}."
         )

@@ -57,16 +57,21 @@ def _take(images: Iterable[Any]) -> list[Any]:
 
 
 def count_images(batch: Any) -> int:
-    if isinstance(batch, list | tuple):
+    if isinstance(batch, list):
         return len(batch)
     return next((len(value) for value in tree_leaves(batch) if isinstance(value, Tensor) and value.ndim), 0)
 
 
 def run_model(model: nn.Module, batch: Any) -> Any:
-    """A forward pass; a dict holds keyword arguments. Tensors are moved to the device of the model."""
+    """A forward pass; a tuple holds positional arguments, a dict keyword arguments.
+
+    Tensors are moved to the device of the model.
+    """
     device = device_of(model)
     batch = tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, batch)
-    return model(**batch) if isinstance(batch, dict) else model(batch)
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -92,7 +97,8 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 def recalibrate(model: nn.Module, images: Images, *, batch_size: int = 256) -> None:
     """Measure the means and variances of all batch norms on unlabeled images, in place.
 
-    Nothing else changes. `images`: a tensor, or an iterable of batches; of a tuple, the first element counts.
+    Nothing else changes, and nothing at all if the model cannot take the images. `images`: a tensor, or an
+    iterable of batches; of a batch that is a tuple or list, the first element counts.
 
     >>> peel.recalibrate(small, images)
     """
@@ -103,6 +109,7 @@ def recalibrate(model: nn.Module, images: Images, *, batch_size: int = 256) -> N
     ]
     batches = make_batches(images, batch_size)
     momenta = [norm.momentum for norm in norms]
+    before = [{name: buffer.clone() for name, buffer in norm.named_buffers()} for norm in norms]
     with evaluating(model):
         try:
             for norm in norms:
@@ -111,6 +118,12 @@ def recalibrate(model: nn.Module, images: Images, *, batch_size: int = 256) -> N
                 norm.momentum = None  # the mean over the batches
             for batch in batches if norms else ():
                 run_model(model, batch)
+        except Exception as error:
+            for norm, buffers in zip(norms, before, strict=True):
+                norm.load_state_dict({**norm.state_dict(), **buffers})
+            if isinstance(error, RuntimeError | ValueError | TypeError):
+                raise DataError(f"the model cannot take these images: {error}") from error
+            raise
         finally:
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
