@@ -98,7 +98,7 @@ class Caching(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv(x)
         if self.table is None:
-            self.table = torch.linspace(0, 1, x.shape[-1])[:, None].square()
+            self.table = torch.linspace(0, 1, x.shape[-1], device=x.device)[:, None].square()
         return self.fc((x * self.position(self.table)[:, 0]).mean((2, 3)))
 
 
