@@ -18,7 +18,7 @@ from ..graph import ChannelGraph, trace
 from ..methods.problem import Problem
 from ..methods.registry import find_method
 from ..train.callbacks import Callback
-from ..train.engine import make_engine
+from ..train.engine import Engine, make_engine
 from ..train.objective import Loss
 from ..train.task import OptimizerFactory, Task, TrainFunction
 from ..utils.process_state import preserve_process_state
@@ -80,6 +80,27 @@ def prune(
     >>> result = peel.prune("cifar_resnet20", "digits", budget="50%", output="run")
     >>> result.rows[-1].top1, result.model
     """
+    config = _config_of(model, data, settings)
+    weights, criterion = settings.get("weights"), settings.get("criterion")
+    with preserve_process_state():
+        given_weights = weights if isinstance(weights, nn.Module | Mapping) else config.weights
+        task, given_data = Task(loss, metric, optimizer, train_fn), resolve_data(data, config)
+        pipeline = _prepare(model, given_data, given_weights, config, callbacks, task, graph)
+        pipeline.method = find_method(config.method, None if isinstance(criterion, str) else criterion)
+        pipeline.check()
+        agreed = {**pipeline.identity, "teacher found": pipeline.loaded_teacher is not None}
+        pipeline.world.check_equal("a setting", json.dumps(agreed, sort_keys=True))
+        if dry_run:
+            return pipeline.estimate()
+        pipeline.evaluate_teacher()
+        if output is None or not pipeline.world.is_main_process:
+            # Only the main process writes; the others get from it what they need.
+            return pipeline.run()
+        return _run_in_folder(output, pipeline, config, command)
+
+
+def _config_of(model: nn.Module | str, data: object, settings: Mapping[str, Any]) -> Config:
+    """The config of `prune`'s arguments. Objects of the caller's are named by their class."""
     weights, criterion = settings.get("weights"), settings.get("criterion")
     if weights is None:
         weights = "train" if isinstance(model, str) else "pretrained"
@@ -91,24 +112,7 @@ def prune(
     }
     if criterion is not None and not isinstance(criterion, str):
         given["criterion"] = _reference(criterion)
-    else:
-        criterion = None
-    config = make_config(given)
-    with preserve_process_state():
-        given_weights = weights if isinstance(weights, nn.Module | Mapping) else config.weights
-        task, given_data = Task(loss, metric, optimizer, train_fn), resolve_data(data, config)
-        pipeline = _prepare(model, given_data, given_weights, config, callbacks, task, graph)
-        pipeline.method = find_method(config.method, criterion)
-        pipeline.check()
-        agreed = {**pipeline.identity, "teacher found": pipeline.loaded_teacher is not None}
-        pipeline.world.check_equal("a setting", json.dumps(agreed, sort_keys=True))
-        if dry_run:
-            return pipeline.estimate()
-        pipeline.evaluate_teacher()
-        if output is None or not pipeline.world.is_main_process:
-            # Only the main process writes; the others get from it what they need.
-            return pipeline.run()
-        return _run_in_folder(output, pipeline, config, command)
+    return make_config(given)
 
 
 def _reference(item: object) -> str:
@@ -140,17 +144,8 @@ def _prepare(
         init = dict(read_widths(init, graph, "backbone_init"))
     resolved = replace(config, freeze=frozen_ties(network, graph, config.freeze), backbone_init=init)
     plan = read_widths(config.plan, graph, "plan") if config.plan is not None else None
-    engine = make_engine(
-        config.device,
-        workers=config.workers,
-        deterministic=config.deterministic,
-        accumulate=config.accumulate,
-        compile=config.compile,
-        sync_bn=config.sync_bn,
-        threads=config.threads,
-        layer_macs=_layer_macs(network, graph, recipes[0].batch_size // config.accumulate),
-    )
-    engine, notes = restrict_engine(engine, loaded, task)
+    layer_macs = _layer_macs(network, graph, recipes[0].batch_size // config.accumulate)
+    engine, notes = restrict_engine(_engine_of(config, layer_macs), loaded, task)
     problem = Problem(
         network,
         graph,
@@ -176,6 +171,19 @@ def _prepare(
         new_classifier,
         given_widths=plan,
         notes=[*loaded.notes, *notes, *own_notes, *model_notes(model, network, config, new_classifier)],
+    )
+
+
+def _engine_of(config: Config, layer_macs: float) -> Engine:
+    return make_engine(
+        config.device,
+        workers=config.workers,
+        deterministic=config.deterministic,
+        accumulate=config.accumulate,
+        compile=config.compile,
+        sync_bn=config.sync_bn,
+        threads=config.threads,
+        layer_macs=layer_macs,
     )
 
 
