@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..cost.rounding import resolve_budget
 from ..data.datasets import OWN_DATA, Data
-from ..errors import ConfigError, CorruptFileError, PeelError, RunError
+from ..errors import CorruptFileError, PeelError, RunError
 from ..graph import ChannelGraph, trace
 from ..methods.problem import Problem
 from ..methods.registry import find_method
@@ -69,11 +69,8 @@ def prune(
     `weights` says what the model was trained to: a state dict, a trained module, a file, a run folder, or
     "pretrained". A given module counts as trained (`weights="pretrained"`). With weights, slim networks are
     cut from the original, repaired and fine-tuned; `init="scratch"` trains them from scratch.
-    `weights="train"` trains the original here first.
-
-    `loss(output, target)`, `metric(output, target)` (higher is better), `optimizer(parameters)` and
-    `train_fn(model, epochs=..., teacher=...)` are functions of your own; docs/own_data.md says more. `graph`
-    is the model's, where you traced it yourself.
+    `weights="train"` trains the original here first. `loss`, `metric`, `optimizer` and `train_fn` are
+    functions of your own (docs/own_data.md); `graph` is the model's, where you traced it yourself.
 
     The process is left as it was: random states, deterministic and precision flags, threads.
 
@@ -83,22 +80,19 @@ def prune(
     weights, criterion = settings.get("weights"), settings.get("criterion")
     if weights is None:
         weights = "train" if isinstance(model, str) else "pretrained"
+    own_criterion = None if isinstance(criterion, str | None) else criterion
     given = {
-        **settings,
         "model": model if isinstance(model, str) else _reference(model),
         "data": data.name if isinstance(data, Data) else OWN_DATA if isinstance(data, tuple) else data,
         "weights": "given module" if isinstance(weights, nn.Module | Mapping) else str(weights),
+        **({} if own_criterion is None else {"criterion": _reference(own_criterion)}),
     }
-    if criterion is not None and not isinstance(criterion, str):
-        given["criterion"] = _reference(criterion)
-    else:
-        criterion = None
-    config = make_config(given)
+    config = make_config({**settings, **given})
     with preserve_process_state():
         given_weights = weights if isinstance(weights, nn.Module | Mapping) else config.weights
         task, given_data = Task(loss, metric, optimizer, train_fn), resolve_data(data, config)
         pipeline = _prepare(model, given_data, given_weights, config, callbacks, task, graph)
-        pipeline.method = find_method(config.method, criterion)
+        pipeline.method = find_method(config.method, own_criterion)
         pipeline.check()
         agreed = {**pipeline.identity, "teacher found": pipeline.loaded_teacher is not None}
         pipeline.world.check_equal("a setting", json.dumps(agreed, sort_keys=True))
@@ -130,10 +124,9 @@ def _prepare(
     network, loaded = load_model_and_data(model, data, config, weights)
     new_classifier = has_new_classifier(model, weights, loaded)
     task = check_model(network, loaded, task)
-    if graph is not None and config.groups is not None:
-        raise ConfigError("the given graph has its groups already: call graph.regroup(groups) yourself.")
-    graph = graph or trace(network, loaded.example(), groups=config.groups)
-    config, own_notes = restrict_settings(config, loaded, task)
+    graph = graph or trace(network, loaded.example())
+    graph = graph if config.groups is None else graph.regroup(config.groups)
+    config, notes = restrict_settings(config, loaded, task)
     recipes = resolve_recipes(config, loaded, network, task)
     init = config.backbone_init
     if not isinstance(init, str) or init.endswith(".json"):
@@ -150,7 +143,7 @@ def _prepare(
         threads=config.threads,
         layer_macs=_layer_macs(network, graph, recipes[0].batch_size // config.accumulate),
     )
-    engine, notes = restrict_engine(engine, loaded, task)
+    engine, more_notes = restrict_engine(engine, loaded, task)
     problem = Problem(
         network,
         graph,
@@ -175,7 +168,7 @@ def _prepare(
         weights,
         new_classifier,
         given_widths=plan,
-        notes=[*loaded.notes, *notes, *own_notes, *model_notes(model, network, config, new_classifier)],
+        notes=[*loaded.notes, *more_notes, *notes, *model_notes(model, network, config, new_classifier)],
     )
 
 
