@@ -478,3 +478,18 @@ def test_the_optimizer_is_fused_and_weights_are_channels_last(engine: Engine) ->
         for weight in model.parameters()
         if weight.ndim == 4
     )
+
+
+def test_repair_on_a_gpu_gives_what_the_cpu_gives() -> None:
+    torch.manual_seed(0)
+    model, images = Small().eval(), torch.randn(64, 3, 8, 8)
+    graph = peel.trace(model, images[:1])
+    widths = {"conv1": 5, "conv2": 6, "conv3": 11, "conv4": 12}
+    outputs = []
+    for device in ("cpu", "cuda"):
+        original, inputs = copy.deepcopy(model).to(device), images.to(device)
+        scores = peel.explain_scores(original, graph, inputs)
+        small = peel.slim(original, widths, graph=graph, weights="inherit", scores=scores)
+        peel.repair(small, original, images, graph=graph)  # moved to the device of the model
+        outputs.append(small.eval()(inputs).detach().cpu())
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0.02, atol=0.02)

@@ -215,3 +215,19 @@ def test_a_missing_package_is_named_with_its_command(tmp_path: Path, monkeypatch
     with pytest.raises(PeelError, match=r"needs onnxscript: pip install peel-pruning\[deploy\]"):
         peel.export(slim_small(), tmp_path / "x.onnx")
     assert names(tmp_path) == []
+
+
+class Chaotic(Small):
+    """Rounding errors grow with every step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.sigmoid(super().forward(x))
+        for _ in range(60):
+            x = 3.9 * x * (1 - x)
+        return x
+
+
+def test_rounding_errors_that_explode_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"differs .* float32 and float64 differ by .*trained"):
+        peel.export(Chaotic(), tmp_path / "x.onnx", torch.randn(1, 3, 8, 8))
+    assert names(tmp_path) == []

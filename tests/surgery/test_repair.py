@@ -11,7 +11,21 @@ from torch import Tensor, nn
 
 import peel
 from helpers.graphs import traced_net
-from helpers.nets import NETS, Chain, Decoder, Dense, Depthwise, Flattened, Net, Shared, Standardized
+from helpers.nets import (
+    NETS,
+    Chain,
+    Decoder,
+    Dense,
+    Depthwise,
+    Flattened,
+    Grouped,
+    Net,
+    Residual,
+    SelectiveKernel,
+    Shared,
+    Signal,
+    Standardized,
+)
 from peel.surgery.explain import explain_scores, greedy_order
 
 
@@ -102,7 +116,12 @@ def repaired(kind: type[Net], memory: int = 2**32) -> tuple[nn.Module, nn.Module
     return cut, small, peel.repair(small, net, images, graph=graph, memory=memory)
 
 
-@pytest.mark.parametrize("kind", NETS, ids=lambda kind: kind.__name__)
+#: The others are slow tests, because tracing all of them takes half a minute.
+QUICK = (Chain, Residual, Depthwise, Grouped, Dense, Flattened, Shared, Decoder, Signal, SelectiveKernel)
+EVERY = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in NETS]
+
+
+@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
 def test_every_network_gets_closer_to_the_original(kind: type[Net]) -> None:
     net, _ = traced_net(kind)
     before = copy.deepcopy(net.state_dict())

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from ..cost.rounding import resolve_budget
 from ..data.datasets import OWN_DATA, Data
-from ..errors import CorruptFileError, PeelError, RunError
+from ..errors import ConfigError, CorruptFileError, PeelError, RunError
 from ..graph import ChannelGraph, trace
 from ..methods.problem import Problem
 from ..methods.registry import find_method
 from ..train.callbacks import Callback
-from ..train.engine import make_engine
+from ..train.engine import Engine, make_engine
 from ..train.objective import Loss
 from ..train.task import OptimizerFactory, Task, TrainFunction
 from ..utils.process_state import preserve_process_state
@@ -69,30 +69,24 @@ def prune(
     `weights` says what the model was trained to: a state dict, a trained module, a file, a run folder, or
     "pretrained". A given module counts as trained (`weights="pretrained"`). With weights, slim networks are
     cut from the original, repaired and fine-tuned; `init="scratch"` trains them from scratch.
-    `weights="train"` trains the original here first. `loss`, `metric`, `optimizer` and `train_fn` are
-    functions of your own (docs/own_data.md); `graph` is the model's, where you traced it yourself.
+    `weights="train"` trains the original here first.
+
+    `loss(output, target)`, `metric(output, target)` (higher is better), `optimizer(parameters)` and
+    `train_fn(model, epochs=..., teacher=...)` are functions of your own; docs/own_data.md says more. `graph`
+    is the model's, where you traced it yourself.
 
     The process is left as it was: random states, deterministic and precision flags, threads.
 
     >>> result = peel.prune("cifar_resnet20", "digits", budget="50%", output="run")
     >>> result.rows[-1].top1, result.model
     """
+    config = _config_of(model, data, settings)
     weights, criterion = settings.get("weights"), settings.get("criterion")
-    if weights is None:
-        weights = "train" if isinstance(model, str) else "pretrained"
-    own_criterion = None if isinstance(criterion, str | None) else criterion
-    given = {
-        "model": model if isinstance(model, str) else _reference(model),
-        "data": data.name if isinstance(data, Data) else OWN_DATA if isinstance(data, tuple) else data,
-        "weights": "given module" if isinstance(weights, nn.Module | Mapping) else str(weights),
-        **({} if own_criterion is None else {"criterion": _reference(own_criterion)}),
-    }
-    config = make_config({**settings, **given})
     with preserve_process_state():
         given_weights = weights if isinstance(weights, nn.Module | Mapping) else config.weights
         task, given_data = Task(loss, metric, optimizer, train_fn), resolve_data(data, config)
         pipeline = _prepare(model, given_data, given_weights, config, callbacks, task, graph)
-        pipeline.method = find_method(config.method, own_criterion)
+        pipeline.method = find_method(config.method, None if isinstance(criterion, str) else criterion)
         pipeline.check()
         agreed = {**pipeline.identity, "teacher found": pipeline.loaded_teacher is not None}
         pipeline.world.check_equal("a setting", json.dumps(agreed, sort_keys=True))
@@ -103,6 +97,22 @@ def prune(
             # Only the main process writes; the others get from it what they need.
             return pipeline.run()
         return _run_in_folder(output, pipeline, config, command)
+
+
+def _config_of(model: nn.Module | str, data: object, settings: Mapping[str, Any]) -> Config:
+    """The config of `prune`'s arguments. Objects of the caller's are named by their class."""
+    weights, criterion = settings.get("weights"), settings.get("criterion")
+    if weights is None:
+        weights = "train" if isinstance(model, str) else "pretrained"
+    given = {
+        **settings,
+        "model": model if isinstance(model, str) else _reference(model),
+        "data": data.name if isinstance(data, Data) else OWN_DATA if isinstance(data, tuple) else data,
+        "weights": "given module" if isinstance(weights, nn.Module | Mapping) else str(weights),
+    }
+    if criterion is not None and not isinstance(criterion, str):
+        given["criterion"] = _reference(criterion)
+    return make_config(given)
 
 
 def _reference(item: object) -> str:
@@ -124,26 +134,18 @@ def _prepare(
     network, loaded = load_model_and_data(model, data, config, weights)
     new_classifier = has_new_classifier(model, weights, loaded)
     task = check_model(network, loaded, task)
-    graph = graph or trace(network, loaded.example())
-    graph = graph if config.groups is None else graph.regroup(config.groups)
-    config, notes = restrict_settings(config, loaded, task)
+    if graph is not None and config.groups is not None:
+        raise ConfigError("the given graph has its groups already: call graph.regroup(groups) yourself.")
+    graph = graph or trace(network, loaded.example(), groups=config.groups)
+    config, own_notes = restrict_settings(config, loaded, task)
     recipes = resolve_recipes(config, loaded, network, task)
     init = config.backbone_init
     if not isinstance(init, str) or init.endswith(".json"):
         init = dict(read_widths(init, graph, "backbone_init"))
     resolved = replace(config, freeze=frozen_ties(network, graph, config.freeze), backbone_init=init)
     plan = read_widths(config.plan, graph, "plan") if config.plan is not None else None
-    engine = make_engine(
-        config.device,
-        workers=config.workers,
-        deterministic=config.deterministic,
-        accumulate=config.accumulate,
-        compile=config.compile,
-        sync_bn=config.sync_bn,
-        threads=config.threads,
-        layer_macs=_layer_macs(network, graph, recipes[0].batch_size // config.accumulate),
-    )
-    engine, more_notes = restrict_engine(engine, loaded, task)
+    layer_macs = _layer_macs(network, graph, recipes[0].batch_size // config.accumulate)
+    engine, notes = restrict_engine(_engine_of(config, layer_macs), loaded, task)
     problem = Problem(
         network,
         graph,
@@ -168,7 +170,20 @@ def _prepare(
         weights,
         new_classifier,
         given_widths=plan,
-        notes=[*loaded.notes, *more_notes, *notes, *model_notes(model, network, config, new_classifier)],
+        notes=[*loaded.notes, *notes, *own_notes, *model_notes(model, network, config, new_classifier)],
+    )
+
+
+def _engine_of(config: Config, layer_macs: float) -> Engine:
+    return make_engine(
+        config.device,
+        workers=config.workers,
+        deterministic=config.deterministic,
+        accumulate=config.accumulate,
+        compile=config.compile,
+        sync_bn=config.sync_bn,
+        threads=config.threads,
+        layer_macs=layer_macs,
     )
 
 

@@ -43,9 +43,7 @@ class _Collector:
 
     def __init__(self, graph: ChannelGraph) -> None:
         self.graph, self.batch = graph, 0
-        widths = list(graph.widths.values())
-        self.steps = list(graph.steps.values())
-        self.widths = widths
+        self.widths, self.steps = list(graph.widths.values()), list(graph.steps.values())
         self.products: dict[tuple[int, str], Tensor] = {}
         self.sums: dict[tuple[int, str], Tensor] = {}
         self.counts: dict[tuple[int, str], int] = {}
@@ -56,9 +54,9 @@ class _Collector:
             rows = self._rows(name, index, call)
             others = [other for other in range(call.weight.ndim) if other != axis]
             rows = rows.double() * torch.linalg.vector_norm(call.weight.double(), dim=others)
-            for run_, span in spans(self.graph.layouts[name][axis]):
-                if run_.tie >= 0 and run_.size * self.steps[run_.tie] == self.widths[run_.tie]:
-                    self._add((run_.tie, name), rows[:, span].unflatten(1, (self.widths[run_.tie], -1)))
+            for part, span in spans(self.graph.layouts[name][axis]):
+                if part.tie >= 0 and part.size * self.steps[part.tie] == self.widths[part.tie]:
+                    self._add((part.tie, name), rows[:, span].unflatten(1, (self.widths[part.tie], -1)))
         return run()
 
     def at_norm(self, name: str, index: int, inputs: Tensor, run: Callable[[], Tensor]) -> Tensor:

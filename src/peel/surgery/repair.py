@@ -196,6 +196,8 @@ class _Student:
                 self.batch = number
                 with contextlib.suppress(_StopPassError), CallWatcher(self.slim, self):
                     run_model(self.slim, batch)
+                if not self.active:
+                    break
             if len(self.pending) == before:
                 self.left_alone[self.pending.pop(0)] = "it is called otherwise than in the original"
 
