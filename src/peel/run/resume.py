@@ -78,7 +78,7 @@ def run_identity(
         "data": {"images": _fingerprint_images(data), **data.input_spec()},
         "processes": engine.world.size,
         "accumulate": engine.accumulation_steps,
-        "pad_channels": engine.pad_channels,
+        "device": engine.device.type,  # a GPU pads odd widths
         "sync_bn": engine.sync_bn,
     }
     return dict(json.loads(json.dumps(identity)))
