@@ -179,7 +179,8 @@ class _Rounding:
         graph = limits.graph
         frozen = name_set(freeze)
         for name in frozen - set(graph.widths):
-            raise BudgetError(f"freeze: no free tie is called {name!r}.{did_you_mean(name, graph.widths)}")
+            hint = did_you_mean(name, graph.widths)
+            raise BudgetError(f"freeze: no free tie is called {name!r}.{hint} peel inspect lists the ties.")
         self.graph, self.limits, self.divisor = graph, limits, divisor
         self.original = graph.units()
         smallest = graph.units(at_least) if at_least is not None else [0] * len(self.original)
