@@ -171,6 +171,7 @@ def test_the_error_of_one_process_ends_all_with_its_exit_code(
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_a_dataset_of_ones_own_is_divided_among_processes(tmp_path: Path) -> None:
     """Each sample is seen once, and the metric is that of all of them."""
     program = """
