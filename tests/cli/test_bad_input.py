@@ -99,9 +99,9 @@ FILES: list[tuple[list[str], list[str]]] = [
     (["--data", "bare"], ["bare/train has no folders", "one folder of images per class"]),
     (["--data", "hollow"], ["hollow/train/dog holds no images", "Remove the folder"]),
     (["--data", "different"], ["different classes: dog, fish not in both"]),
-    (["--data", "good", "--train.batch-size", "13"], ["batch size 13", "training set of 12", "at most 12"]),
-    (["--data", "good", "--train.batch-size", "6", "--backbone.batch-size", "13"], ["batch size 13"]),
-    (["--train.batch-size", "1438"], ["batch size 1438", "at most 1437"]),
+    (["--data", "good", "--train.batch-size", "13"], ["batch of 13", "training set of 12", "at most 12"]),
+    (["--data", "good", "--train.batch-size", "6", "--backbone.batch-size", "13"], ["batch of 13"]),
+    (["--train.batch-size", "1438"], ["batch of 1438", "at most 1437"]),
     (["--weights", "file"], ["file cannot be loaded"]),
     (["--weights", "missing.pt"], ["there are no weights at missing.pt"]),
 ]

@@ -9,7 +9,7 @@ from torch import nn
 from ..data.augmentation import EVAL, View
 from ..data.batch import call_model
 from ..data.datasets import Split
-from ..errors import DataError, PeelError
+from ..errors import PeelError
 from ..utils.rng import derive_seed, seed_everything
 from .callbacks import Callback
 from .checkpoint import Checkpoints
@@ -49,11 +49,7 @@ def fit(
     epoch if the last checkpoint is `epoch_seconds` old. Training resumes from the newest checkpoint.
     A signal stops training after the current step, with a checkpoint, and raises `Interrupted`.
     """
-    steps_per_epoch = train.size // recipe.batch_size
-    if steps_per_epoch < 1:
-        raise DataError(
-            f"a batch of {recipe.batch_size} samples exceeds the training set: choose at most {train.size}."
-        )
+    steps_per_epoch = recipe.steps_per_epoch(train.size)
     engine.prepare(model)
     seed_everything(derive_seed("model", seed, engine.world.rank))
     task = task or Task()
