@@ -160,8 +160,9 @@ def evaluate(
 @torch.inference_mode()
 def _evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int, task: Task) -> Metrics:
     scores = Scores(task, engine.device)
-    # Empty where there are more processes than images.
-    indices = torch.arange(min(engine.world.rank, split.size), split.size, engine.world.size)
+    # An accumulating metric has to see all samples. Else empty where there are more processes than images.
+    rank, processes = (0, 1) if task.is_accumulating else (engine.world.rank, engine.world.size)
+    indices = torch.arange(min(rank, split.size), split.size, processes)
     stop = None
     for batch in split.batches(indices, batch_size, EVAL, engine.device, engine.workers):
         with engine.autocast():
