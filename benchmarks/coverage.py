@@ -24,48 +24,14 @@ lines file; the same command resumes an interrupted run.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import resource
-import subprocess
-import sys
 import time
-import tomllib
-import traceback
-import warnings
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-NETWORKS = tomllib.loads((Path(__file__).parent / "networks.toml").read_text())
-CNNS: dict[str, list[str]] = NETWORKS["cnns"]
-HYBRIDS: dict[str, list[str]] = NETWORKS["hybrids"]
-
-#: Networks that accept only inputs of their original size.
-OWN_SIZE = {
-    "alexnet",
-    "bat_resnext26ts",
-    "inception_resnet_v2",
-    "inception_v3",
-    "inception_v4",
-    "timm:inception_v3",
-}
-OWN_SIZE.update(name for names in HYBRIDS.values() for name in names)
+from processes import CNNS, HYBRIDS, all_names, input_size, read, run_all, run_check, write_between
 
 RESULTS = Path("benchmarks/results/coverage.jsonl")
 TIME_LIMIT_S = {"peel": 420, "torch-pruning": 180}
-MEMORY_LIMIT_GIB = 24
-#: Largest side of the inputs, where the network allows it: the channels do not depend on the size.
-MAX_SIDE = 128
-
-
-def input_size(name: str) -> tuple[int, int, int]:
-    from peel import zoo
-
-    channels, height, width = zoo.find(name).input_size
-    if name in OWN_SIZE:
-        return channels, height, width
-    return channels, min(height, MAX_SIDE), min(width, MAX_SIDE)
 
 
 def logits(output: Any) -> Any:
@@ -217,66 +183,6 @@ def check_torch_pruning(name: str) -> dict[str, Any]:
 CHECKS = {"peel": check_peel, "torch-pruning": check_torch_pruning}
 
 
-def run_one(tool: str, name: str) -> None:
-    """Run one check in this process and print the result as one line of JSON."""
-    warnings.simplefilter("ignore")
-    limit = MEMORY_LIMIT_GIB * 2**30
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    try:
-        result = CHECKS[tool](name)
-    except BaseException as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        result = {
-            "ok": False,
-            "problem": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300],
-        }
-        result["where"] = f"{Path(where.filename).name}:{where.lineno}"
-    print("RESULT " + json.dumps(result))
-
-
-def run_all(names: list[str], tools: list[str], results: Path, jobs: int) -> None:
-    done = {(row["tool"], row["name"]) for row in read(results)}
-    results.parent.mkdir(parents=True, exist_ok=True)
-    pending = [(tool, name) for tool in tools for name in names if (tool, name) not in done]
-    with ThreadPoolExecutor(jobs) as pool:
-        rows = [
-            pool.submit(run_process, tool, name, max(1, (os.cpu_count() or 1) // jobs))
-            for tool, name in pending
-        ]
-        for i, row in enumerate((future.result() for future in as_completed(rows)), start=1):
-            with results.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            verdict = "ok" if row["ok"] else f"NOT OK: {row['problem'][:200]} {row.get('where', '')}"
-            print(
-                f"[{i}/{len(pending)}] {row['tool']:14}{row['name']:32}{row['total_s']:7.1f} s  {verdict}",
-                flush=True,
-            )
-
-
-def run_process(tool: str, name: str, threads: int) -> dict[str, Any]:
-    """Run one check in a process of its own, with a time limit."""
-    began = time.perf_counter()
-    command = [sys.executable, __file__, "--one", tool, name]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    try:
-        output = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIME_LIMIT_S[tool], env=environment
-        )
-        line = next((line for line in output.stdout.splitlines() if line.startswith("RESULT ")), None)
-        result = (
-            json.loads(line[7:])
-            if line
-            else {"ok": False, "problem": f"the process ended with {output.returncode}"}
-        )
-    except subprocess.TimeoutExpired:
-        result = {"ok": False, "problem": f"no result after {TIME_LIMIT_S[tool]} s"}
-    return {"tool": tool, "name": name, "total_s": round(time.perf_counter() - began, 1), **result}
-
-
-def read(results: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-
-
 def render(results: Path) -> str:
     """The table for the docs."""
     rows = {(row["tool"], row["name"]): row for row in read(results)}
@@ -337,16 +243,15 @@ def main() -> None:
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        run_one(*options.one)
+        tool, name = options.one
+        run_check(CHECKS[tool], name)
     elif options.render:
         table = render(options.results)
-        before, _, rest = options.render.read_text().partition("<!-- coverage -->\n")
-        after = rest.partition("<!-- /coverage -->")[2]
-        options.render.write_text(f"{before}<!-- coverage -->\n{table}<!-- /coverage -->{after}")
+        write_between(options.render, "coverage", table)
         print(table.partition("|")[0])
     else:
-        names = options.only or [name for names in (*CNNS.values(), *HYBRIDS.values()) for name in names]
-        run_all(names, options.tools, options.results, options.jobs)
+        limits = {tool: TIME_LIMIT_S[tool] for tool in options.tools}
+        run_all(__file__, options.only or all_names(), limits, options.results, options.jobs)
 
 
 if __name__ == "__main__":

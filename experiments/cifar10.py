@@ -171,7 +171,7 @@ def run_cell(options: argparse.Namespace, budget: str, seed: int) -> None:
                 options.net,
                 data,
                 plan=plan["widths"],
-                stages=["original", "peel"],
+                stages=["original", "final"],
                 teacher=options.teachers / f"{options.net}-{options.epochs}",
                 distill=kind,
                 **common,

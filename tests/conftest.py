@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, settings
 
 import peel
 from helpers.commands import run
+from helpers.deploy import slim_small
 from helpers.folders import kept, weights
 from helpers.graphs import single_thread, traced_zoo
 from helpers.killing import KILLED
@@ -58,6 +60,14 @@ def own(finished: tuple[Path, Result], tmp_path: Path) -> Path:
     """A copy of the folder of the finished run."""
     shutil.copytree(finished[0], tmp_path / "run")
     return tmp_path / "run"
+
+
+@pytest.fixture(scope="session")
+def small_onnx(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`slim_small` as an ONNX file. Do not change it."""
+    with single_thread(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return peel.export(slim_small(), tmp_path_factory.mktemp("onnx") / "small.onnx").path
 
 
 @pytest.fixture(scope="session")

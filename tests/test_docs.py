@@ -1,16 +1,20 @@
-"""The examples of docs/extending.md and docs/detection.md run as they are printed."""
+"""The examples of extending.md, detection.md, own_data.md and deploy.md run as they are printed."""
 
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import peel
+from helpers.deploy import slim_small
 from helpers.detectors import DetectionNet
+from helpers.own_data import PAIR, bce, hits
 from helpers.small import SHORT, Small, few_digits, small_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -66,7 +70,11 @@ def test_data_and_callback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
     def short(model: object, data: Any, **settings: Any) -> Any:
         data = few_digits() if data == "digits" else data
-        return prune(Small(len(data.classes)), data, **{**SHORT, "stages": ["original"], **settings})
+        return prune(
+            Small(len(data.classes)),
+            data,
+            **{**SHORT, "stages": ["original"], "weights": "train", **settings},
+        )
 
     monkeypatch.setattr(peel, "prune", short)
     exec(block("from_tensors"), names)
@@ -89,3 +97,39 @@ def test_a_detector(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert all(parameter.grad is not None for parameter in names["small"].parameters())
     exec(block("modules=", "detection.md"), names)
     assert names["graph"].modules == ("backbone", "head")
+
+
+def test_own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prune = peel.prune
+
+    def short(*given: Any, **settings: Any) -> Any:
+        return prune(*given, **{**settings, "train": {"epochs": 1}, "backbone": {"epochs": 1}})
+
+    monkeypatch.setattr(peel, "prune", short)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {
+        "model": Small(3),
+        "train": PAIR[0],
+        "val": PAIR[1],
+        "loader": DataLoader(PAIR[0], 32),
+        "images": PAIR[0].tensors[0],
+        "loss": bce,
+        "metric": hits,
+    }
+    exec(block('output="run"', "own_data.md"), names)
+    assert (tmp_path / "run" / "result.json").exists()
+    exec(block("def train_fn", "own_data.md"), names)
+    assert len(names["result"].rows) == 3
+    exec(block("measure_importance", "own_data.md"), names)
+    assert names["graph"].macs(names["widths"]) <= names["graph"].macs() / 2
+
+
+def test_feeding_an_onnx_file(
+    small_onnx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(small_onnx, tmp_path / "slim.onnx")
+    monkeypatch.chdir(tmp_path)
+    pixels = torch.rand(4, 8, 8, 3)
+    exec(block("get_modelmeta", "deploy.md"), {"pixels": pixels.numpy()})
+    logits = slim_small()((pixels.permute(0, 3, 1, 2) - 0.3) / 0.4)
+    assert capsys.readouterr().out.strip() == str([str(int(best)) for best in logits.argmax(1)])

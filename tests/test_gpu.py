@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import peel
+from helpers import own_data
 from helpers.small import Small, few_digits, same_weights, small_run
 from peel import zoo
 from peel.data.augmentation import (
@@ -103,12 +104,12 @@ def test_the_kernel_shows_what_the_cpu_shows(augment: str, shape: tuple[int, int
     there = list(split.to(torch.device("cuda")).batches(order, 128, view, torch.device("cuda")))
     here = list(split.batches(order, 128, view, torch.device("cpu")))
     for mine, theirs in zip(there, here, strict=True):
-        assert mine.images.is_contiguous(memory_format=torch.channels_last)
-        assert torch.equal(mine.labels.cpu(), theirs.labels)
-        assert torch.allclose(mine.images.cpu(), theirs.images, atol=1e-6)
+        assert mine.inputs.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(mine.targets.cpu(), theirs.targets)
+        assert torch.allclose(mine.inputs.cpu(), theirs.inputs, atol=1e-6)
     plain = crop_windows(draw_windows(order[:128], view, shape[0]), pixels[order[:128]])
     assert torch.allclose(
-        (there[0].images.cpu().permute(0, 2, 3, 1) * 0.21 + 0.4) * 255, plain.float(), atol=1e-3
+        (there[0].inputs.cpu().permute(0, 2, 3, 1) * 0.21 + 0.4) * 255, plain.float(), atol=1e-3
     )
 
 
@@ -257,7 +258,7 @@ def test_padded_channels_do_not_change_training(exact: Engine) -> None:
     batch = next(iter(images.batches(torch.arange(100), 100, EVAL, exact.device)))
     with torch.no_grad():
         assert torch.allclose(
-            back.eval()(batch.images), padded.model.eval()(batch.images), rtol=1e-3, atol=1e-3
+            back.eval()(batch.inputs), padded.model.eval()(batch.inputs), rtol=1e-3, atol=1e-3
         )
 
 
@@ -294,7 +295,7 @@ def test_cached_logits_are_those_of_the_teacher(engine: Engine) -> None:
         view = View.of_epoch("crop-flip", 0, epoch)
         for batch in cached.batches(torch.randperm(2000), 128, view, engine.device):
             with torch.no_grad(), engine.autocast():
-                online = teacher(batch.images).float()
+                online = teacher(batch.inputs).float()
             assert batch.teacher_logits is not None
             assert (batch.teacher_logits - online).abs().max() < 2e-2 * online.abs().max().clamp_min(1)
             assert (batch.teacher_logits.argmax(1) == online.argmax(1)).float().mean() > 0.98
@@ -326,7 +327,7 @@ def test_deterministic_runs_have_the_same_bits(net: str) -> None:
     for _ in range(2):
         model = Small() if net == "small" else zoo.create(net, num_classes=10)
         torch.manual_seed(0)
-        results.append(small_run(model, device="cuda", deterministic=True, teacher="train"))
+        results.append(small_run(model, device="cuda", deterministic=True, weights="train"))
     assert results[0].model is not None
     assert results[1].model is not None
     assert same_weights(results[0].model, results[1].model)
@@ -414,10 +415,10 @@ def test_images_from_a_folder_arrive_on_the_gpu_as_on_the_cpu(photographs: Image
         there = list(photographs.batches(order, 16, view, torch.device("cuda"), 2))
         here = list(photographs.batches(order, 16, view, torch.device("cpu"), 0))
         for mine, theirs in zip(there, here, strict=True):
-            assert torch.equal(mine.labels.cpu(), theirs.labels)
+            assert torch.equal(mine.targets.cpu(), theirs.targets)
             # Rounding to a level of brightness may fall to either side.
-            assert (mine.images.cpu() - theirs.images).abs().max() <= 1.01 / 255 / 0.2
-            assert (mine.images.cpu() - theirs.images).abs().mean() < 0.01
+            assert (mine.inputs.cpu() - theirs.inputs).abs().max() <= 1.01 / 255 / 0.2
+            assert (mine.inputs.cpu() - theirs.inputs).abs().mean() < 0.01
 
 
 def test_memory_does_not_grow_from_epoch_to_epoch(photographs: ImageFolder) -> None:
@@ -426,7 +427,7 @@ def test_memory_does_not_grow_from_epoch_to_epoch(photographs: ImageFolder) -> N
         for batch in photographs.batches(
             torch.arange(70), 16, View.of_epoch("imagenet", 0, epoch), torch.device("cuda"), 2
         ):
-            batch.images.square().sum()
+            batch.inputs.square().sum()
         reserved.append(torch.cuda.memory_reserved())
     assert reserved[-1] == reserved[1]
 
@@ -435,7 +436,7 @@ def test_small_images_may_be_augmented_as_large_ones(engine: Engine) -> None:
     images, order, view = pictures(64), torch.arange(64), View("imagenet", 5)
     there = next(iter(images.to(engine.device).batches(order, 32, view, engine.device)))
     here = next(iter(images.batches(order, 32, view, torch.device("cpu"))))
-    assert (there.images.cpu() - here.images).abs().mean() < 0.01
+    assert (there.inputs.cpu() - here.inputs).abs().mean() < 0.01
 
 
 def test_the_color_kernel_matches_the_cpu() -> None:
@@ -478,3 +479,39 @@ def test_the_optimizer_is_fused_and_weights_are_channels_last(engine: Engine) ->
         for weight in model.parameters()
         if weight.ndim == 4
     )
+
+
+def test_repair_on_a_gpu_gives_what_the_cpu_gives() -> None:
+    torch.manual_seed(0)
+    model, images = Small().eval(), torch.randn(64, 3, 8, 8)
+    graph = peel.trace(model, images[:1])
+    widths = {"conv1": 5, "conv2": 6, "conv3": 11, "conv4": 12}
+    outputs = []
+    for device in ("cpu", "cuda"):
+        original, inputs = copy.deepcopy(model).to(device), images.to(device)
+        scores = peel.explain_scores(original, graph, inputs)
+        small = peel.slim(original, widths, graph=graph, weights="inherit", scores=scores)
+        peel.repair(small, original, images, graph=graph)  # moved to the device of the model
+        outputs.append(small.eval()(inputs).detach().cpu())
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_and_loss_of_ones_own(workers: int) -> None:
+    data = own_data.vectors(192), own_data.vectors(48, seed=5)
+    result = peel.prune(
+        Small(3),
+        data,
+        weights="train",
+        loss=own_data.bce,
+        metric=own_data.hits,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.02),
+        train={"epochs": 6},
+        backbone={"epochs": 1},
+        workers=workers,
+        device="cuda",
+    )
+    assert all(row.metric is not None and row.metric > 0.7 for row in result.rows)
+    (note,) = [note for note in result.notes if "Left off" in note]
+    assert "CUDA graphs" in note
+    assert "the teacher cache" in note

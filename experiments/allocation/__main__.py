@@ -15,7 +15,8 @@ read the test images. `run` trains the stages of jobs.py: first every allocation
 some with a long one, then the trials of searches (trial.py) and their plans. Each training adds one line to
 the results. Jobs that are in the results are skipped, so the same command resumes an interrupted run. The
 allocations are described in allocations.py. `originals` and `predict` compare allocations without training
-one (predict.py). `simulate` compares designs of searches without training.
+one (predict.py). With `originals --taught 24` and `run --teachers`, networks are trained with a teacher
+(teaching.py). `simulate` compares designs of searches without training.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pathlib import Path
 from .images import prepare
 from .jobs import STAGES
 from .plot import PICTURE, plot
-from .predict import originals, predict
+from .predict import EPOCHS, ORIGINALS, originals, predict
 from .results import REPAIRS, RESULTS
 from .simulate import simulate
 from .tables import analyze
@@ -58,11 +59,19 @@ def main() -> None:
     command.add_argument(
         "--deadline", type=float, default=math.inf, help="start nothing that would end after so many seconds"
     )
+    command.add_argument("--teachers", type=Path, help="train with the logits of these originals")
+    command.add_argument("--weight", type=float, default=1.0, help="weight of the term of distillation")
+    command.add_argument("--temperature", type=float, default=1.0, help="temperature of distillation")
+    command.add_argument("--basis", type=Path, help="the trainings that allocations follow from, if others")
     folder = argparse.ArgumentParser(add_help=False)
     folder.add_argument("--folder", type=Path, default=Path("originals"), help="the trained originals")
     command = commands.add_parser(
         "originals", parents=[images, small, results, folder], help="train originals"
     )
+    command.add_argument("--networks", default="", help="a part of the names of networks")
+    command.add_argument("--seeds", type=int, nargs="+", default=ORIGINALS)
+    command.add_argument("--epochs", type=int, default=EPOCHS)
+    command.add_argument("--taught", type=int, default=0, help="keep their logits for so many epochs")
     command = commands.add_parser("predict", parents=[images, small, folder], help="score repaired networks")
     command.add_argument("--results", type=Path, default=REPAIRS, help="the file of scores")
     command.add_argument("--lanes", type=int, default=6, help="processes")

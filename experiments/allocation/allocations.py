@@ -15,10 +15,12 @@ MobileNetV2 has more, with other groups:
     free uniform        the last convolution, frozen in all others, is free and a group of its own
     fine balanced-00    finer groups, all of them wide or narrow (see trial.py)
     fine fitted         the best point of the fit with finer groups
+    fine ratios         the widths of `fine fitted` at 10 %, over uniform, at another budget
 
-Both networks have one with finer groups that is found without training an allocation:
+Both networks have two with finer groups that are found without training an allocation:
 
     repair found        by the loss of the original, cut and repaired (see predict.py)
+    repair hidden       the same scores, hidden channels only: the residual stream stays uniform
 
 Plans of searches by short trainings (see trial.py), one for every two seeds or one in all:
 

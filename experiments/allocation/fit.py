@@ -23,7 +23,7 @@ from .allocations import (
     network,
     uniform,
 )
-from .results import FOUND, Line, by_allocation
+from .results import FOUND, HIDDEN, Line, by_allocation
 
 Array = np.ndarray[Any, Any]
 Groups = Mapping[str, Sequence[str]]
@@ -156,7 +156,7 @@ def fine_fitted(lines: Sequence[Line], name: str, budget: str, epochs: int) -> l
     rows = [
         (tuple(line["widths"].items()), line["loss"])
         for line in chosen
-        if line["allocation"] not in (FINE, FOUND)
+        if line["allocation"] not in (FINE, FOUND, HIDDEN)
     ]
     return [_fine_fitted(name, budget, tuple(rows))]
 
@@ -179,6 +179,14 @@ def on_budget(name: str, budget: str, groups: Groups, logs: Array) -> Array:
     """Each row of log ratios, shifted by one number so that it spends the budget."""
     no_limit = np.full(logs.shape[1], math.inf)
     return shifted(logs, cost_function(name, budget, groups), -no_limit, no_limit)
+
+
+def widths_at(name: str, budget: str, groups: Groups, logs: Array) -> dict[str, int]:
+    """Widths at log ratios of the groups, rounded to the budget."""
+    net, base = network(name), uniform(name, budget)
+    factors = {tie: math.exp(logs[place]) for place, ties in enumerate(groups.values()) for tie in ties}
+    ideal = {tie: max(1.0, width * factors.get(tie, 1.0)) for tie, width in base.widths.items()}
+    return dict(peel.round_to_budget(net.graph, ideal, budget, divisor=1, freeze=net.freeze, grow=True))
 
 
 def point_with_lowest_loss(name: str, budget: str, groups: Groups, fit: Fit, limits: Array) -> dict[str, int]:

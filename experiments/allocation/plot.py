@@ -12,6 +12,7 @@ from .allocations import BUDGETS, NETWORKS, coarse, groups_by_resolution, unifor
 from .fit import predictions, worths
 from .results import (
     FOUND,
+    HIDDEN,
     LONG,
     REPAIRED,
     REPAIRS,
@@ -31,10 +32,12 @@ PICTURE = Path(__file__).parents[2] / "docs" / "images" / "allocation.png"
 GAINS = (
     (NETWORKS[0], "10%", "fitted", "best point of the fit"),
     (NETWORKS[0], "10%", FOUND, "search with repaired networks"),
+    (NETWORKS[0], "10%", HIDDEN, "the same, hidden channels only"),
     (NETWORKS[0], "10%", "trial-4", "searches by trials"),
     (NETWORKS[0], "10%", "4x4/0.5", "all to the last group"),
     (NETWORKS[0], "25%", "fitted", "best point of the fit"),
     (NETWORKS[0], "25%", FOUND, "search with repaired networks"),
+    (NETWORKS[0], "25%", HIDDEN, "the same, hidden channels only"),
     (NETWORKS[1], "10%", "fine fitted", "best point, finer groups"),
     (NETWORKS[1], "10%", FOUND, "search with repaired networks"),
     (NETWORKS[1], "10%", "fine trial-8", "search by balanced trials"),

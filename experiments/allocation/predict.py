@@ -33,10 +33,20 @@ from peel.train.loop import evaluate
 from peel.utils.rng import derive_seed
 
 from .allocations import BUDGETS, NETWORKS, Candidate, candidate, network, uniform
-from .fit import Array, cost_function, fit_loss, log_ratios, point_with_lowest_loss, samples_of, shifted
+from .fit import (
+    Array,
+    cost_function,
+    fit_loss,
+    log_ratios,
+    point_with_lowest_loss,
+    samples_of,
+    shifted,
+    widths_at,
+)
 from .jobs import Job
 from .repair import Lesson, principal_channels, refit, teach
 from .results import FOUND, RECALIBRATED, REPAIRED, RESULTS, Line, read, write
+from .teaching import make_table, table_path
 from .train import Lane
 from .trial import inner_groups
 
@@ -134,13 +144,18 @@ def score_in_process(task: Task) -> dict[str, Any]:
     return line
 
 
-def train_original(name: str, seed: int) -> dict[str, Any]:
+def train_original(name: str, seed: int, epochs: int, taught: int) -> dict[str, Any]:
+    """Train one original and keep it, with its logits for so many epochs of students."""
     one = candidate(name, "100%", "original", network(name).graph.widths)
-    model, line = _cutter.lane.train_model(Job(one, EPOCHS, seed))
+    model, line = _cutter.lane.train_model(Job(one, epochs, seed))
     state = {
         key: value.half() if value.is_floating_point() else value for key, value in model.state_dict().items()
     }
     torch.save(state, original_path(_cutter.folder, name, seed))
+    if taught:
+        lane = _cutter.lane
+        table = make_table(model, lane.images.train, taught, lane.engine)
+        torch.save(table.cpu(), table_path(_cutter.folder, name))
     return line
 
 
@@ -152,14 +167,22 @@ def open_pool(lanes: int, *arguments: Any) -> ProcessPoolExecutor:
 
 
 def originals(
-    images: Path, folder: Path, results: Path, count: int | None = None, batch_size: int | None = None
+    images: Path,
+    folder: Path,
+    results: Path,
+    count: int | None = None,
+    batch_size: int | None = None,
+    networks: str = "",
+    seeds: Sequence[int] = ORIGINALS,
+    epochs: int = EPOCHS,
+    taught: int = 0,
 ) -> None:
-    """Train the originals, all at a time."""
+    """Train the originals, all at a time: of all networks, or of those with `networks` in the name."""
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = [(name, seed) for name in NETWORKS for seed in ORIGINALS]
+    wanted = [(name, seed) for name in NETWORKS if networks in name for seed in seeds]
     wanted = [one for one in wanted if not original_path(folder, *one).exists()]
     with open_pool(max(1, len(wanted)), images, folder, count, batch_size) as pool:
-        for future in as_completed(pool.submit(train_original, *one) for one in wanted):
+        for future in as_completed(pool.submit(train_original, *one, epochs, taught) for one in wanted):
             write(results, future.result())
             print({key: value for key, value in future.result().items() if key != "widths"}, flush=True)
 
@@ -214,7 +237,7 @@ def search_tasks(name: str, budget: str) -> list[Task]:
     groups, rng = inner_groups(name), np.random.default_rng(1)
     logs = SPREAD * rng.standard_normal((DRAWN, len(groups)))
     logs = shifted(logs, cost_function(name, budget, groups), *limits(name, budget))
-    widths = [widths_at(name, budget, row) for row in logs]
+    widths = [widths_at(name, budget, groups, row) for row in logs]
     drawn = [candidate(name, budget, f"drawn 1-{i:02d}", one) for i, one in enumerate(widths)]
     return [Task(REPAIRED, one, TAUGHT_BY) for one in (uniform(name, budget), *drawn)]
 
@@ -242,14 +265,6 @@ def best_point_of(lines: Sequence[Line], name: str, budget: str) -> dict[str, in
     text = ", ".join(f"{group} {math.exp(log):.2f}" for group, log in ratios)
     print(f"{name}, {budget}: fit explains {fit.explained:.0%}; {text}", flush=True)
     return widths
-
-
-def widths_at(name: str, budget: str, logs: Array) -> dict[str, int]:
-    """Widths at log ratios of the finer groups, rounded to the budget."""
-    net, base, groups = network(name), uniform(name, budget), inner_groups(name)
-    factors = {tie: math.exp(logs[place]) for place, ties in enumerate(groups.values()) for tie in ties}
-    ideal = {tie: max(1.0, width * factors.get(tie, 1.0)) for tie, width in base.widths.items()}
-    return dict(peel.round_to_budget(net.graph, ideal, budget, divisor=1, freeze=net.freeze, grow=True))
 
 
 def limits(name: str, budget: str) -> Array:

@@ -23,6 +23,9 @@ RESULTS = Path(__file__).parents[1] / "results" / "allocation.jsonl"
 REPAIRS = RESULTS.with_name("repair.jsonl")
 REPAIRED, RECALIBRATED, FOUND = "repaired", "recalibrated", "repair found"
 
+#: The same search over hidden channels only: the residual stream stays uniform.
+HIDDEN = "repair hidden"
+
 
 def write(path: Path, line: Line) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,8 @@ from .allocations import BALANCED, BUDGETS, NETWORKS, coarse, fine_groups, group
 from .fit import Groups, fit_loss, predictions, worths
 from .results import (
     FOUND,
+    HIDDEN,
+    LONG,
     RECALIBRATED,
     REPAIRED,
     REPAIRS,
@@ -37,8 +39,8 @@ from .trial import inner_groups, print_balanced, print_searches
 OTHER_GROUPS = ("fine", "kind", "free", "repair")
 
 #: Left out where predictors are compared: allocations with a free last convolution, plans of searches by
-#: trials (they differ between seeds), and the allocation that a predictor has chosen.
-NOT_COMPARED = ("free", "trial", FOUND)
+#: trials (they differ between seeds), and the allocations that a predictor has chosen.
+NOT_COMPARED = ("free", "trial", FOUND, HIDDEN)
 
 #: Rows of the best and of the worst allocations in a table.
 ROWS = 6
@@ -53,6 +55,7 @@ def analyze(results: Path) -> None:
             print_summary(lines, name, budget, epochs)
             print_allocations(lines, name, budget, epochs)
             print_worths(lines, name, budget, epochs)
+    print_gains(lines)
     if len(schedules(lines)) > 1:
         print_prediction(lines, read(REPAIRS))
     for epochs, name, budget in itertools.product(schedules(lines), NETWORKS, BUDGETS):
@@ -108,6 +111,27 @@ def print_allocations(lines: Sequence[Line], name: str, budget: str, epochs: int
         print(f"| {allocation} | {score.seeds} | {texts[0]} | {texts[1]} |")
     if hidden:
         print(f"\n{len(hidden)} others lie between.")
+
+
+def print_gains(lines: Sequence[Line]) -> None:
+    """Long trainings minus uniform, with at least three seeds of each."""
+    fields = [("top1", 100, 2), ("copies_top1", 100, 2), ("loss", 1, 3), ("train_loss", 1, 3)]
+    print(f"\n## {LONG} epochs minus uniform (95 %, Welch)\n")
+    print(f"| network, budget | allocation | seeds, uniform | {' | '.join(field for field, *_ in fields)} |")
+    print("|---" * (3 + len(fields)) + "|")
+    for name, budget in itertools.product(NETWORKS, BUDGETS):
+        found = by_allocation(lines, name, budget, LONG)
+        base = found.pop("uniform", [])
+        for allocation, some in found.items():
+            if min(len(some), len(base)) < 3:
+                continue
+            texts = []
+            for field, unit, digits in fields:
+                known = all(field in line for line in (*some, *base))
+                both = ([unit * line[field] for line in rows] for rows in (some, base)) if known else None
+                texts.append("" if both is None else "{:+.{d}f} ± {:.{d}f}".format(*gain(*both), d=digits))
+            counts = f"{len(some)}, {len(base)}"
+            print(f"| {name}, {budget} | {allocation} | {counts} | {' | '.join(texts)} |")
 
 
 def gain(some: Sequence[float], base: Sequence[float]) -> tuple[float, float]:

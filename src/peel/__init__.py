@@ -5,6 +5,8 @@
     result = peel.prune(model, data, budget="50%")   the five steps: result.model, result.plan, result.history
     small = peel.slim(model, widths, graph=graph)    a new model of the same class
     peel.save(small, "slim"); peel.load("slim")      safetensors and JSON
+    peel.export(small, "slim.onnx")                  ONNX, torch.export, Python without peel; checked
+    peel.bench({"original": model, "slim": small})   latency and throughput, interleaved
 
 `import peel` is cheap: names are imported when they are first used (`__init__.pyi` lists them).
 """

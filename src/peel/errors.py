@@ -36,6 +36,10 @@ class ConfigError(PeelError):
     """The setting is unknown or its value is wrong."""
 
 
+class ExportError(PeelError):
+    """The network cannot be exported, or the exported file does not do what the network does."""
+
+
 class DataError(PeelError):
     """The images or labels are missing, unreadable or do not fit the model."""
 

@@ -102,8 +102,8 @@ FILES: list[tuple[list[str], list[str]]] = [
     (["--data", "good", "--train.batch-size", "13"], ["batch of 13", "training set of 12", "at most 12"]),
     (["--data", "good", "--train.batch-size", "6", "--backbone.batch-size", "13"], ["batch of 13"]),
     (["--train.batch-size", "1438"], ["batch of 1438", "at most 1437"]),
-    (["--teacher", "file"], ["file cannot be loaded by torch"]),
-    (["--teacher", "missing.pt"], ["there is no teacher at missing.pt"]),
+    (["--weights", "file"], ["file cannot be loaded by torch"]),
+    (["--weights", "missing.pt"], ["there are no weights at missing.pt"]),
 ]
 
 #: Settings that cannot be: exit code 2.
@@ -133,7 +133,7 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--max-width", "1.0", "--solver", "triangular"], ["max_width needs solver"]),
     (["--freeze", "conv9"], ["conv9", "peel inspect lists the ties"]),
     (["--ignore", "*"], ["matches every layer"]),
-    (["--stages", "original,pel"], ["'pel'", "Did you mean peel"]),
+    (["--stages", "original,fina"], ["'fina'", "Did you mean final"]),
     # Budgets
     (["--budget", "half"], ["'half'", "50%"]),
     (["--budget", "0"], ["the budget must be finite and at least 1"]),

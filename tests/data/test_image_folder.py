@@ -221,3 +221,39 @@ def test_unusual_file_names_are_read(tmp_path: Path) -> None:
     split = load_data(str(tmp_path), image_size=100).train
     images = images_of(split, torch.arange(4), 4, EVAL, workers=1)
     assert all(torch.equal(image, images[0]) for image in images)
+
+
+# Folders without val/
+
+
+@pytest.mark.parametrize("layout", ["train", "."])
+@pytest.mark.parametrize("size", [(12, 10), (120, 100)])
+def test_a_tenth_of_each_class_is_held_out(tmp_path: Path, layout: str, size: tuple[int, int]) -> None:
+    write_folder(tmp_path / "whole", size=size, count=20)
+    folder = tmp_path / "data"
+    shutil.copytree(tmp_path / "whole" / "train", folder / layout)
+    for unequal in range(14):
+        (folder / layout / "dog" / f"{unequal}.png").unlink()
+    data, again = load_data(str(folder)), load_data(str(folder))
+    assert (data.train.size, data.test.size) == (23, 3)
+    assert data.test.labels is not None
+    assert data.test.labels.bincount().tolist() == [2, 1]
+    (note,) = data.notes
+    assert "10% of each class (3 of 26 images, 1 to 2 per class) are held out" in note
+    parts = [
+        images_of(part, torch.arange(part.size), 8, EVAL) for part in (data.train, data.test, again.test)
+    ]
+    assert torch.equal(parts[1], parts[2])
+    assert len(torch.cat(parts[:2]).flatten(1).unique(dim=0)) == 26
+    assert load_data(str(tmp_path / "whole")).notes == ()
+
+
+def test_a_folder_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
+    write_folder(tmp_path, count=2)
+    shutil.rmtree(tmp_path / "val")
+    (tmp_path / "train" / "dog" / "0.png").unlink()
+    with pytest.raises(DataError, match=r"dog holds fewer than two images, and there is no val/"):
+        load_data(str(tmp_path))
+    (tmp_path / "train").rename(tmp_path / "val")
+    with pytest.raises(DataError, match=r"needs the folders train/ and val/ .* it holds val"):
+        load_data(str(tmp_path))

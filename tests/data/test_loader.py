@@ -69,7 +69,7 @@ def test_results_are_not_overwritten_by_later_ones(split: ImageFolder) -> None:
 
 def test_two_iterations_at_the_same_time_do_not_mix(split: ImageFolder) -> None:
     first, second = (split.batches(ORDER, 8, View("imagenet", seed), CPU_DEVICE, 1) for seed in (3, 4))
-    pairs = [(one.images, other.images) for one, other in zip(first, second)]
+    pairs = [(one.inputs, other.inputs) for one, other in zip(first, second)]
     for seed, images in zip((3, 4), zip(*pairs)):
         assert torch.equal(torch.cat(images), images_of(split, ORDER, 8, View("imagenet", seed)))
 
@@ -82,7 +82,7 @@ def test_signals_to_the_process_group_do_not_end_the_workers(split: ImageFolder)
     for pid in before:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             os.kill(pid, number)
-    assert sum(len(batch.labels) for batch in batches) == 40
+    assert sum(len(batch.targets) for batch in batches) == 40
     assert children() == before
 
 
@@ -98,7 +98,7 @@ def test_a_worker_that_dies_is_an_error_that_names_its_files(
             list(batches)
     assert not children()
     again = images_of(split, ORDER, 8, VIEW, 1)
-    assert torch.equal(again[:16], torch.cat([batch.images for batch in got]))
+    assert torch.equal(again[:16], torch.cat([batch.inputs for batch in got]))
     assert len(again) == 48
 
 

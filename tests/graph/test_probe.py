@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import peel
 from helpers.adversarial import CASES, Case
@@ -85,6 +85,30 @@ def test_a_network_of_other_widths_than_said_is_refused() -> None:
     small = peel.slim(model, peel.uniform(graph, "50%"), graph=graph)
     with pytest.raises(peel.WidthsError, match=r"parameters; [\d,]+ are predicted"):
         check_network(small, graph, graph.widths, model)
+
+
+class Caching(nn.Module):
+    """Computes a table at its first call and keeps it in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc, self.table = nn.Conv2d(3, 8, 3), nn.Linear(8, 4), None
+        self.position = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        if self.table is None:
+            self.table = torch.linspace(0, 1, x.shape[-1], device=x.device)[:, None].square()
+        return self.fc((x * self.position(self.table)[:, 0]).mean((2, 3)))
+
+
+def test_a_model_that_ran_after_it_was_traced_and_keeps_a_cache_is_no_error() -> None:
+    model, images = Caching(), torch.randn(2, 3, 8, 8)
+    graph = peel.trace(model, images[:1])
+    model(images)
+    small = peel.slim(model, {"conv": 5}, graph=graph)
+    assert small(images).shape == (2, 4)
+    assert peel.trace(model, images[:1]).widths == graph.widths
 
 
 def test_a_model_that_was_changed_after_it_was_traced_is_no_error() -> None:

@@ -27,9 +27,9 @@ def inject(fault: str, patch: pytest.MonkeyPatch) -> None:
         nonlocal too_large
         if self.global_step == int(step):
             if kind == "nan":
-                batch = batch._replace(images=torch.full_like(batch.images, math.nan))
+                batch = batch._replace(inputs=torch.full_like(batch.inputs, math.nan))
             elif kind == "oom":
-                too_large = len(batch.images)
+                too_large = len(batch.inputs)
             else:
                 signal.raise_signal(getattr(signal, f"SIG{kind.upper()}"))
         run_step(self, batch)

@@ -39,4 +39,4 @@ def write_folder(
 
 
 def images_of(split: Split, order: Tensor, batch_size: int, view: View, workers: int = 0) -> Tensor:
-    return torch.cat([batch.images for batch in split.batches(order, batch_size, view, CPU_DEVICE, workers)])
+    return torch.cat([batch.inputs for batch in split.batches(order, batch_size, view, CPU_DEVICE, workers)])

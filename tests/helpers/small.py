@@ -146,11 +146,11 @@ def few_digits(train: int = 200, test: int = 90) -> Data:
 
 
 def small_run(model: nn.Module | str | None = None, data: Data | None = None, **settings: Any) -> Result:
-    """A run of `Small` on a few digits, unless others are given."""
+    """A run of `Small` on a few digits, from scratch, unless others are given."""
     return prune(
         model if model is not None else Small(),
         data if data is not None else few_digits(),
-        **{**SHORT, **settings},
+        **{**SHORT, "weights": "train", "init": "scratch", **settings},
     )
 
 

@@ -12,4 +12,4 @@ from helpers.small import Dropping, small_run, taught
 
 torch.set_num_threads(1)
 with tempfile.TemporaryDirectory() as folder:
-    small_run(Dropping(), teacher=taught(), stages=["original"], output=f"{folder}/run")
+    small_run(Dropping(), weights=taught(), stages=["original"], output=f"{folder}/run")

@@ -477,9 +477,9 @@ def test_a_teacher_with_a_larger_weight_is_followed_more_closely() -> None:
     def distance(weight: float) -> float:
         student = small_run(
             train=dict(length),
-            teacher=teacher,
+            weights=teacher,
             kd_weight=weight,
-            stages=["original", "peel"],
+            stages=["original", "final"],
             plan=dict.fromkeys(NORM, 8),
             budget="100%",
         )
@@ -496,7 +496,7 @@ def test_the_temperature_changes_the_weights() -> None:
 
 
 def test_in_place_distillation_trains_a_wider_network_beside_the_student() -> None:
-    result = run(distill="in-place", stages=("backbone", "plan", "peel"))
+    result = run(distill="in-place", stages=("backbone", "plan", "final"))
     records = [epoch.train for epoch in result.history["peel"]]
     assert all({"wide", "distillation", "cross_entropy"} <= set(record) for record in records)
     assert records[0]["loss"] == pytest.approx(records[0]["wide"] + records[0]["distillation"], rel=1e-5)
@@ -509,7 +509,7 @@ def test_in_place_distillation_trains_a_wider_network_beside_the_student() -> No
 
 def test_hard_weight_adds_the_labels_to_the_loss_of_the_student() -> None:
     soft, hard = (
-        run(distill="in-place", stages=("backbone", "plan", "peel"), hard_weight=weight)
+        run(distill="in-place", stages=("backbone", "plan", "final"), hard_weight=weight)
         for weight in (0.0, 1.0)
     )
     first = hard.history["peel"][0].train

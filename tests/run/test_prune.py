@@ -114,7 +114,7 @@ def test_the_models_of_the_caller_are_not_changed() -> None:
     torch.manual_seed(0)
     model, teacher = Small().train(), taught()
     before = copy.deepcopy([model, teacher])
-    small_run(model, teacher=teacher)
+    small_run(model, weights=teacher)
     for old, now in zip(before, (model, teacher)):
         assert same_weights(old, now)
         assert now.training
@@ -131,9 +131,9 @@ def test_the_models_of_the_caller_are_not_changed() -> None:
         (["original"], {}, {"original": 6}),
         (["backbone"], {}, {"backbone": 3}),
         (["plan", "backbone"], {}, {"backbone": 3}),
-        (["backbone", "plan", "peel"], {"distill": "none"}, {"backbone": 3, "peel": 6}),
+        (["backbone", "plan", "final"], {"distill": "none"}, {"backbone": 3, "peel": 6}),
         (["original", "backbone", "plan", "uniform"], {}, {"original": 6, "backbone": 3, "uniform": 6}),
-        (["peel"], {"distill": "none", "plan": WIDTHS}, {"peel": 6}),
+        (["final"], {"distill": "none", "plan": WIDTHS}, {"peel": 6}),
     ],
 )
 def test_only_the_chosen_stages_are_run(
@@ -143,17 +143,17 @@ def test_only_the_chosen_stages_are_run(
     result = small_run(stages=stages, callbacks=[counting], **settings)
     assert counting.steps == trained
     assert [row.name for row in result.rows] == [name for name in trained if name != "backbone"]
-    assert (result.model is not None) == ("peel" in stages)
+    assert (result.model is not None) == ("final" in stages)
     assert (result.plan is not None) == ("plan" in stages or "plan" in settings)
 
 
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        (["peel"], "need a plan"),
+        (["final"], "need a plan"),
         (["original", "uniform"], "need a plan"),
         (["plan"], "need a plan"),
-        (["backbone", "plan", "peel"], "needs a teacher"),
+        (["backbone", "plan", "final"], "distillation needs the trained original"),
         (["backbon"], "Did you mean backbone"),
     ],
 )
@@ -236,7 +236,7 @@ def test_a_network_whose_code_does_something_else_is_refused_before_training(tmp
         small_run(Narrow(), plan=plan, callbacks=[counting], output=tmp_path / "run")
     assert counting.steps == {}
     assert not (tmp_path / "run").exists()
-    assert small_run(Narrow(), plan={**plan, "conv1": 4}, stages=["peel"], distill="none").model is not None
+    assert small_run(Narrow(), plan={**plan, "conv1": 4}, stages=["final"], distill="none").model is not None
 
 
 def test_images_get_the_channels_that_the_network_takes() -> None:
@@ -257,4 +257,4 @@ def test_a_note_names_frozen_parameters_which_are_trained_too() -> None:
 def test_a_note_says_that_the_weights_of_a_given_model_are_not_used() -> None:
     model = taught()
     assert any("not used" in note for note in small_run(model, stages=["original"]).notes)
-    assert not any("not used" in note for note in small_run(model, teacher=model, stages=["original"]).notes)
+    assert not any("not used" in note for note in small_run(model, weights=model, stages=["original"]).notes)

@@ -49,8 +49,8 @@ def test_a_plan_that_costs_more_than_the_budget_is_refused(tmp_path: Path) -> No
 
 def test_a_finished_teacher_keeps_its_time_and_place_in_the_table(tmp_path: Path) -> None:
     trained = small_run(stages=["original"], output=tmp_path / "teacher").rows[0]
-    first = small_run(teacher=tmp_path / "teacher", output=tmp_path / "a")
-    second = small_run(teacher=tmp_path / "teacher", output=tmp_path / "b")
+    first = small_run(weights=tmp_path / "teacher", output=tmp_path / "a")
+    second = small_run(weights=tmp_path / "teacher", output=tmp_path / "b")
     assert first.rows[0] == second.rows[0]
     assert (first.rows[0].top1, first.rows[0].seconds) == (trained.top1, trained.seconds)
     assert Path(first.rows[0].file).exists()
@@ -62,7 +62,7 @@ def test_stages_can_be_added_later(tmp_path: Path) -> None:
 
 
 def test_a_given_teacher_needs_no_stage(tmp_path: Path) -> None:
-    result = small_run(stages=["backbone", "plan", "peel"], teacher=taught())
+    result = small_run(stages=["backbone", "plan", "final"], weights=taught())
     assert [row.name for row in result.rows] == ["peel"]
     assert "distillation" in result.history["peel"][-1].train
 
@@ -99,7 +99,7 @@ def test_settings_without_effect_are_refused(settings: dict[str, object], messag
 
 def test_frozen_weights_are_trained_where_a_network_starts_from_scratch() -> None:
     model = Small().requires_grad_(False)
-    result = small_run(model, stages=["original", "backbone", "plan", "peel"])
+    result = small_run(model, stages=["original", "backbone", "plan", "final"])
     assert result.model is not None
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert result.history["peel"][-1].train["loss"] < result.history["peel"][0].train["loss"]
@@ -109,7 +109,7 @@ def test_a_finished_network_is_not_frozen_after_a_resume(tmp_path: Path) -> None
     model = Small().requires_grad_(False)
     for _ in range(2):
         result = small_run(
-            model, output=tmp_path / "run", stages=["backbone", "plan", "peel"], distill="none"
+            model, output=tmp_path / "run", stages=["backbone", "plan", "final"], distill="none"
         )
         assert result.model is not None
         assert all(parameter.requires_grad for parameter in result.model.parameters())
@@ -118,7 +118,7 @@ def test_a_finished_network_is_not_frozen_after_a_resume(tmp_path: Path) -> None
 def test_uniform_and_peel_start_from_the_same_seed() -> None:
     """Networks of the same widths, trained as both, have the same losses."""
     widths = peel.uniform(peel.trace(Small(), torch.zeros(1, 3, 8, 8)), "50%")
-    result = small_run(plan=dict(widths), stages=["uniform", "peel"], distill="none")
+    result = small_run(plan=dict(widths), stages=["uniform", "final"], distill="none")
     uniform, slim = result.rows
     assert (uniform.loss, uniform.top1) == (slim.loss, slim.top1)
 

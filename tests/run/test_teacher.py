@@ -40,7 +40,7 @@ def test_given_widths_are_trained_as_they_are(form: str, tmp_path: Path) -> None
     path = tmp_path / "widths.json"
     path.write_text(json.dumps(WIDTHS))
     plan: Any = {"mapping": WIDTHS, "widths": peel.Widths(WIDTHS), "file": str(path)}[form]
-    result = small_run(plan=plan, stages=["peel"], distill="none")
+    result = small_run(plan=plan, stages=["final"], distill="none")
     assert isinstance(result.model, nn.Module)
     assert [result.model.get_submodule(name).out_channels for name in WIDTHS] == list(WIDTHS.values())
     assert list(result.history) == ["peel"]
@@ -75,8 +75,8 @@ def test_the_plan_of_one_run_can_be_trained_by_another(finished: tuple[Path, Res
 def test_a_teacher_is_trained_once_and_shared_by_runs(tmp_path: Path) -> None:
     small_run(stages=["original"], output=tmp_path / "teacher")
     stored, counting = content(tmp_path / "teacher"), Counting()
-    one = small_run(teacher=tmp_path / "teacher", output=tmp_path / "one", callbacks=[counting])
-    two = small_run(teacher=str(tmp_path / "teacher"), seed=9, budget="40%", callbacks=[counting])
+    one = small_run(weights=tmp_path / "teacher", output=tmp_path / "one", callbacks=[counting])
+    two = small_run(weights=str(tmp_path / "teacher"), seed=9, budget="40%", callbacks=[counting])
     assert "original" not in counting.steps
     assert content(tmp_path / "teacher") == stored
     assert two.rows[0].top1 == one.rows[0].top1
@@ -88,7 +88,7 @@ def test_a_teacher_is_trained_once_and_shared_by_runs(tmp_path: Path) -> None:
 
 def test_the_folder_of_a_run_can_be_given_as_teacher(finished: tuple[Path, Result]) -> None:
     counting = Counting()
-    result = small_run(teacher=finished[0], stages=["original"], callbacks=[counting])
+    result = small_run(weights=finished[0], stages=["original"], callbacks=[counting])
     assert counting.steps == {}
     assert result.rows[0].top1 == finished[1].rows[0].top1
 
@@ -114,7 +114,7 @@ def test_a_teacher_is_loaded_from_a_state_dict_a_saved_model_or_a_module(form: s
     else:
         torch.save(weights if form == "plain" else {form: weights, "epoch": 3}, path)
     counting = Counting()
-    result = small_run(teacher=teacher, stages=["original"], callbacks=[counting])
+    result = small_run(weights=teacher, stages=["original"], callbacks=[counting])
     assert counting.steps == {}
     expected = evaluate(trained, few_digits().test, CPU)
     assert (result.rows[0].top1, result.rows[0].loss) == (expected.top1, expected.loss)
@@ -164,7 +164,7 @@ def write_teacher(kind: str, path: Path) -> None:
         ("other network", "teacher.pt does not fit the model"),
         ("numbers", "teacher.pt holds no state dict"),
         ("text", "teacher.pt cannot be loaded"),
-        ("missing", "there is no teacher at .*teacher.pt"),
+        ("missing", "there are no weights at .*teacher.pt"),
         ("diverged", "the teacher's logits are not finite"),
     ],
 )
@@ -174,14 +174,14 @@ def test_an_unusable_teacher_is_refused_before_anything_is_written(
     path = tmp_path / "teacher.pt"
     write_teacher(kind, path)
     with pytest.raises((StoreError, DataError), match=message):
-        small_run(teacher=path, output=tmp_path / "run")
+        small_run(weights=path, output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "canary").exists()
 
 
 def test_a_teacher_module_with_other_classes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the teacher has 7 classes, the data has 10"):
-        small_run(teacher=Small(num_classes=7), output=tmp_path / "run")
+        small_run(weights=Small(num_classes=7), output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -189,7 +189,7 @@ def test_a_teacher_module_with_other_classes_is_refused(tmp_path: Path) -> None:
 def test_a_corrupt_record_of_a_teacher_is_named(content: str, own: Path, tmp_path: Path) -> None:
     (own / "stages" / "original.record.json").write_text(content)
     with pytest.raises(CorruptFileError, match=r"original.record.json is corrupt: .* Restore it from a copy"):
-        small_run(teacher=own, output=tmp_path / "other")
+        small_run(weights=own, output=tmp_path / "other")
 
 
 @pytest.mark.parametrize("name", ["slim.json", "stages/uniform.json"])
@@ -197,31 +197,31 @@ def test_a_slim_network_is_refused_as_teacher(
     name: str, finished: tuple[Path, Result], tmp_path: Path
 ) -> None:
     with pytest.raises(DataError, match=r"is not the original: .* channels there and \d+ in the original"):
-        small_run(teacher=finished[0] / name, output=tmp_path / "run")
+        small_run(weights=finished[0] / name, output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_run_does_not_resume_with_another_teacher(tmp_path: Path) -> None:
     weights, run = tmp_path / "weights.pt", tmp_path / "run"
     torch.save(taught().state_dict(), weights)
-    small_run(teacher=weights, output=run, stages=["original", "backbone", "plan", "uniform"])
+    small_run(weights=weights, output=run, stages=["original", "backbone", "plan", "uniform"])
     moved = weights.rename(tmp_path / "moved.pt")
     torch.save({name: tensor * 1.001 for name, tensor in taught().state_dict().items()}, weights)
     before = content(run / "stages")
     with pytest.raises(RunError, match=r"hash of the teacher's weights: '\w+' -> '\w+'"):
-        small_run(teacher=weights, output=run)
-    with pytest.raises(StoreError, match=r"there is no teacher at .*nothing.*--stages original --output"):
-        small_run(teacher=tmp_path / "nothing", output=run)
+        small_run(weights=weights, output=run)
+    with pytest.raises(StoreError, match=r"there are no weights at .*nothing.*--stages original --output"):
+        small_run(weights=tmp_path / "nothing", output=run)
     assert not (tmp_path / "nothing").exists()
     assert content(run / "stages") == before
-    assert small_run(teacher=moved, output=run).model is not None, "the same teacher at another place"
+    assert small_run(weights=moved, output=run).model is not None, "the same teacher at another place"
 
 
 def test_another_run_can_use_the_teacher_and_the_plan_of_a_killed_one(tmp_path: Path) -> None:
     killed, counting = tmp_path / "killed", Counting()
     assert exit_code(start(run_until, killed, SHORT, ("uniform", 4))) == KILLED
     plan = killed / "plan.json"
-    other = {**SHORT, "backbone_ratio": 0.5, "teacher": killed, "plan": plan}
+    other = {**SHORT, "backbone_ratio": 0.5, "weights": killed, "plan": plan}
     result = small_run(output=tmp_path / "other", callbacks=[counting], **other)
     assert counting.steps == {"uniform": 6, "peel": 6}
     assert result.plan is not None
@@ -229,9 +229,9 @@ def test_another_run_can_use_the_teacher_and_the_plan_of_a_killed_one(tmp_path: 
 
 
 def test_the_folder_of_a_run_without_an_original_is_refused_as_teacher(tmp_path: Path) -> None:
-    small_run(teacher=taught(), output=tmp_path / "one", stages=["original"])
-    with pytest.raises(StoreError, match=r"there is no teacher at .*one\. .*--stages original --output"):
-        small_run(teacher=tmp_path / "one", output=tmp_path / "two")
+    small_run(weights=taught(), output=tmp_path / "one", stages=["original"])
+    with pytest.raises(StoreError, match=r"there are no weights at .*one\. .*--stages original --output"):
+        small_run(weights=tmp_path / "one", output=tmp_path / "two")
     assert not (tmp_path / "two").exists()
 
 
@@ -246,10 +246,10 @@ def digits(**changes: Any) -> peel.Data:
 
 def test_an_untrained_teacher_stops_the_run_before_anything_is_written(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    for stages in (["original", "backbone", "plan", "peel"], ["backbone", "plan", "peel"]):
+    for stages in (["original", "backbone", "plan", "final"], ["backbone", "plan", "final"]):
         with pytest.raises(DataError, match=r"the teacher is right for only .*%") as caught:
-            small_run(data=digits(), teacher=Small(), stages=stages, output=tmp_path / "run")
-    for part in ("--mean", "weights are not trained", "another order", "--teacher train"):
+            small_run(data=digits(), weights=Small(), stages=stages, output=tmp_path / "run")
+    for part in ("--mean", "weights are not trained", "another order", "--weights train"):
         assert part in str(caught.value)
     assert not (tmp_path / "run").exists()
 
@@ -263,7 +263,7 @@ def test_a_teacher_of_rare_classes_need_not_beat_the_most_frequent_class() -> No
     pixels = (255 * bright)[:, None, None, None].expand(600, 8, 8, 3).to(torch.uint8)
     data = peel.Data.from_tensors("rare", ("no", "yes"), (pixels, labels), (pixels, labels))
     teacher = taught(data=data)
-    result = small_run(Small(num_classes=2), data, teacher=teacher, stages=["original"])
+    result = small_run(Small(num_classes=2), data, weights=teacher, stages=["original"])
     assert result.rows[0].top1 == pytest.approx(1 - 16 / 600)
 
 
@@ -274,8 +274,8 @@ def test_a_teacher_that_was_fed_otherwise_stops_the_run_and_the_flags_are_named(
     teacher = taught(data=digits(mean=mean, std=std))
     flags = f"--mean {mean[0]:g} --std {std[0]:g}"
     with pytest.raises(DataError, match=rf"right for only .* With pixels from .*: give {flags}\."):
-        small_run(data=digits(mean=(0.3,), std=(0.05,)), teacher=teacher, stages=["original"])
-    result = small_run(data=digits(), teacher=teacher, stages=["original"], mean=mean, std=std)
+        small_run(data=digits(mean=(0.3,), std=(0.05,)), weights=teacher, stages=["original"])
+    result = small_run(data=digits(), weights=teacher, stages=["original"], mean=mean, std=std)
     assert result.rows[0].top1 > 0.4
 
 
@@ -285,36 +285,36 @@ def test_a_teacher_with_its_classes_in_another_order_stops_the_run(tmp_path: Pat
         teacher.fc.weight.copy_(teacher.fc.weight.roll(3, 0))
         teacher.fc.bias.copy_(teacher.fc.bias.roll(3, 0))
     with pytest.raises(DataError, match=r"With its classes renamed it is right for .* in another order"):
-        small_run(data=digits(), teacher=teacher, stages=["original"])
+        small_run(data=digits(), weights=teacher, stages=["original"])
     small_run(data=digits(), stages=["original"], output=tmp_path / "teacher")
     reversed_names = replace(digits(), classes=tuple("9876543210"))
     with pytest.raises(DataError, match=r"the teacher's classes are in another order: 0, 1, 2"):
-        small_run(data=reversed_names, teacher=tmp_path / "teacher", stages=["original"])
+        small_run(data=reversed_names, weights=tmp_path / "teacher", stages=["original"])
 
 
 def test_a_teacher_that_a_run_trained_is_compared_with_its_record(tmp_path: Path) -> None:
     """A short training is no reason to refuse it; an accuracy far below the recorded one is."""
     weak = small_run(data=digits(), stages=["original"], output=tmp_path / "weak").rows[0].top1
-    again = small_run(data=digits(), teacher=tmp_path / "weak", stages=["original"])
+    again = small_run(data=digits(), weights=tmp_path / "weak", stages=["original"])
     assert again.rows[0].top1 == weak
     good = {"train": {"epochs": 12, "batch_size": 30}, "stages": ["original"]}
     assert small_run(data=digits(), output=tmp_path / "good", **good).rows[0].top1 > 0.8
     shuffled = replace(digits().test, labels=digits().test.labels.roll(1))  # type: ignore[type-var]
     with pytest.raises(DataError, match=r"is right for .*; its record says [89]\d\.\d%"):
-        small_run(data=replace(digits(), test=shuffled), teacher=tmp_path / "good", stages=["original"])
+        small_run(data=replace(digits(), test=shuffled), weights=tmp_path / "good", stages=["original"])
 
 
 def test_a_teacher_brings_its_mean_and_std_and_the_slim_network_keeps_them(tmp_path: Path) -> None:
     data = digits(mean=(0.25,), std=(0.75,))
     small_run(data=data, stages=["original"], output=tmp_path / "teacher")
     run = tmp_path / "run"
-    small_run(data=digits(), teacher=tmp_path / "teacher", output=run)
+    small_run(data=digits(), weights=tmp_path / "teacher", output=run)
     for name in ("slim", "stages/uniform"):
         info = peel.load(run / name, model=Small()).peel_info
         assert (info.input["mean"], info.input["std"]) == ([0.25] * 3, [0.75] * 3)
     assert read(run / "state.json")["identity"]["data"]["mean"] == [0.25] * 3
     with pytest.raises(RunError, match=r"data.mean: \[0.25, 0.25, 0.25\] -> \[0.3"):
-        small_run(data=digits(), teacher=tmp_path / "teacher", output=run, mean=(0.3,))
+        small_run(data=digits(), weights=tmp_path / "teacher", output=run, mean=(0.3,))
 
 
 @pytest.mark.parametrize("change", [{"mean": (0.1, 0.2)}, {"std": (0.0,)}, {"std": (1, -1, 1)}])
@@ -341,7 +341,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
 def test_pretrained_weights_of_other_classes_get_a_new_classifier_and_are_trained(
     hub: nn.Module, tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {"teacher": "pretrained", "stages": ["original"], "output": tmp_path / "run"}
+    settings: dict[str, Any] = {"weights": "pretrained", "stages": ["original"], "output": tmp_path / "run"}
     short = {"epochs": 1, "batch_size": 64, "lr": 1e-6}
     result = small_run("resnet18", few_digits(64), train=short, **settings)
     assert any("resnet18 know other classes" in note for note in result.notes)

@@ -17,7 +17,7 @@ from helpers.graphs import traced_net
 from helpers.nets import NETS, AuxiliaryHead, Chain, ChannelsLast, Dense, Depthwise, Net, Shuffled
 from peel.data.batch import Batch
 from peel.data.in_memory import InMemoryImages
-from peel.steps.distillation import Distillation, InPlace, Pair, in_place_pair, soft_loss
+from peel.steps.distillation import Distillation, InPlace, Pair, distillation_loss, in_place_pair
 from peel.surgery import info_of
 from peel.train.engine import Engine
 from peel.train.loop import fit
@@ -43,6 +43,10 @@ def batch(count: int = 16) -> tuple[Tensor, Tensor]:
 
 
 # The loss
+
+
+def soft_loss(student: torch.Tensor, teacher: torch.Tensor, temperature: float) -> torch.Tensor:
+    return distillation_loss(student, teacher, temperature=temperature)
 
 
 @given(rows, rows, st.floats(0.5, 8))
@@ -267,7 +271,7 @@ def test_in_place_losses() -> None:
     own = CrossEntropy(0.1)(pair, Batch(pictures, labels))
     soft = soft_loss(pair(pictures), pair.wide(pictures).detach(), 2.0)
     assert float(losses.total.detach()) == pytest.approx(float((hard + 0.7 * soft).detach()), rel=1e-5)
-    assert torch.equal(losses.logits, own.logits)
+    assert torch.equal(losses.output, own.output)
     assert float(losses.terms["distillation"]) == pytest.approx(float(soft.detach()), rel=1e-5)
     both = InPlace(CrossEntropy(0.1), weight=0.7, hard_weight=0.5, temperature=2.0)(
         pair, Batch(pictures, labels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -75,9 +76,9 @@ def test_legr_judges_candidates_on_random_images_of_all_classes(monkeypatch: pyt
     held_out = replace(split, labels=split.labels.sort().values)
     judged = []
 
-    def recorded(model: nn.Module, split: Split, engine: Engine) -> Metrics:
+    def recorded(model: nn.Module, split: Split, engine: Engine, **options: Any) -> Metrics:
         judged.append(split)
-        return evaluate(model, split, engine)
+        return evaluate(model, split, engine, **options)
 
     monkeypatch.setattr(legr, "evaluate", recorded)
     for seed in (0, 0, 1):

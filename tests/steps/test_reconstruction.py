@@ -208,7 +208,7 @@ def test_greedy_removal_is_nearly_as_good_as_the_best_half_and_scored_on_other_i
     def errors_of_halves(start: int) -> list[float]:
         with torch.no_grad():
             (batch,) = inputs.batches(30, 30, start)
-            parts = F.relu(net.hidden(net.conv(batch.images).flatten(1))) * net.fc.weight[0]
+            parts = F.relu(net.hidden(net.conv(batch.inputs).flatten(1))) * net.fc.weight[0]
             whole = float(parts.sum(1).square().sum())
             halves = itertools.combinations(range(7), 3)
             return [float(parts[:, list(half)].sum(1).square().sum()) / whole for half in halves]

@@ -54,7 +54,7 @@ def stretched(path: Path) -> None:
 def read_teacher(path: Path, said: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        small_run(teacher=path, stages=["original"])
+        small_run(weights=path, stages=["original"])
         error = "nothing"
     except Exception as caught:
         error = f"{type(caught).__name__}: {caught}"

@@ -34,7 +34,7 @@ class Poisoned:
         turn, self.seen = self.seen, self.seen + 1
         for number, batch in enumerate(self.split.batches(*arguments)):
             yield (
-                batch._replace(images=batch.images * math.nan)
+                batch._replace(inputs=batch.inputs * math.nan)
                 if (turn, number) == (self.epoch, self.batch)
                 else batch
             )
@@ -75,7 +75,7 @@ def test_weights_that_the_last_step_breaks_are_noticed_although_its_loss_is_fini
             losses = super().__call__(model, batch)
             # The square root of zero: a finite value with an infinite gradient.
             bad = (model.get_parameter("fc.bias") * 0).abs().sqrt().sum() if Breaking.calls == 8 else 0.0
-            return Losses(losses.total + bad, losses.terms, losses.logits)
+            return Losses(losses.total + bad, losses.terms, losses.output)
 
     checkpoints = Checkpoints(tmp_path, "peel")
     with pytest.raises(DivergedError, match="epoch 2, step 4"):
@@ -98,7 +98,7 @@ def test_an_infinite_loss_is_noticed_although_the_weights_are_finite() -> None:
     class Undefined(CrossEntropy):
         def __call__(self, model: nn.Module, batch: Batch) -> Losses:
             losses = super().__call__(model, batch)
-            return Losses(losses.total + math.inf, losses.terms, losses.logits)
+            return Losses(losses.total + math.inf, losses.terms, losses.output)
 
     with pytest.raises(DivergedError):
         fit(fresh(), Undefined(), few_digits().train, PLAIN, engine=CPU, seed=0)

@@ -138,7 +138,7 @@ def test_an_epoch_has_whole_batches_and_each_image_at_most_once() -> None:
 
     class Recording(CrossEntropy):
         def __call__(self, model: nn.Module, batch: Batch) -> Losses:
-            seen.append(batch.images.detach().clone())
+            seen.append(batch.inputs.detach().clone())
             return super().__call__(model, batch)
 
     fit(fresh(), Recording(), few_digits().train, replace(PLAIN, epochs=2, batch_size=60), engine=CPU, seed=0)
@@ -241,7 +241,7 @@ def test_without_augmentation_the_images_are_not_changed() -> None:
 
     class Recording(CrossEntropy):
         def __call__(self, model: nn.Module, batch: Batch) -> Losses:
-            shown.append(batch.images)
+            shown.append(batch.inputs)
             return super().__call__(model, batch)
 
     train = few_digits().train

@@ -71,7 +71,7 @@ class ZeroGradient:
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         loss = 0.0 * sum(parameter.sum() for parameter in model.parameters())
-        return Losses(loss, {}, get_logits(model(batch.images)))  # type: ignore[arg-type]
+        return Losses(loss, {}, get_logits(model(batch.inputs)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("decay_norms", [False, True])

@@ -51,7 +51,7 @@ def test_cached_logits_are_those_of_the_teacher_for_the_augmented_images(augment
     for epoch in range(4):
         for batch in images.batches(torch.randperm(200), 30, View.of_epoch(augment, 0, epoch), CPU.device):
             assert batch.teacher_logits is not None
-            assert torch.allclose(batch.teacher_logits, teacher.net(batch.images), atol=1e-5)
+            assert torch.allclose(batch.teacher_logits, teacher.net(batch.inputs), atol=1e-5)
 
 
 def test_an_epoch_without_images_has_no_batches() -> None:
@@ -83,7 +83,7 @@ def test_out_of_memory_the_teacher_runs_with_smaller_batches() -> None:
     teacher = Narrow().eval()
     (batch,) = cached(teacher).batches(torch.arange(200), 200, View.of_epoch("crop", 0, 0), CPU.device)
     assert batch.teacher_logits is not None
-    assert torch.allclose(batch.teacher_logits, teacher.net(batch.images), atol=1e-5)
+    assert torch.allclose(batch.teacher_logits, teacher.net(batch.inputs), atol=1e-5)
     assert teacher.seen == 200
 
 
@@ -133,7 +133,7 @@ def test_the_students_of_a_run_share_the_cache(monkeypatch: pytest.MonkeyPatch) 
         computed.append(self.computed - before)
 
     monkeypatch.setattr(LogitCache, "fill", counting)
-    prune(Small(), few_digits(), device="cpu", **SHORT)
+    prune(Small(), few_digits(), device="cpu", weights="train", **SHORT)
     # Two epochs of 192 images for the uniform network, and the same for the slim network.
     assert computed[0] == 192
     assert 0 < computed[1] <= 192

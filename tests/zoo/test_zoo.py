@@ -77,7 +77,7 @@ def test_weights_that_cannot_be_downloaded_give_one_line(
         zoo.create("timm:mobilenetv4_conv_small", num_classes=10, pretrained=True)
     message = str(caught.value)
     assert message.startswith("the pretrained weights of timm:mobilenetv4_conv_small cannot be loaded: ")
-    assert message.endswith("--teacher FILE.")
+    assert message.endswith("--weights FILE.")
     assert "\n" not in message
     assert capfd.readouterr() == ("", "")
 

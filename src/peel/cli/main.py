@@ -53,6 +53,26 @@ app.command(
     name="run",
     help="The five steps, from a model, a budget and data to a slim network. The same command resumes.",
 )
+app.command(
+    "peel.cli.curve:curve",
+    name="curve",
+    help="Accuracy against budget for a trained network that is cut and repaired. Nothing is trained.",
+)
+app.command(
+    "peel.cli.bench:bench",
+    name="bench",
+    help="Latency and throughput of runs, saved models, files .onnx and models, side by side.",
+)
+app.command(
+    "peel.cli.export:export",
+    name="export",
+    help="A network as .onnx, .pt2, .safetensors or .py, checked by running it; int8 with --int8.",
+)
+app.command(
+    "peel.cli.eval:evaluate",
+    name="eval",
+    help="Accuracy of a run, a saved model or a file .onnx.",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,7 +115,7 @@ def _config_files(arguments: Sequence[str]) -> list[Toml]:
 
 def _report(error: PeelError) -> int:
     if not is_main_process():
-        time.sleep(2)  # the main process prints an error of all; torchrun then stops the others
+        time.sleep(10)  # the main process prints an error of all; torchrun then stops the others
     print(f"error: {error}", file=sys.stderr)
     if isinstance(error, DivergedError):
         return DIVERGED

@@ -4,13 +4,13 @@ import json
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from ..cost.budget import format_bytes, format_cost, format_count
 from ..run.result import Result
 from ..utils.text import format_duration
+from .terminal import make_table
 
-_TITLES = {"original": "original", "uniform": "uniform, same budget", "peel": "PEEL"}
+_TITLES = {"uniform": "uniform, same budget", "peel": "PEEL"}
 _FILES = ("report.html", "slim.json", "plan.json", "metrics.jsonl", "result.json")
 
 
@@ -20,11 +20,16 @@ def draw_result(result: Result, console: Console, *, with_notes: bool = False) -
     if result.rows:
         full = result.rows[0]
         top5 = ["top-5"] if full.top5 is not None else []
-        table = _table("", "top-1", *top5, "MACs", "params", "memory, 1 image", "time")
+        steps = list(result.rows[-1].before_training)
+        table = make_table("", *steps, "top-1", *top5, "MACs", "params", "memory, 1 image", "time")
         for row in result.rows:
             is_compared = row is not full and full.name == "original"
             table.add_row(
-                _TITLES[row.name],
+                _TITLES.get(row.name, row.name),
+                *(
+                    f"{row.before_training[step]:.2%}" if step in row.before_training else ""
+                    for step in steps
+                ),
                 f"{row.top1:.2%}",
                 *(f"{row.top5:.2%}" for _ in top5),
                 format_count(row.macs) + (f" ({row.macs / full.macs:.0%})" if is_compared else ""),
@@ -49,7 +54,7 @@ def draw_estimate(result: Result, console: Console) -> None:
     assert plan is not None
     assert estimate is not None
     networks = plan.networks
-    table = _table("tie", *("equal shares" if name == "peel" else name for name in networks))
+    table = make_table("tie", *("equal shares" if name == "peel" else name for name in networks))
     for tie in plan.original.widths:
         table.add_row(escape(tie), *(str(network.widths[tie]) for network in networks.values()))
     table.add_row("macs", *(format_count(network.macs) for network in networks.values()))
@@ -60,11 +65,3 @@ def draw_estimate(result: Result, console: Console) -> None:
     for name, seconds in estimate.items():
         console.print(f"about {format_duration(seconds)} for {name}")
     console.print(f"about {format_duration(sum(estimate.values()))} in all; nothing was trained")
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column(first)
-    for name in others:
-        table.add_column(name, justify="right")
-    return table

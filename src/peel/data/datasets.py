@@ -1,4 +1,4 @@
-"""Datasets by name: `digits` (embedded), `cifar10`, `cifar100`, `fashion-mnist`, or a folder of images."""
+"""Datasets by name: `digits` (embedded), `cifar10`, `cifar100`, `fashion-mnist`; or a folder of images."""
 
 from __future__ import annotations
 
@@ -16,17 +16,24 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, DataError, PeelError, did_you_mean
-from ..utils.rng import class_order
-from .augmentation import View
+from ..utils.rng import class_order, epoch_order
+from .augmentation import EVAL, View
 from .batch import Batch
-from .image_folder import ImageFolder, check_image, find_images, load_image, read_all
+from .image_folder import ImageFolder, check_image, find_images, is_image, load_image, read_all
 from .in_memory import InMemoryImages
+from .torch_data import DatasetSplit, LoaderSplit, as_split
 
 #: `digits` is embedded: 1,797 images of 8x8 pixels (UCI). torchvision downloads the others.
 DATA = ("digits", "cifar10", "cifar100", "fashion-mnist")
 
+#: The name of torch datasets of the user's own.
+OWN_DATA = "given data"
+
 #: The images of a folder are kept in memory up to this height and width, and this many bytes in total.
 IN_MEMORY_SIDE, IN_MEMORY_BYTES = 96, 4 * 2**30
+
+#: Fraction of each class that is held out for testing where a folder has no val/ or test/.
+HELD_OUT = 0.1
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -35,17 +42,17 @@ Labeled = tuple[Tensor, Tensor]
 
 
 class Split(Protocol):
-    """The training or the test images of a `Data`: any object with these members.
+    """The training or the test samples of a `Data`: any object with these members.
 
-    `labels` are int64 class numbers, `shape` is (channels, height, width), `mean` and `std` normalize images.
-    `batches` yields the images with the indices `order`, augmented. What is drawn for an image must depend
-    only on `view` and its index.
+    `labels` are int64 class numbers, or None where they are not known. Of images, `shape` is (channels,
+    height, width), and `mean` and `std` normalize them. `batches` yields the samples with the indices
+    `order`, augmented. What is drawn for a sample must depend only on `view` and its index.
     """
 
     @property
     def size(self) -> int: ...
     @property
-    def labels(self) -> Tensor: ...
+    def labels(self) -> Tensor | None: ...
     @property
     def shape(self) -> tuple[int, int, int]: ...
     @property
@@ -72,6 +79,8 @@ class Data:
     test: Split
     augment: str
     """The default augmentation: none, crop, crop-flip or imagenet."""
+    notes: tuple[str, ...] = ()
+    """What a user should know about the data; a run shows it."""
 
     @staticmethod
     def from_tensors(
@@ -90,15 +99,42 @@ class Data:
         split, test_split = (InMemoryImages(p, labels.long(), mean, std) for p, labels in (train, test))
         return Data(name, classes, split, test_split, augment)
 
+    @staticmethod
+    def from_torch(
+        train: Any, val: Any, *, batch_size: int | None = None, workers: int | None = None
+    ) -> Data:
+        """Torch `Dataset`s or `DataLoader`s of the user's own; see docs/own_data.md for what they may hold.
+
+        Batch size and workers are those of the loaders, unless given.
+        """
+        splits = [
+            as_split(given, f"{name} data", batch_size, workers)
+            for name, given in (("training", train), ("validation", val))
+        ]
+        return Data(OWN_DATA, (), splits[0], splits[1], "none")
+
+    @property
+    def is_own(self) -> bool:
+        """Whether they are torch datasets of the user's own, of which classes and shapes are not known."""
+        return isinstance(self.train, DatasetSplit | LoaderSplit)
+
     @property
     def shape(self) -> tuple[int, int, int]:
         return self.train.shape
+
+    def example(self, samples: int = 1) -> Any:
+        """What a model is called with: black images, or the first samples of the user's own data."""
+        if not self.is_own:
+            return torch.zeros(samples, *self.shape)
+        return first_batch(self.train, samples).inputs
 
     def input_spec(self) -> dict[str, Any]:
         """How to feed a network that was trained on these images: classes, shape, mean and std.
 
         Also the short side before the center crop, where it is not in proportion to 256 for 224.
         """
+        if self.is_own:
+            return {}
         mean, std = self.train.mean, self.train.std
         spec = {"classes": self.classes, "shape": self.shape, "mean": mean, "std": std}
         resize = getattr(self.train, "resize", None)
@@ -110,6 +146,10 @@ class Data:
 
         One number holds for all channels.
         """
+        if self.is_own:
+            if mean or std:
+                raise ConfigError("mean and std are for images: the given data normalize themselves.")
+            return self
         train, test, count = self.train, self.test, self.shape[0]
         values = []
         for name, given in (("mean", mean or train.mean), ("std", std or train.std)):
@@ -161,11 +201,37 @@ def load_data(
     return _folder(folder, channels, image_size, skip_corrupt, crop)
 
 
+def first_batch(split: Split, index: int | Tensor) -> Batch:
+    """So many first samples, or those at some places, as a batch on the CPU, not augmented."""
+    index = index if isinstance(index, Tensor) else torch.arange(min(index, split.size))
+    samples = len(index)
+    batch = next(iter(split.batches(index, samples, EVAL, torch.device("cpu"))), None)
+    if batch is None:
+        raise DataError("the data yield no batch.")
+    # A loader makes batches of its own size.
+    return batch if batch.size <= samples else batch.split(-(-batch.size // samples))[0]
+
+
 def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
-    """The split without a random fraction of each class, and the rest: for decisions without test images."""
+    """The split without a random fraction of each class, and the rest: for decisions without test images.
+
+    Where classes are not known, a random fraction of all samples.
+    """
+    if isinstance(split, LoaderSplit):
+        raise DataError(
+            f"no samples can be held out of the {split.name}: the loader chooses them itself. Give the "
+            "dataset instead, or choose a criterion that needs no held-out samples."
+        )
     count = held_out_size(split.size, fraction)
-    order = class_order(split.labels, seed, in_proportion=True)
+    order = balanced_order(split, seed, in_proportion=True)
     return split.subset(order[count:].sort().values), split.subset(order[:count].sort().values)
+
+
+def balanced_order(split: Split, seed: int, *, in_proportion: bool = False) -> Tensor:
+    """A random order whose every prefix holds all classes, where they are known."""
+    if split.labels is None:
+        return epoch_order(split.size, seed, -1)
+    return class_order(split.labels, seed, in_proportion=in_proportion)
 
 
 def held_out_size(size: int, fraction: float) -> int:
@@ -206,17 +272,15 @@ def _torchvision(name: str, channels: int, image_size: int | None, root: str | P
 def _folder(
     folder: Path, channels: int, image_size: int | None, skip_corrupt: bool, crop: tuple[int, int]
 ) -> Data:
-    evaluations = (name for name in ("val", "test", "validation", "valid") if (folder / name).is_dir())
-    evaluation = next(evaluations, None)
-    if not (folder / "train").is_dir() or evaluation is None:
-        inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:5]) or "nothing"
-        needed = "the folders train/ and val/ (or test/), each with one folder of images per class"
-        raise DataError(f"{folder} needs {needed}; it holds {inside}.")
-    paths, labels, classes = find_images(folder / "train")
-    test_paths, test_labels, test_classes = find_images(folder / evaluation)
+    train, test = _split_folders(folder)
+    paths, labels, classes = find_images(train)
+    names = {"train": train, "test": test or train}
+    test_paths, test_labels, test_classes = find_images(test) if test is not None else ([], [], classes)
     if test_classes != classes:
         odd = ", ".join(sorted(set(classes) ^ set(test_classes))[:5])
-        raise DataError(f"{folder}: train/ and {evaluation}/ have different classes: {odd} not in both.")
+        raise DataError(
+            f"{folder}: {train.name}/ and {names['test'].name}/ have different classes: {odd} not in both."
+        )
     height, width = _common_size(paths, image_size, crop[0])
     # In proportion, where the images are of another size.
     resize = None if crop == (224, 256) else round(min(height, width) * crop[1] / crop[0])
@@ -230,18 +294,60 @@ def _folder(
         readable, images = read_all(paths, check_image, skip=skip_corrupt)[0], []
     count = sum(i < count for i in readable)
     found = torch.tensor([labels[i] for i in readable])
-    parts = {"train": slice(None, count), evaluation: slice(count, None)}
-    for name, part in parts.items():
+    index = {"train": torch.arange(count), "test": torch.arange(count, len(readable))}
+    if test is None:
+        index["train"], index["test"] = _hold_out_of_each(found, classes, train)
+    for name, part in index.items():
         for missing in sorted({*range(len(classes))} - {*found[part].tolist()}):
-            place = folder / name / classes[missing]
+            place = names[name] / classes[missing]
             raise DataError(f"none of the images in {place} can be read. Replace them, or remove the class.")
+    notes = () if test is not None else (_describe_hold_out(train, index["test"], found),)
     if images:
-        in_memory = ((torch.stack(images[part]), found[part]) for part in parts.values())
-        return Data.from_tensors(str(folder), tuple(classes), next(in_memory), next(in_memory))
+        in_memory = ((torch.stack([images[i] for i in part]), found[part]) for part in index.values())
+        data = Data.from_tensors(str(folder), tuple(classes), next(in_memory), next(in_memory))
+        return replace(data, notes=notes)
     mean, std = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((0.45,) * channels, (0.225,) * channels)
-    names = [str(paths[i]) for i in readable]
-    train, test = (ImageFolder(names[part], found[part], shape, mean, std, resize) for part in parts.values())
-    return Data(str(folder), tuple(classes), train, test, "imagenet")
+    whole = ImageFolder([str(paths[i]) for i in readable], found, shape, mean, std, resize)
+    splits = (whole.subset(part) for part in index.values())
+    return Data(str(folder), tuple(classes), next(splits), next(splits), "imagenet", notes)
+
+
+def _split_folders(folder: Path) -> tuple[Path, Path | None]:
+    """The folders of the training and of the test images; None where a part has to be held out."""
+    found = [folder / name for name in ("val", "test", "validation", "valid") if (folder / name).is_dir()]
+    if (folder / "train").is_dir():
+        return folder / "train", found[0] if found else None
+    entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+    classes = [entry for entry in entries if entry.is_dir() and any(map(is_image, entry.iterdir()))]
+    if found or len(classes) < 2:
+        inside = ", ".join(entry.name for entry in entries[:5]) or "nothing"
+        needed = "the folders train/ and val/ (or test/), each with one folder of images per class"
+        raise DataError(f"{folder} needs {needed}, or such folders itself; it holds {inside}.")
+    return folder, None
+
+
+def _hold_out_of_each(labels: Tensor, classes: Sequence[str], folder: Path) -> tuple[Tensor, Tensor]:
+    """Places of the training and of the test images, the same for every seed of a run."""
+    held = torch.zeros(len(labels), dtype=torch.bool)
+    for label, name in enumerate(classes):
+        places = (labels == label).nonzero()[:, 0]
+        if len(places) < 2:
+            raise DataError(
+                f"{folder / name} holds fewer than two images, and there is no val/ or test/: one is needed "
+                "for training and one for testing. Add images, or remove the class."
+            )
+        held[places[epoch_order(len(places), label, 0)[: held_out_size(len(places), HELD_OUT)]]] = True
+    return (~held).nonzero()[:, 0], held.nonzero()[:, 0]
+
+
+def _describe_hold_out(folder: Path, test: Tensor, labels: Tensor) -> str:
+    counts = labels[test].bincount()
+    few, many = int(counts.min()), int(counts.max())
+    return (
+        f"There is no val/ or test/ beside {folder}: {HELD_OUT:.0%} of each class ({len(test)} of "
+        f"{len(labels)} images, {few if few == many else f'{few} to {many}'} per class) are held out for "
+        "testing, the same ones in every run."
+    )
 
 
 def _common_size(paths: list[Path], image_size: int | None, default: int) -> tuple[int, int]:

@@ -158,6 +158,11 @@ def _decode_any(path: Path, channels: int) -> Tensor:
     return pixels.permute(2, 0, 1) if channels == 3 else pixels[None]
 
 
+def is_image(path: Path) -> bool:
+    # Broken links count: the check reports them with the other unreadable files.
+    return path.suffix.lower() in SUFFIXES and not path.is_dir()
+
+
 def find_images(root: Path) -> tuple[list[Path], list[int], list[str]]:
     """The files of one split, the label of each, and the class names. Hidden folders are skipped."""
     classes = sorted(
@@ -168,8 +173,7 @@ def find_images(root: Path) -> tuple[list[Path], list[int], list[str]]:
     paths: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        # Broken links are kept: the check reports them with the other unreadable files.
-        files = (p for p in (root / name).rglob("*") if p.suffix.lower() in SUFFIXES and not p.is_dir())
+        files = filter(is_image, (root / name).rglob("*"))
         found = sorted(p for p in files if "/." not in p.parent.relative_to(root).as_posix())
         if not found:
             raise DataError(

@@ -1,5 +1,6 @@
 """Where the channels of ties are in the parameters of a model."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -81,3 +82,13 @@ def filter_axes(model: nn.Module, graph: ChannelGraph, *, gates: bool = False) -
         if is_filter and place.ties(graph):
             axes.append(place)
     return axes
+
+
+def residual_ties(graph: ChannelGraph) -> tuple[str, ...]:
+    """Ties that several layers write, such as the residual stream of a stage. Gates do not count."""
+    writers: Counter[int] = Counter()
+    for name, axes in graph.consumers.items():
+        if name not in graph.gates and axes in ((0,), (1,)):
+            runs = graph.layouts[name][1 - axes[0]]
+            writers.update({run.tie for run in runs if run.tie >= 0})
+    return tuple(name for tie, name in enumerate(graph.widths) if writers[tie] > 1)

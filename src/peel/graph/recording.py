@@ -44,7 +44,15 @@ class Twin:
         """`example` are positional and keyword arguments; `with_data` is for code that needs real tensors."""
         self.make = _zeros if with_data else partial(empty_as, device="meta")
         first = _shared if with_data else self.make
-        replaced = {id(tensor): first(tensor, tuple(tensor.shape)) for tensor in tensors_of(model).values()}
+        # Also tensors in plain attributes: user code caches them there.
+        plain = [
+            value
+            for module in model.modules()
+            for value in vars(module).values()
+            if isinstance(value, Tensor)
+        ]
+        tensors = [*tensors_of(model).values(), *(() if with_data else plain)]
+        replaced = {id(tensor): first(tensor, tuple(tensor.shape)) for tensor in tensors}
         self.model = structural_copy(model, replaced, keep_hooks=False)
         devices = [tensor.device for tensor in tensors_of(model).values()] if with_data else ["meta"]
         self.example = tree_map(lambda x: x.to(devices[0]) if isinstance(x, Tensor) else x, example)

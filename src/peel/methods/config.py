@@ -24,6 +24,8 @@ class MethodConfig:
     """What the slim network may cost: 1.1G, 87M, 50%, 0.5 or a whole number; 8MB of memory."""
     resource: str = "macs"
     """What the budget counts: macs, params or memory (bytes of activations, one image, no gradients)."""
+    method: str = "peel"
+    """peel, uniform, magnitude, taylor, or your own as path/file.py:Name."""
     backbone_ratio: Annotated[float, Meta(gt=0, le=1)] = 0.8
     """Step 1: the fraction of the budget that the backbone costs (lambda)."""
     backbone_init: str | dict[str, int] = "uniform"
@@ -83,8 +85,13 @@ class MethodConfig:
         return MethodConfig(**{item.name: getattr(self, item.name) for item in fields(MethodConfig)})
 
     @property
+    def method_name(self) -> str:
+        """The name of the row: that of the method, or of the user's own class."""
+        return self.method.rpartition(":")[2]
+
+    @property
     def uses_importance(self) -> bool:
-        """Whether a backbone is trained and measured; the policies equal and random need none."""
+        """Whether PEEL trains and measures a backbone; the policies equal and random need none."""
         return self.policy in ("importance", "winner-take-all")
 
     def _check_combinations(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..cost.widths import Widths
-from ..data.datasets import Split, hold_out
+from ..data.datasets import hold_out
 from ..errors import ConfigError, did_you_mean
 from ..graph import ChannelGraph
 from ..graph.parameters import norm_scales, spans
@@ -29,12 +29,13 @@ from ..steps.importance import (
 from ..steps.reallocation import Growth, Round, grow_at_random, grow_by_shares, grow_equally, shares_of
 from ..surgery import slim
 from ..train.callbacks import Callback
-from ..train.objective import CrossEntropy, Objective
 from ..train.recipe import Recipe
 from ..utils.rng import derive_seed, seed_everything
 from .config import MethodConfig
+from .method import Method, TrainBackbone
 from .plan import Plan, assemble_plan
 from .problem import Problem
+from .start import start_network
 
 #: Fraction of the training images held out for criteria with `needs_held_out`.
 HELD_OUT = 0.1
@@ -43,30 +44,32 @@ HELD_OUT = 0.1
 L1_COEFFICIENT = 1e-4
 
 
-TrainBackbone = Callable[[str, nn.Module, Objective, Recipe, Split, Sequence[Callback]], nn.Module]
-"""(stage, network, objective, recipe, images, callbacks) -> the trained network."""
-
-
-def make_plan(
-    problem: Problem, config: MethodConfig, train_backbone: TrainBackbone, criterion: Criterion | None = None
-) -> Plan:
+@dataclass(frozen=True)
+class Peel(Method):
     """Steps 1 to 4: backbone, importance, groups, reallocation; in one round or several."""
-    return _Planner(problem, config, train_backbone, criterion).run()
 
+    criterion: Criterion | None = None
+    """The user's own, where it is not a name."""
 
-def equal_share_plan(problem: Problem, config: MethodConfig, criterion: Criterion | None = None) -> Plan:
-    """The plan with the same importance for every group: what is known before training."""
-    planner = _Planner(problem, config, _untrained, criterion)
-    equal = dict.fromkeys(problem.graph.groups, 1.0)
-    importance = Importance(equal, {}, False, "Nothing was trained: every group counts the same.")
-    return planner.plan([planner.reallocate(planner.backbone, importance, problem.budget)])
+    def trains_backbone(self, config: MethodConfig) -> bool:
+        return config.uses_importance
 
+    def plan(self, problem: Problem, config: MethodConfig, train_backbone: TrainBackbone) -> Plan:
+        return _Planner(problem, config, train_backbone, self.criterion).run()
 
-def check_feasible(problem: Problem, config: MethodConfig, criterion: Criterion | None = None) -> None:
-    """Run steps 1 to 4 on an untrained backbone and 8 images, to find errors before training."""
-    few = problem.data.train.subset(torch.arange(min(8, problem.data.train.size)))
-    small = replace(problem, data=replace(problem.data, train=few), engine=replace(problem.engine, workers=0))
-    _Planner(small, replace(config, evaluations=1), _untrained, criterion).run()
+    def preview(self, problem: Problem, config: MethodConfig) -> Plan:
+        """The plan with the same importance for every group."""
+        planner = _Planner(problem, config, _untrained, self.criterion)
+        equal = dict.fromkeys(problem.graph.groups, 1.0)
+        importance = Importance(equal, {}, False, "Nothing was trained: every group counts the same.")
+        return planner.plan([planner.reallocate(planner.backbone, importance, problem.budget)])
+
+    def check(self, problem: Problem, config: MethodConfig) -> None:
+        """Run steps 1 to 4 on an untrained backbone and 8 images."""
+        few = problem.data.train.subset(torch.arange(min(8, problem.data.train.size)))
+        engine = replace(problem.engine, workers=0)
+        small = replace(problem, data=replace(problem.data, train=few), engine=engine, inherits=False)
+        _Planner(small, replace(config, evaluations=1), _untrained, self.criterion).run()
 
 
 def stage_of_round(number: int) -> str:
@@ -159,7 +162,7 @@ class _Planner:
         )
 
     def _widen(self, network: nn.Module | None, before: Widths, widths: Widths) -> nn.Module:
-        """The backbone of a round: fresh in the first, widened with its weights kept in later ones."""
+        """The backbone of a round: new in the first, widened with its weights kept in later ones."""
         problem = self.problem
         seed_everything(derive_seed("backbone", problem.seed))
         old, new = problem.graph.at(before), problem.graph.at(widths)
@@ -167,8 +170,9 @@ class _Planner:
             network = slim(network, widths, graph=old, weights="inherit")
             _init_scales(network, self.config.gamma_init, new, old)
         else:
-            network = slim(problem.model, widths, graph=problem.graph).requires_grad_(True)
-            _init_scales(network, self.config.gamma_init, new)
+            network = start_network(problem, widths)
+            if not problem.inherits:
+                _init_scales(network, self.config.gamma_init, new)
         return network
 
     def _train_and_measure(
@@ -180,11 +184,13 @@ class _Planner:
         train, held_out = problem.data.train, problem.data.train
         if getattr(self.criterion, "needs_held_out", False):
             train, held_out = hold_out(problem.data.train, HELD_OUT, problem.seed)
-        objective = CrossEntropy(recipe.label_smoothing)
+        objective = problem.task.objective(recipe.label_smoothing)
         self.l1_coefficient = self._l1_coefficient(max(1, train.size // recipe.batch_size))
 
         def importance_of(model: nn.Module) -> Importance:
-            inputs = CriterionInput(model, graph, train, held_out, objective, problem.engine, problem.seed)
+            inputs = CriterionInput(
+                model, graph, train, held_out, objective, problem.engine, problem.seed, problem.task
+            )
             is_trained = self.train_backbone is not _untrained
             scores = measure_layers(self.criterion, inputs, is_trained=is_trained)
             kept = self._without_ignored(scores)

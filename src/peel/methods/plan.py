@@ -43,6 +43,8 @@ class Plan:
     l1_coefficient: float | None = None
     """As it was used, also where it follows from `l1_strength`."""
     method: MethodConfig | None = None
+    name: str = "peel"
+    """The method, as the row of its network is called."""
     format: str = "peel-plan"
     version: int = 3
 
@@ -59,7 +61,7 @@ class Plan:
     def networks(self) -> dict[str, Architecture]:
         """The rows of the table, and the backbone where there is one."""
         backbone = {} if self.backbone is None else {"backbone": self.backbone}
-        return {"original": self.original, **backbone, "uniform": self.uniform, "peel": self.slim}
+        return {"original": self.original, **backbone, "uniform": self.uniform, self.name: self.slim}
 
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
@@ -104,4 +106,5 @@ def assemble_plan(
         rounds=rounds,
         l1_coefficient=l1_coefficient,
         method=config.method_config() if config is not None else None,
+        name=config.method_name if config is not None else "peel",
     )

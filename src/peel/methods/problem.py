@@ -1,7 +1,7 @@
 """What every method receives: a network, its graph and costs, a budget, data and the means to train."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -10,7 +10,10 @@ from ..cost.widths import Widths
 from ..data.datasets import Data
 from ..graph import ChannelGraph
 from ..train.engine import Engine
+from ..train.history import Metrics
+from ..train.loop import evaluate
 from ..train.recipe import Recipe
+from ..train.task import Task
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,19 @@ class Problem:
     seed: int
     grow: bool = False
     """Whether the slim network may cost more than the original."""
+    trained: nn.Module | None = None
+    """The trained original, once it is known."""
+    inherits: bool = False
+    """Whether networks are cut from the trained original; else they start from fresh weights."""
+    task: Task = field(default_factory=Task)
+    """Loss, metric, optimizer and training function of the user's own."""
 
     def cost(self, widths: Mapping[str, int]) -> int:
         return int(cost_of(self.graph, self.resource)(self.graph.units(widths)))
+
+    def evaluate(self, model: nn.Module) -> Metrics:
+        """Loss and accuracies, or the metric of the task, over the test images."""
+        return evaluate(model, self.data.test, self.engine, task=self.task)
 
     def uniform(self) -> Widths:
         """The baseline of every result: one factor for all layers, the same budget."""

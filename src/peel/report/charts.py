@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 Curve = Sequence[tuple[int, float]]
 
 # The palette of Okabe and Ito, for every kind of color vision; line styles serve black-and-white print.
-_COLORS = {"original": "#8c8c8c", "backbone": "#009e73", "uniform": "#e69f00", "peel": "#0072b2"}
-_DASHES = {"original": "-", "backbone": ":", "uniform": "--", "peel": "-"}
+_COLORS = {"original": "#8c8c8c", "backbone": "#009e73", "uniform": "#e69f00"}
+_DASHES = {"backbone": ":", "uniform": "--"}
+_SLIM = "#0072b2"
 _SEQUENCE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#000000")
 _MARKERS = "os^DvPX"
 _WIDTH = 9.6
@@ -32,28 +33,33 @@ def label(stage: str) -> str:
     return "PEEL" if stage == "peel" else stage
 
 
+def _color(network: str) -> str:
+    return _COLORS.get(network, _SLIM)
+
+
 def widths_chart(widths: Mapping[str, Mapping[str, int]], groups: Mapping[str, Sequence[str]]) -> str:
-    """The fraction of its channels that each tie keeps, group by group.
+    """The fraction of its channels that each tie keeps, group by group. The last network is the slim one.
 
     Bars show fractions, so that layers of 8 and of 2048 channels are equally visible; numbers are text.
     """
     ties = [tie for members in groups.values() for tie in members]
-    before, after = widths["original"], widths["peel"]
+    slim = list(widths)[-1]
+    before, after = widths["original"], widths[slim]
     kept = {name: [100 * of_tie[tie] / before[tie] for tie in ties] for name, of_tie in widths.items()}
     places = range(len(ties))
     with _figure(0.8 + 0.24 * len(ties)) as figure:
         axes = figure.subplots()
         axes.barh(places, kept["original"], height=0.84, color="#d9d9d9", label="original")
-        for network in (name for name in widths if name not in ("original", "peel")):
+        for network in (name for name in widths if name not in ("original", slim)):
             half = 0.42 if network == "uniform" else 0.3
             ends = [place - half for place in places], [place + half for place in places]
             # Over bars of any color: a line in the color of the network with a white edge.
             axes.vlines(kept[network], *ends, color="white", linewidth=3.4, zorder=3)
-            axes.vlines(kept[network], *ends, color=_COLORS[network], linewidth=1.8, zorder=4, label=network)
-        axes.barh(places, kept["peel"], height=0.6, color=_COLORS["peel"], label="PEEL")
+            axes.vlines(kept[network], *ends, color=_color(network), linewidth=1.8, zorder=4, label=network)
+        axes.barh(places, kept[slim], height=0.6, color=_SLIM, label=label(slim))
         for place, tie in enumerate(ties):
             axes.text(1, place, str(after[tie]), color="white", va="center", fontsize=7.5, zorder=5)
-            end = max(100, kept["peel"][place]) + 1
+            end = max(100, kept[slim][place]) + 1
             axes.text(end, place, f"of {before[tie]}", color="#555555", va="center", fontsize=7.5)
         _mark_groups(axes, groups)
         axes.set_yticks(places, ties, fontsize=7.5)
@@ -118,7 +124,7 @@ def _group_bars(
         places = [place + offset for place in range(len(groups))]
         lengths = [values.get(group, 0) for group in groups]
         bars = axes.barh(
-            places, lengths, height=0.92 * thickness, color=_COLORS[network], label=label(network)
+            places, lengths, height=0.92 * thickness, color=_color(network), label=label(network)
         )
         if text:
             axes.bar_label(
@@ -162,9 +168,9 @@ def curves_chart(panels: Mapping[str, Mapping[str, Curve]]) -> str:
             for stage, curve in stages.items():
                 kind, _, number = stage.partition("-")
                 style = {
-                    "color": _COLORS.get(kind, "#000000"),
+                    "color": _color(kind),
                     "linestyle": "-." if number else _DASHES.get(kind, "-"),
-                    "linewidth": 2 if stage == "peel" else 1.5,
+                    "linewidth": 1.5 if kind in _COLORS else 2,
                     "marker": "o" if len(curve) == 1 else "",
                 }
                 _line(axes, curve, label(stage), style)
@@ -173,6 +179,25 @@ def curves_chart(panels: Mapping[str, Mapping[str, Curve]]) -> str:
         handles, names = row[0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside upper right", ncols=len(names))
         return _svg(figure, "curves", "Loss and accuracy of each stage over the epochs")
+
+
+def budget_chart(curves: Mapping[str, Sequence[tuple[float, float]]], original: float, title: str) -> bytes:
+    """Accuracy against budget, both in percent, as PNG. The dashed line is the original."""
+    buffer = io.BytesIO()
+    with _figure(4.5) as figure:
+        axes = figure.subplots()
+        axes.axhline(original, color=_COLORS["original"], linestyle="--", linewidth=1.0, label="original")
+        for place, (name, curve) in enumerate(curves.items()):
+            if curve:
+                budgets, values = zip(*curve, strict=True)
+                axes.plot(budgets, values, color=_SEQUENCE[place], marker=_MARKERS[place], label=name)
+        axes.invert_xaxis()
+        axes.set_xlabel("% of the MACs")
+        axes.set_ylabel("top-1, %")
+        axes.set_title(title)
+        axes.legend()
+        figure.savefig(buffer, format="png", dpi=150)
+    return buffer.getvalue()
 
 
 def _line(axes: Axes, curve: Curve, name: str, style: Mapping[str, Any]) -> None:

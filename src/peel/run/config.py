@@ -19,8 +19,10 @@ from ..train.engine import COMPILE
 from ..train.recipe import FIELDS, Recipe
 from ..utils.validation import describe_error
 
-#: The original is the teacher; backbone is steps 1 and 2, plan steps 3 and 4, peel step 5.
-STAGES = ("original", "backbone", "plan", "uniform", "peel")
+#: The original is the teacher; backbone is steps 1 and 2, plan steps 3 and 4, final step 5.
+STAGES = ("original", "backbone", "plan", "uniform", "final")
+
+INITS = ("auto", "inherit", "scratch")
 
 #: Several numbers may follow one flag.
 Numbers = Annotated[tuple[float, ...], Parameter(consume_multiple=True, negative_iterable=())]
@@ -54,10 +56,12 @@ class Config(MethodConfig):
     """Changes to the recipe for every training."""
     backbone: RecipeOverrides = field(default_factory=RecipeOverrides)
     """Changes to the recipe of the backbone."""
-    teacher: str = "train"
-    """train, pretrained, a file with trained weights, or a run folder that holds the trained original."""
+    weights: str = "train"
+    """What the model was trained to: pretrained, a file, or a run folder. train: the run trains it."""
+    init: str = "auto"
+    """What networks start from: inherit (the trained original) or scratch. auto: inherit with weights."""
     stages: tuple[str, ...] = STAGES
-    """Which of original, backbone, plan, uniform, peel to run."""
+    """Which of original, backbone, plan, uniform, final to run."""
     plan: str | dict[str, int] | None = None
     """Train the widths in this JSON file (a plan.json, or tie name to channels) instead of searching."""
     groups: dict[str, tuple[str, ...]] | None = None
@@ -67,7 +71,7 @@ class Config(MethodConfig):
     image_size: Annotated[int, Meta(ge=1)] | None = None
     """Side of the images in pixels. Default: their own, and 224 for folders of large images."""
     mean: Numbers | None = None
-    """Mean of the pixels (0 to 1), per channel or of all. Default: what the teacher has, else of the data."""
+    """Mean of the pixels (0 to 1), per channel or of all. Default: what the weights have, else the data."""
     std: Numbers | None = None
     """Standard deviation of the pixels, likewise."""
     data_root: str | None = None
@@ -98,6 +102,17 @@ class Config(MethodConfig):
             check_choice("each of the stages", name, STAGES)
         object.__setattr__(self, "stages", tuple(name for name in STAGES if name in stages))
         check_choice("compile", self.compile, COMPILE)
+        check_choice("init", self.init, INITS)
+        if self.init == "inherit" and self.weights == "train":
+            raise ConfigError(
+                'init="inherit" needs trained weights: name them with --weights. To train them first: '
+                "peel run ... --stages original --output FOLDER, then --weights FOLDER."
+            )
+
+    @property
+    def inherits(self) -> bool:
+        """Whether networks are cut from the trained original instead of trained from scratch."""
+        return self.init == "inherit" or (self.init == "auto" and self.weights != "train")
 
     def to_dict(self) -> dict[str, Any]:
         """The settings that are not None, as plain values: what `prune` takes as keywords."""
@@ -131,7 +146,7 @@ def make_config(given: Mapping[str, Any]) -> Config:
     for name in ("freeze", "ignore", "stages", "mean", "std"):
         if isinstance(values.get(name), str | int | float):
             values[name] = (values[name],)
-    for name in ("data", "teacher", "plan", "data_root", "backbone_init"):
+    for name in ("data", "weights", "plan", "data_root", "backbone_init"):
         if isinstance(values.get(name), Path):
             values[name] = str(values[name])
     try:

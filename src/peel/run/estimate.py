@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from ..errors import ConfigError
 from ..methods.config import MethodConfig
 from ..methods.peel import recipe_of_round, stage_of_round
 from ..methods.plan import Plan
@@ -12,7 +13,6 @@ from ..methods.problem import Problem
 from ..steps.distillation import IN_PLACE_WIDTH
 from ..surgery import slim
 from ..train.loop import fit
-from ..train.objective import CrossEntropy
 from ..train.recipe import Recipe
 
 #: A training step costs about this many forward passes.
@@ -35,11 +35,11 @@ def estimate_work(
     work: list[tuple[str, float]] = []
     if "original" in trained:
         work.append(("original", recipe.epochs * images * PASSES_PER_STEP * full))
-    if plan.backbone is not None and config.uses_importance:
+    if plan.backbone is not None and "backbone" in trained:
         for number in range(config.rounds):
             passes = recipe_of_round(problem, config, number).epochs * images * PASSES_PER_STEP
             work.append((stage_of_round(number), passes * plan.backbone.macs))
-    for name, network in (("uniform", plan.uniform), ("peel", plan.slim)):
+    for name, network in {"uniform": plan.uniform, plan.name: plan.slim}.items():
         if name in trained:
             work.append((name, float(recipe.epochs * images * (PASSES_PER_STEP * network.macs + teacher))))
     return work
@@ -47,6 +47,8 @@ def estimate_work(
 
 def seconds_per_mac(problem: Problem, recipe: Recipe) -> float:
     """Time a few training steps of the original, data loading included."""
+    if problem.task.train_fn is not None:
+        raise ConfigError("a dry run times training steps, and cannot time those of train_fn.")
     if problem.engine.device.type == "cuda":
         speed = _images_per_second(problem, recipe, recipe.batch_size * GPU_STEPS)
     else:
@@ -67,4 +69,5 @@ def _images_per_second(problem: Problem, recipe: Recipe, images: int) -> float:
     short = replace(recipe, epochs=2, batch_size=batch, warmup_epochs=0.0)
     accumulate = min(problem.engine.accumulation_steps, batch // processes)
     engine = replace(problem.engine, accumulation_steps=accumulate, compile="off")
-    return fit(network, CrossEntropy(), some, short, engine=engine, seed=0)[-1].images_per_second
+    task = problem.task
+    return fit(network, task.objective(), some, short, engine=engine, seed=0, task=task)[-1].images_per_second

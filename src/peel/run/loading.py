@@ -15,22 +15,32 @@ from .. import zoo
 from ..cost.widths import Widths
 from ..data.datasets import Data, load_data
 from ..data.in_memory import InMemoryImages
+from ..data.torch_data import DatasetSplit, LoaderSplit
 from ..errors import ConfigError, CorruptFileError, DataError, ModelError
 from ..graph import ChannelGraph
 from ..methods.plan import Plan
 from ..surgery.info import info_of
 from ..train.objective import get_logits
 from ..train.recipe import Recipe, backbone_recipe, named_recipe
+from ..train.task import Task
+from ..train.trial import try_task
 from .config import Config
 from .teacher import input_of
 
 
 def load_model_and_data(
-    model: nn.Module | str, data: Data | str, config: Config, teacher: nn.Module | str
+    model: nn.Module | str, data: Data | str, config: Config, weights: nn.Module | Mapping[str, Tensor] | str
 ) -> tuple[nn.Module, Data]:
-    """The images are preprocessed as the settings say; else as the teacher was trained; else by their own."""
-    weights = zoo.pretrained(model) if isinstance(model, str) and teacher == "pretrained" else None
-    stored = asdict(weights) if weights else input_of(model if teacher == "pretrained" else teacher)
+    """The images are preprocessed as the settings say; else as for the weights; else by their own."""
+    if isinstance(data, Data) and data.is_own:
+        if isinstance(model, str):
+            raise ConfigError(
+                f"with data of your own, give the model itself instead of {model!r}, such as "
+                f"peel.zoo.create({model!r}, num_classes=...)."
+            )
+        return _on_cpu(model), data.normalized(config.mean, config.std)
+    known = zoo.pretrained(model) if isinstance(model, str) and weights == "pretrained" else None
+    stored = asdict(known) if known else input_of(model if weights == "pretrained" else weights)
 
     def load(channels: int) -> Data:
         if isinstance(data, Data):
@@ -41,12 +51,12 @@ def load_model_and_data(
             channels=channels,
             root=config.data_root,
             skip_corrupt=config.skip_corrupt,
-            **({} if weights is None else {"crop": (weights.size, weights.resize)}),
+            **({} if known is None else {"crop": (known.size, known.resize)}),
         )
 
     if isinstance(model, str):
         loaded = load(zoo.find(model).input_size[0])
-        network = _create(model, len(loaded.classes), weights is not None)
+        network = zoo.create_for(model, len(loaded.classes), pretrained=known is not None)
     else:
         loaded, network = load(next(_conv_inputs(model), 3)), _on_cpu(model)
     channels = _input_channels(network, loaded.shape)
@@ -54,9 +64,9 @@ def load_model_and_data(
     return network, loaded.normalized(config.mean or stored.get("mean"), config.std or stored.get("std"))
 
 
-def has_new_classifier(model: nn.Module | str, teacher: nn.Module | str, data: Data) -> bool:
+def has_new_classifier(model: nn.Module | str, weights: object, data: Data) -> bool:
     """Whether pretrained weights are asked for that know another number of classes."""
-    if not isinstance(model, str) or teacher != "pretrained":
+    if not isinstance(model, str) or weights != "pretrained":
         return False
     return zoo.pretrained(model).classes != len(data.classes)
 
@@ -65,16 +75,6 @@ def _on_cpu(model: nn.Module) -> nn.Module:
     """The model itself, or a copy of it where it is on another device."""
     is_elsewhere = any(parameter.device.type != "cpu" for parameter in model.parameters())
     return copy.deepcopy(model).cpu() if is_elsewhere else model
-
-
-def _create(model: str, classes: int, pretrained: bool) -> nn.Module:
-    """The model with as many classes as the data; a user's callable may not take that argument."""
-    try:
-        return zoo.create(model, num_classes=classes, pretrained=pretrained)
-    except ModelError as error:
-        if isinstance(error.__cause__, TypeError) and "num_classes" in str(error.__cause__):
-            return zoo.create(model, pretrained=pretrained)
-        raise
 
 
 def _input_channels(network: nn.Module, shape: tuple[int, int, int]) -> int:
@@ -102,7 +102,8 @@ def _logits_of_zeros(network: nn.Module, shape: tuple[int, ...]) -> Tensor:
             module.training = modes[name]
 
 
-def check_model(network: nn.Module, data: Data) -> None:
+def check_model(network: nn.Module, data: Data, task: Task | None = None) -> Task:
+    """Refuse a model that cannot be trained on the data. The task, with what a trial says about it."""
     dtypes = {parameter.dtype for parameter in network.parameters()}
     if not dtypes:
         raise ModelError(f"{type(network).__name__} has no parameters: there is nothing to train.")
@@ -112,6 +113,12 @@ def check_model(network: nn.Module, data: Data) -> None:
     extra = next((name for name in network.state_dict() if name.endswith("_extra_state")), None)
     if extra is not None:
         raise ModelError(f"{extra}: peel cannot save what get_extra_state returns. Make it a buffer.")
+    if not data.is_own:
+        _check_classes(network, data)
+    return try_task(network, data, task or Task()) if data.is_own or task not in (None, Task()) else Task()
+
+
+def _check_classes(network: nn.Module, data: Data) -> None:
     logits, count = _logits_of_zeros(network, data.shape), len(data.classes)
     if count < 2:
         raise DataError(
@@ -123,6 +130,7 @@ def check_model(network: nn.Module, data: Data) -> None:
             f"classes. Build the model with {count} outputs, or choose other data."
         )
     for name, split in (("training", data.train), ("test", data.test)):
+        assert split.labels is not None
         lowest, highest = int(split.labels.min()), int(split.labels.max())
         if lowest < 0 or highest >= count:
             raise DataError(
@@ -141,11 +149,10 @@ def model_notes(
             f"The pretrained weights of {model} know other classes than the data. The classifier is new, and "
             "the original is trained from these weights before it is the teacher."
         )
-    if isinstance(model, nn.Module) and config.teacher == "train":
-        notes.append(
-            "The weights of the given model are not used: every network is trained from scratch. "
-            "Pass teacher=model to use them for the teacher."
-        )
+    if isinstance(model, nn.Module) and config.weights == "train":
+        notes.append("The weights of the given model are not used: every network is trained from scratch.")
+    elif config.inherits:
+        notes.append("Every network is cut from the trained original, repaired and fine-tuned.")
     frozen = [name for name, parameter in network.named_parameters() if not parameter.requires_grad]
     if frozen and len(frozen) < len(list(network.parameters())):
         more = f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
@@ -155,13 +162,17 @@ def model_notes(
     return notes
 
 
-def resolve_recipes(config: Config, data: Data, network: nn.Module) -> tuple[Recipe, Recipe]:
+def resolve_recipes(config: Config, data: Data, network: nn.Module, task: Task) -> tuple[Recipe, Recipe]:
     """The recipe of the final training and that of the backbone."""
     name = config.recipe
     if name == "auto":
         source = str(info_of(network).source.get("zoo", type(network).__name__)).lower()
         is_mobile = any(word in source for word in ("mobile", "efficient", "mnas", "ghost", "shuffle"))
-        if data.name == "digits":
+        if data.is_own:
+            name = "finetune" if config.inherits else "generic"
+        elif config.inherits:
+            name = "finetune" if isinstance(data.train, InMemoryImages) else "finetune-imagenet"
+        elif data.name == "digits":
             name = "digits"
         elif isinstance(data.train, InMemoryImages):
             name = "cifar"
@@ -171,11 +182,24 @@ def resolve_recipes(config: Config, data: Data, network: nn.Module) -> tuple[Rec
     own = {key: value for key, value in asdict(config.backbone).items() if value is not None}
     # Changes for the final training, except its length, hold for the backbone too.
     shared = {key: value for key, value in train.items() if key != "epochs"}
+    if isinstance(data.train, DatasetSplit | LoaderSplit):
+        shared["batch_size"] = train["batch_size"] = data.train.batch_size
+    if task.optimizer is not None:
+        _refuse_rates({**shared, **own})
+        # The schedule is a factor of the optimizer's own learning rates.
+        shared |= {"lr": 1.0, "warmup_from": 0.0}
+        train |= {"lr": 1.0, "warmup_from": 0.0}
     recipes = named_recipe(name).changed(**train), backbone_recipe(name).changed(**{**shared, **own})
     final, backbone = (
         recipe.changed(augment=data.augment) if recipe.augment == "auto" else recipe for recipe in recipes
     )
     return final, backbone
+
+
+def _refuse_rates(given: Mapping[str, Any]) -> None:
+    for name in ("lr", "momentum", "nesterov", "weight_decay", "decay_norms", "warmup_from"):
+        if name in given:
+            raise ConfigError(f"train.{name} has no effect with optimizer=: set it in the factory.")
 
 
 def frozen_ties(network: nn.Module, graph: ChannelGraph, freeze: tuple[str, ...] | None) -> tuple[str, ...]:

@@ -1,25 +1,26 @@
 """The stages of a run in order, and the table at their end."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..cost.widths import Widths
 from ..data.datasets import Split, held_out_size
 from ..errors import BudgetError, ConfigError
-from ..methods.peel import HELD_OUT, check_feasible, equal_share_plan, make_plan, stage_of_round
+from ..methods.method import Method
+from ..methods.peel import HELD_OUT, Peel, stage_of_round
 from ..methods.plan import Plan, assemble_plan
 from ..methods.problem import Problem
+from ..methods.start import start_network
 from ..steps.criteria import find_criterion
-from ..steps.distillation import DISTILLATIONS, Distillation, InPlace, in_place_pair
-from ..steps.importance import Criterion
+from ..steps.distillation import DISTILLATIONS, OUTPUT_WEIGHT, Distillation, InPlace, in_place_pair
 from ..surgery import slim
 from ..train.distributed import World
 from ..train.history import Metrics
-from ..train.loop import evaluate
-from ..train.objective import CrossEntropy, Objective
+from ..train.objective import Objective
 from ..train.recipe import Recipe
 from ..train.state import local_batch_size
 from ..train.teacher_cache import CachedTeacher, LogitCache, make_logit_cache
@@ -42,13 +43,12 @@ class Pipeline:
     recipe: Recipe
     trainer: Trainer
     identity: dict[str, Any]
-    teacher: nn.Module | str = "train"
+    weights: nn.Module | Mapping[str, Tensor] | str = "train"
     new_classifier: bool = False
     """The model has pretrained weights but for its classifier: the original is trained from them."""
     given_widths: Widths | None = None
     """A plan of the user's own."""
-    criterion: Criterion | None = None
-    """The user's own, where it is not a name."""
+    method: Method = field(default_factory=Peel)
 
     folder: RunFolder | None = None
     state: RunState | None = None
@@ -68,37 +68,56 @@ class Pipeline:
     @property
     def trains_backbone(self) -> bool:
         is_searched = self.given_widths is None and "backbone" in self.config.stages
-        return is_searched and self.config.uses_importance
+        return is_searched and self.method.trains_backbone(self.config)
+
+    @property
+    def networks(self) -> list[str]:
+        """The slim networks that the stages train: the uniform one, and that of the method."""
+        wanted = {"uniform": "uniform", "final": self.config.method_name}
+        return list(dict.fromkeys(wanted[stage] for stage in self.config.stages if stage in wanted))
 
     def check(self) -> None:
         """Refuse what cannot work, before anything is written or trained."""
         problem, config, stages = self.problem, self.config, self.config.stages
-        final = [name for name in ("uniform", "peel") if name in stages]
         makes_plan = {"backbone", "plan"} <= set(stages)
-        if self.given_widths is None and not makes_plan and (final or "plan" in stages):
+        if self.given_widths is None and not makes_plan and (self.networks or "plan" in stages):
             raise ConfigError(
                 f"the stages {', '.join(stages)} need a plan: add backbone and plan, or set plan=widths."
             )
-        needs_teacher = bool(final) and config.distill == "teacher"
-        if needs_teacher or "original" in stages:
-            self.loaded_teacher = None if self.new_classifier else find_teacher(self.teacher, problem)
-            if self.loaded_teacher is not None:
-                self.teacher_file = self.loaded_teacher.file
-        if needs_teacher and "original" not in stages and self.loaded_teacher is None:
-            raise ConfigError(
-                'distillation needs a teacher: add "original" to the stages, name a trained teacher, or set '
-                'distill="none".'
-            )
+        if config.inherits and config.distill == "in-place":
+            raise ConfigError('in-place distillation trains from scratch: set init="scratch", or distill.')
+        self._load_teacher()
         if self.given_widths is not None and problem.cost(self.given_widths) > problem.budget:
             raise BudgetError(
                 f"the given plan costs {problem.cost(self.given_widths):,} {problem.resource}, more than the "
                 f"budget of {problem.budget:,}. Set budget={problem.cost(self.given_widths)}."
             )
-        self._check_batch_sizes(bool(final) or ("original" in stages and self.loaded_teacher is None))
+        self._check_batch_sizes(bool(self.networks) or ("original" in stages and self.loaded_teacher is None))
         uniform = problem.uniform()
         self._check_networks(uniform if "uniform" in stages else None, self.given_widths)
         if self.given_widths is None and "backbone" in stages:
-            check_feasible(problem, config, self.criterion)
+            self.method.check(self.problem, config)
+
+    def _load_teacher(self) -> None:
+        """Load the trained original, if it is given and something needs it."""
+        config, stages = self.config, self.config.stages
+        needs = ""
+        if self.given_widths is None and self.method.needs_trained and "plan" in stages:
+            needs = f"the method {config.method}"
+        elif config.inherits and (self.networks or "backbone" in stages):
+            needs = 'init="inherit"'
+        elif self.networks and config.distill == "teacher":
+            needs = "distillation"
+        if needs or "original" in stages:
+            self.loaded_teacher = None if self.new_classifier else find_teacher(self.weights, self.problem)
+        if self.loaded_teacher is not None:
+            self.teacher_file = self.loaded_teacher.file
+            self.problem = replace(self.problem, trained=self.loaded_teacher.model)
+        elif needs and "original" not in stages:
+            raise ConfigError(
+                f'{needs} needs the trained original: add "original" to the stages, or name its weights '
+                "(--weights)" + (', or set distill="none".' if needs == "distillation" else ".")
+            )
 
     def _check_networks(self, *several: Widths | None) -> None:
         """Build networks of these widths: `slim` refuses one whose code does not do what was predicted."""
@@ -107,7 +126,8 @@ class Pipeline:
 
     def _check_batch_sizes(self, trains: bool) -> None:
         problem, size = self.problem, self.problem.data.train.size
-        criterion = find_criterion(self.config.criterion if self.criterion is None else self.criterion)
+        own = self.method.criterion if isinstance(self.method, Peel) else None
+        criterion = find_criterion(self.config.criterion if own is None else own)
         needs_held_out = getattr(criterion, "needs_held_out", False)
         left = size - held_out_size(size, HELD_OUT) if needs_held_out else size
         checks = ((trains, self.recipe, size), (self.trains_backbone, problem.backbone_recipe, left))
@@ -121,27 +141,27 @@ class Pipeline:
         if self.loaded_teacher is None:
             return
         self.trainer.begin_stage("original", prefix="evaluating ")
-        model, engine = self.problem.engine.prepare(self.loaded_teacher.model), self.problem.engine
-        self.teacher_metrics = evaluate(model, self.problem.data.test, engine)
+        self.teacher_metrics = self.problem.evaluate(self.problem.engine.prepare(self.loaded_teacher.model))
         is_chosen = self.config.mean is not None or self.config.std is not None
-        check_accuracy(self.loaded_teacher, self.teacher_metrics.top1, self.problem, is_chosen)
+        if self.teacher_metrics.top1 is not None and not self.problem.data.is_own:
+            check_accuracy(self.loaded_teacher, self.teacher_metrics.top1, self.problem, is_chosen)
 
     def run(self) -> Result:
         work = self._work(self._expected_plan())
         for callback in self.trainer.callbacks:
             callback.on_run_begin(work)
         self._tell(self.notes)
-        original = self._original()
+        self.problem = replace(self.problem, trained=self._original())
         plan = self._plan()
         slimmed = None
         if plan is not None:
             self._check_networks(plan.widths)
             self.notes += dict.fromkeys(item.note for item in plan.rounds if item.note and not item.distinct)
             self._compare_with_uniform(plan.widths)
-            if "uniform" in self.config.stages:
-                self._train_final("uniform", self.problem.uniform(), original)
-            if "peel" in self.config.stages:
-                slimmed = self._train_final("peel", plan.widths, original)
+            for name in self.networks:
+                is_own = name == plan.name
+                network = self._train_final(name, plan.widths if is_own else self.problem.uniform(), is_own)
+                slimmed = network if is_own else slimmed
         return self._finish(plan, slimmed)
 
     def estimate(self) -> Result:
@@ -152,13 +172,20 @@ class Pipeline:
     def _expected_plan(self) -> Plan:
         """What is known of the plan before training."""
         if self.given_widths is not None:
-            return assemble_plan(self.problem, self.given_widths)
+            return self._given_plan(self.given_widths)
         if "backbone" in self.config.stages:
-            return equal_share_plan(self.problem, self.config, self.criterion)
+            return self.method.preview(self.problem, self.config)
         return assemble_plan(self.problem, self.problem.uniform())
 
+    def _given_plan(self, widths: Widths) -> Plan:
+        return replace(assemble_plan(self.problem, widths), name=self.config.method_name)
+
     def _work(self, plan: Plan) -> list[tuple[str, float]]:
-        trained = [name for name in self.config.stages if name != "original" or self.loaded_teacher is None]
+        trained = list(self.networks)
+        if "original" in self.config.stages and self.loaded_teacher is None:
+            trained.append("original")
+        if self.trains_backbone:
+            trained.append("backbone")
         return estimate_work(self.problem, self.config, self.recipe, plan, trained)
 
     # The original
@@ -186,7 +213,7 @@ class Pipeline:
             graph=graph,
             weights="inherit" if self.new_classifier else "fresh",
         ).requires_grad_(True)
-        objective = CrossEntropy(self.recipe.label_smoothing)
+        objective = self.problem.task.objective(self.recipe.label_smoothing)
         return self._train("original", network, objective, graph.widths)
 
     def _check_teacher(self, teacher: nn.Module) -> None:
@@ -210,13 +237,13 @@ class Pipeline:
 
     def _make_plan(self) -> Plan | None:
         if self.given_widths is not None:
-            plan = assemble_plan(self.problem, self.given_widths)
+            plan = self._given_plan(self.given_widths)
         elif self.world.broadcast(self.folder is not None and self.folder.has("plan.json")):
             return self.world.broadcast(self._stored_plan())
         elif "backbone" not in self.config.stages:
             return None
         else:
-            plan = make_plan(self.problem, self.config, self.trainer.train, self.criterion)
+            plan = self.method.plan(self.problem, self.config, self.trainer.train)
             if "plan" not in self.config.stages:
                 return None
         if self.folder is not None:
@@ -255,37 +282,72 @@ class Pipeline:
 
     # Final trainings
 
-    def _train_final(self, name: str, widths: Widths, teacher: nn.Module | None) -> nn.Module:
-        """Step 5: a network of these widths, trained from scratch with the recipe that all share."""
-        problem, config = self.problem, self.config
+    def _train_final(self, name: str, widths: Widths, is_own: bool) -> nn.Module:
+        """Step 5: a network of these widths, trained with the recipe that all share.
+
+        `is_own`: the method chooses the channels that are kept, where weights are inherited.
+        """
+        problem, config, before = self.problem, self.config, dict[str, float]()
         seed_everything(derive_seed("init", "final", problem.seed))  # paired: the same for all
-        objective: Objective = CrossEntropy(self.recipe.label_smoothing)
-        weight = DISTILLATIONS[config.distill] if config.kd_weight is None else config.kd_weight
+        objective: Objective = problem.task.objective(self.recipe.label_smoothing)
+        weight, logits = self._kd_weight(), problem.task.is_classification
         if config.distill == "in-place":
             pair = in_place_pair(problem.model, problem.graph, widths)
-            objective = InPlace(objective, weight, config.hard_weight, config.temperature)
+            objective = InPlace(objective, weight, config.hard_weight, config.temperature, logits)
             return self._train(name, pair, objective, widths)
-        network = slim(problem.model, widths, graph=problem.graph).requires_grad_(True)
+        network = self._start(name, widths, is_own, before)
         if config.distill == "none":
-            return self._train(name, network, objective, widths)
+            return self._train(name, network, objective, widths, before_training=before)
+        teacher = problem.trained
         assert teacher is not None
         problem.engine.prepare(teacher).eval().requires_grad_(False)
-        objective = Distillation(objective, teacher, weight, config.temperature)
+        objective = Distillation(objective, teacher, weight, config.temperature, logits)
         images = self._with_teacher_logits(teacher)
-        return self._train(name, network, objective, widths, images)
+        return self._train(name, network, objective, widths, images, before)
+
+    def _start(self, name: str, widths: Widths, is_own: bool, before: dict[str, float]) -> nn.Module:
+        """The network before training. Its accuracies after each step of surgery go to `before`."""
+        problem = self.problem
+        if not problem.inherits or self.trainer.is_finished(name):
+            return slim(problem.model, widths, graph=problem.graph).requires_grad_(True)
+        assert problem.trained is not None
+        problem.engine.prepare(problem.trained)
+
+        def watch(step: str, network: nn.Module) -> None:
+            self.trainer.begin_stage(name, prefix="evaluating ", suffix=f", {step}")
+            score = problem.evaluate(network).score
+            if score is not None:
+                before[step] = score
+
+        scores = self.method.scores(problem) if is_own else None
+        return start_network(problem, widths, problem.engine.world.broadcast(scores), watch)
+
+    def _kd_weight(self) -> float:
+        config = self.config
+        if config.kd_weight is not None:
+            return config.kd_weight
+        return DISTILLATIONS[config.distill] if self.problem.task.is_classification else OUTPUT_WEIGHT
 
     def _train(
-        self, name: str, network: nn.Module, objective: Objective, widths: Widths, images: Split | None = None
+        self,
+        name: str,
+        network: nn.Module,
+        objective: Objective,
+        widths: Widths,
+        images: Split | None = None,
+        before_training: Mapping[str, float] | None = None,
     ) -> nn.Module:
         images = self.problem.data.train if images is None else images
-        trained = self.trainer.train(name, network, objective, self.recipe, images)
+        trained = self.trainer.train(
+            name, network, objective, self.recipe, images, before_training=before_training
+        )
         self._add_row(name, widths)
         return trained
 
     def _with_teacher_logits(self, teacher: nn.Module) -> Split:
         """The training images, with cached logits of the teacher where a cache is worth it."""
         problem, images = self.problem, self.problem.data.train
-        if self.logit_cache is None and problem.engine.cache_teacher:
+        if self.logit_cache is None and problem.engine.cache_teacher and not problem.data.is_own:
             classes = len(problem.data.classes)
             self.logit_cache = make_logit_cache(teacher, images, self.recipe.augment, classes, problem.engine)
         return images if self.logit_cache is None else CachedTeacher(images, self.logit_cache)
@@ -293,7 +355,7 @@ class Pipeline:
     def _add_row(self, name: str, widths: Widths, metrics: Metrics | None = None) -> None:
         """`metrics` are by default those of the last epoch."""
         graph, record = self.problem.graph, self.trainer.records[name]
-        files = {"peel": "slim.json", "original": self.teacher_file}
+        files = {self.config.method_name: "slim.json", "original": self.teacher_file}
         self.rows[name] = Row(
             name,
             **(metrics.to_dict() if metrics is not None else record.history[-1].test or {}),
@@ -303,18 +365,20 @@ class Pipeline:
             seconds=record.seconds,
             image_passes=record.image_passes,
             file=files.get(name, f"stages/{name}.json"),
+            before_training=record.before_training,
         )
 
     # The end
 
     def _finish(self, plan: Plan | None, slimmed: nn.Module | None) -> Result:
         networks = {"original": self.problem.graph.widths, "uniform": self.problem.uniform()}
-        for name, widths in {**networks, **({"peel": plan.widths} if plan is not None else {})}.items():
+        for name, widths in {**networks, **({plan.name: plan.widths} if plan is not None else {})}.items():
             if name not in self.rows and self.folder is not None and self.folder.stage_record(name):
                 # A stage that an earlier start finished, and that this one leaves out.
                 self.trainer.load_record(name)
                 self._add_row(name, widths)
-        rows = [self.rows[name] for name in ("original", "uniform", "peel") if name in self.rows]
+        order = dict.fromkeys(("original", "uniform", self.config.method_name))
+        rows = [self.rows[name] for name in order if name in self.rows]
         found = [note for record in self.trainer.records.values() for note in record.notes]
         self.notes = list(dict.fromkeys([*self.notes, *found]))
         self._tell(self.notes)
@@ -346,6 +410,7 @@ class Pipeline:
             "budget": self.problem.budget,
             "resource": self.problem.resource,
             "seed": self.problem.seed,
+            "metric": self.problem.task.metric_name,
             "search": search,
             "wall_seconds": sum(row.seconds for row in rows) + search["seconds"],
             "notes": self.notes,

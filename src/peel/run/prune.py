@@ -4,21 +4,23 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..cost.rounding import resolve_budget
-from ..data.datasets import Data
-from ..errors import CorruptFileError, PeelError, RunError
+from ..data.datasets import OWN_DATA, Data
+from ..errors import ConfigError, CorruptFileError, PeelError, RunError
 from ..graph import ChannelGraph, trace
 from ..methods.problem import Problem
+from ..methods.registry import find_method
 from ..train.callbacks import Callback
-from ..train.engine import make_engine
+from ..train.engine import Engine, make_engine
+from ..train.objective import Loss
+from ..train.task import OptimizerFactory, Task, TrainFunction
 from ..utils.process_state import preserve_process_state
 from ..utils.rng import derive_seed, seed_everything
 from .config import Config, make_config
@@ -32,6 +34,7 @@ from .loading import (
     read_widths,
     resolve_recipes,
 )
+from .own_data import resolve_data, restrict_engine, restrict_settings
 from .pipeline import Pipeline
 from .result import Result
 from .resume import environment_of, open_or_resume, run_identity
@@ -42,8 +45,13 @@ log = logging.getLogger("peel")
 
 def prune(
     model: nn.Module | str,
-    data: Data | str | Path | None = None,
+    data: Data | str | Path | tuple[Any, Any] | None = None,
     *,
+    loss: Loss | str | None = None,
+    metric: Any = None,
+    optimizer: OptimizerFactory | None = None,
+    train_fn: TrainFunction | None = None,
+    graph: ChannelGraph | None = None,
     output: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
     dry_run: bool = False,
@@ -52,34 +60,33 @@ def prune(
 ) -> Result:
     """The five steps. With `output`, everything is written to that folder, and the same call resumes there.
 
-    `model` is a name of `peel.zoo` or a module; `data` a name, a folder or a `peel.Data`. All other settings
-    are fields of `peel.Config`: `budget`, `seed`, `criterion`, `train={"epochs": 20}`, ... `teacher` may be a
-    trained module, `criterion` an object with a `measure` method, `plan` and `backbone_init` mappings from
-    tie names to channels. `dry_run` returns the plan with equal shares and the estimated time.
+    `model` is a name of `peel.zoo` or a module; `data` a name, a folder, a `peel.Data`, or a pair of torch
+    `Dataset`s or `DataLoader`s, (train, val). All other settings are fields of `peel.Config`: `budget`,
+    `seed`, `criterion`, `train={"epochs": 20}`, ... `criterion` may be an object with a `measure` method,
+    `plan` and `backbone_init` mappings from tie names to channels. `dry_run` returns the plan with equal
+    shares and the estimated time.
+
+    `weights` says what the model was trained to: a state dict, a trained module, a file, a run folder, or
+    "pretrained". A given module counts as trained (`weights="pretrained"`). With weights, slim networks are
+    cut from the original, repaired and fine-tuned; `init="scratch"` trains them from scratch.
+    `weights="train"` trains the original here first.
+
+    `loss(output, target)`, `metric(output, target)` (higher is better), `optimizer(parameters)` and
+    `train_fn(model, epochs=..., teacher=...)` are functions of your own; docs/own_data.md says more. `graph`
+    is the model's, where you traced it yourself.
 
     The process is left as it was: random states, deterministic and precision flags, threads.
 
     >>> result = peel.prune("cifar_resnet20", "digits", budget="50%", output="run")
     >>> result.rows[-1].top1, result.model
     """
-    teacher, criterion = settings.get("teacher", "train"), settings.get("criterion")
-    given = {
-        **settings,
-        "model": model if isinstance(model, str) else _reference(model),
-        "data": data.name if isinstance(data, Data) else data,
-        "teacher": "given module" if isinstance(teacher, nn.Module) else str(teacher),
-    }
-    if criterion is not None and not isinstance(criterion, str):
-        given["criterion"] = _reference(criterion)
-    else:
-        criterion = None
-    config = make_config(given)
+    config = _config_of(model, data, settings)
+    weights, criterion = settings.get("weights"), settings.get("criterion")
     with preserve_process_state():
-        assert config.data is not None
-        given_teacher = teacher if isinstance(teacher, nn.Module) else config.teacher
-        given_data = data if isinstance(data, Data) else config.data
-        pipeline = _prepare(model, given_data, given_teacher, config, callbacks)
-        pipeline.criterion = criterion
+        given_weights = weights if isinstance(weights, nn.Module | Mapping) else config.weights
+        task, given_data = Task(loss, metric, optimizer, train_fn), resolve_data(data, config)
+        pipeline = _prepare(model, given_data, given_weights, config, callbacks, task, graph)
+        pipeline.method = find_method(config.method, None if isinstance(criterion, str) else criterion)
         pipeline.check()
         agreed = {**pipeline.identity, "teacher found": pipeline.loaded_teacher is not None}
         pipeline.world.check_equal("a setting", json.dumps(agreed, sort_keys=True))
@@ -92,6 +99,22 @@ def prune(
         return _run_in_folder(output, pipeline, config, command)
 
 
+def _config_of(model: nn.Module | str, data: object, settings: Mapping[str, Any]) -> Config:
+    """The config of `prune`'s arguments. Objects of the caller's are named by their class."""
+    weights, criterion = settings.get("weights"), settings.get("criterion")
+    if weights is None:
+        weights = "train" if isinstance(model, str) else "pretrained"
+    given = {
+        **settings,
+        "model": model if isinstance(model, str) else _reference(model),
+        "data": data.name if isinstance(data, Data) else OWN_DATA if isinstance(data, tuple) else data,
+        "weights": "given module" if isinstance(weights, nn.Module | Mapping) else str(weights),
+    }
+    if criterion is not None and not isinstance(criterion, str):
+        given["criterion"] = _reference(criterion)
+    return make_config(given)
+
+
 def _reference(item: object) -> str:
     kind = type(item)
     return f"{kind.__module__}:{kind.__qualname__}"
@@ -100,32 +123,29 @@ def _reference(item: object) -> str:
 def _prepare(
     model: nn.Module | str,
     data: Data | str,
-    teacher: nn.Module | str,
+    weights: nn.Module | Mapping[str, Tensor] | str,
     config: Config,
     callbacks: Sequence[Callback],
+    task: Task,
+    graph: ChannelGraph | None,
 ) -> Pipeline:
     """Load and trace everything; nothing is written or trained yet."""
     seed_everything(derive_seed("original", config.seed))
-    network, loaded = load_model_and_data(model, data, config, teacher)
-    new_classifier = has_new_classifier(model, teacher, loaded)
-    check_model(network, loaded)
-    graph = trace(network, torch.zeros(1, *loaded.shape), groups=config.groups)
-    recipes = resolve_recipes(config, loaded, network)
+    network, loaded = load_model_and_data(model, data, config, weights)
+    new_classifier = has_new_classifier(model, weights, loaded)
+    task = check_model(network, loaded, task)
+    if graph is not None and config.groups is not None:
+        raise ConfigError("the given graph has its groups already: call graph.regroup(groups) yourself.")
+    graph = graph or trace(network, loaded.example(), groups=config.groups)
+    config, own_notes = restrict_settings(config, loaded, task)
+    recipes = resolve_recipes(config, loaded, network, task)
     init = config.backbone_init
     if not isinstance(init, str) or init.endswith(".json"):
         init = dict(read_widths(init, graph, "backbone_init"))
     resolved = replace(config, freeze=frozen_ties(network, graph, config.freeze), backbone_init=init)
     plan = read_widths(config.plan, graph, "plan") if config.plan is not None else None
-    engine = make_engine(
-        config.device,
-        workers=config.workers,
-        deterministic=config.deterministic,
-        accumulate=config.accumulate,
-        compile=config.compile,
-        sync_bn=config.sync_bn,
-        threads=config.threads,
-        layer_macs=_layer_macs(network, graph, recipes[0].batch_size // config.accumulate),
-    )
+    layer_macs = _layer_macs(network, graph, recipes[0].batch_size // config.accumulate)
+    engine, notes = restrict_engine(_engine_of(config, layer_macs), loaded, task)
     problem = Problem(
         network,
         graph,
@@ -138,17 +158,32 @@ def _prepare(
         engine,
         config.seed,
         config.grow,
+        inherits=config.inherits,
+        task=task,
     )
     return Pipeline(
         problem,
         resolved,
         recipes[0],
         Trainer(problem, callbacks if engine.world.is_main_process else (), config.checkpoint_seconds),
-        run_identity(resolved, graph, network, loaded, engine, recipes, plan),
-        teacher,
+        run_identity(resolved, graph, network, loaded, engine, recipes, plan, task),
+        weights,
         new_classifier,
         given_widths=plan,
-        notes=model_notes(model, network, config, new_classifier),
+        notes=[*loaded.notes, *notes, *own_notes, *model_notes(model, network, config, new_classifier)],
+    )
+
+
+def _engine_of(config: Config, layer_macs: float) -> Engine:
+    return make_engine(
+        config.device,
+        workers=config.workers,
+        deterministic=config.deterministic,
+        accumulate=config.accumulate,
+        compile=config.compile,
+        sync_bn=config.sync_bn,
+        threads=config.threads,
+        layer_macs=layer_macs,
     )
 
 

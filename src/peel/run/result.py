@@ -12,11 +12,9 @@ from ..train.history import EpochRecord
 
 @dataclass(frozen=True)
 class Row:
-    """One network of the table: original, uniform or peel."""
+    """One network of the table: original, uniform or that of the method."""
 
     name: str
-    loss: float
-    top1: float
     macs: int
     params: int
     memory: int
@@ -24,8 +22,14 @@ class Row:
     seconds: float
     image_passes: int
     file: str
+    loss: float | None = None
+    top1: float | None = None
     top5: float | None = None
     """None with five classes or fewer."""
+    metric: float | None = None
+    """The user's own metric, in the place of the accuracies."""
+    before_training: dict[str, float] = field(default_factory=dict)
+    """Top-1, or the metric, after each step of surgery (cut, recalibrated, repaired) on inherited weights."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Result:
     history: Mapping[str, Sequence[EpochRecord]]
     """Stage -> its epochs."""
     rows: Sequence[Row]
-    """The table: original, uniform, peel."""
+    """The table: original, uniform, and the network of the method."""
     notes: Sequence[str]
     folder: Path | None
     estimate: Mapping[str, float] | None = None
@@ -50,6 +54,8 @@ class StageRecord:
     history: list[EpochRecord]
     image_passes: int
     notes: list[str] = field(default_factory=list)
+    before_training: dict[str, float] = field(default_factory=dict)
+    """Top-1, or the metric, after each step of surgery."""
 
     @property
     def seconds(self) -> float:

@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..cost.widths import Widths
-from ..data.datasets import Data
+from ..data.datasets import Data, first_batch
 from ..data.image_folder import ImageFolder, fingerprint_of
 from ..data.in_memory import InMemoryImages
 from ..errors import RunError
 from ..graph import ChannelGraph
 from ..train.engine import Engine
+from ..train.objective import describe
 from ..train.recipe import Recipe
+from ..train.task import Task
 from ..utils.files import parse_object
 from ..utils.fingerprint import fingerprint
 from ..utils.text import flatten
@@ -54,13 +56,15 @@ def run_identity(
     engine: Engine,
     recipes: tuple[Recipe, Recipe],
     plan: Widths | None,
+    task: Task,
 ) -> dict[str, Any]:
     """What a run computes: resolved settings, and fingerprints of code and images."""
     criterion = Path(config.criterion.rpartition(":")[0])
     identity = {
         **asdict(config.method_config()),
         "criterion_file": fingerprint([criterion.read_bytes()]) if criterion.is_file() else None,
-        "teacher": config.teacher if config.teacher in ("train", "pretrained", "given module") else "path",
+        "weights": config.weights if config.weights in ("train", "pretrained", "given module") else "path",
+        "inherits": config.inherits,
         "plan": dict(plan) if plan is not None else None,
         "groups": {name: list(ties) for name, ties in graph.groups.items()},
         "backbone": asdict(recipes[1]),
@@ -76,6 +80,7 @@ def run_identity(
             "constants": fingerprint([repr(graph.constants)]),
         },
         "data": {"images": _fingerprint_images(data), **data.input_spec()},
+        **({"task": task.names()} if task != Task() else {}),
         "processes": engine.world.size,
         "accumulate": engine.accumulation_steps,
         "device": engine.device.type,  # a GPU pads odd widths
@@ -87,11 +92,15 @@ def run_identity(
 def _fingerprint_images(data: Data) -> str:
     parts: list[Tensor | str] = []
     for split in (data.train, data.test):
-        parts.append(split.labels)
+        if split.labels is not None:
+            parts.append(split.labels)
         if isinstance(split, InMemoryImages):
             parts.append(split.pixels)
         elif isinstance(split, ImageFolder):
             parts.append(fingerprint_of(split.paths))
+        elif data.is_own:
+            # Their contents may take hours to read.
+            parts.append(f"{split.size} samples, {describe(first_batch(split, 1).inputs)}")
     return fingerprint(parts)
 
 

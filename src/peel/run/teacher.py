@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from ..data.augmentation import EVAL
+from ..data.batch import call_model, map_tensors
 from ..data.datasets import IMAGENET_MEAN, IMAGENET_STD, Data
 from ..errors import ConfigError, DataError, StoreError
 from ..methods.problem import Problem
 from ..surgery.info import info_of
-from ..surgery.serialization import load, read_input
+from ..surgery.serialization import load, read_info
 from ..train.engine import eval_batch_size
-from ..train.objective import get_logits
+from ..train.objective import get_logits, main_output
 from ..utils.files import parse_object, read_file
 from ..utils.fingerprint import fingerprint
 from .result import StageRecord
@@ -50,16 +51,18 @@ class Teacher:
     """How it was trained, where that is known."""
 
 
-def find_teacher(reference: nn.Module | str, problem: Problem) -> Teacher | None:
+def find_teacher(reference: nn.Module | Mapping[str, Tensor] | str, problem: Problem) -> Teacher | None:
     """The trained teacher; None where it is trained by the run itself."""
     if reference == "train":
         return None
     if isinstance(reference, nn.Module):
         teacher = Teacher(copy.deepcopy(reference))
+    elif isinstance(reference, Mapping):
+        teacher = Teacher(_with_weights(problem.model, dict(reference), "the given state dict"))
     elif reference == "pretrained":
         teacher = Teacher(copy.deepcopy(problem.model))
     else:
-        file = _saved_file(Path(reference))
+        file = saved_file(Path(reference))
         record = file.with_name("original.record.json")
         known = None
         if file.name == "original.json" and record.is_file():
@@ -74,13 +77,15 @@ def find_teacher(reference: nn.Module | str, problem: Problem) -> Teacher | None
     return teacher
 
 
-def input_of(reference: nn.Module | str) -> Mapping[str, Any]:
+def input_of(reference: nn.Module | Mapping[str, Tensor] | str) -> Mapping[str, Any]:
     """How a teacher is fed (classes, shape, mean, std), as far as a module or a file of peel says it."""
     if isinstance(reference, nn.Module):
         return info_of(reference).input or {}
+    if isinstance(reference, Mapping):
+        return {}
     path = Path(reference)
     file = path / "stages" / "original.json" if path.is_dir() else path
-    return (read_input(file) or {}) if file.suffix == ".json" and file.is_file() else {}
+    return (read_info(file).input or {}) if file.suffix == ".json" and file.is_file() else {}
 
 
 def check_accuracy(teacher: Teacher, top1: float, problem: Problem, is_chosen: bool) -> None:
@@ -100,7 +105,7 @@ def check_accuracy(teacher: Teacher, top1: float, problem: Problem, is_chosen: b
                 "(--mean, --std)."
             )
     elif reason := _reason(teacher.model, problem, is_chosen):
-        raise DataError(f"{text}. {reason} Or train it: --teacher train.")
+        raise DataError(f"{text}. {reason} Or train it: --weights train.")
 
 
 def _error(fraction: float, count: int) -> float:
@@ -112,6 +117,7 @@ def _reason(model: nn.Module, problem: Problem, is_chosen: bool) -> str:
     """Why a teacher fails on some test images; empty where it does not."""
     data = problem.data
     index = torch.arange(0, data.test.size, -(-data.test.size // TRIED_IMAGES))
+    assert data.test.labels is not None
     labels, count = data.test.labels.cpu()[index], len(index)
 
     def score(predicted: Tensor) -> float:
@@ -153,8 +159,8 @@ def _numbers(values: Sequence[float]) -> str:
 def _predictions(model: nn.Module, data: Data, index: Tensor, problem: Problem) -> Tensor:
     engine = problem.engine
     model.eval()
-    batches = data.test.batches(index, eval_batch_size(data.shape), EVAL, engine.device, engine.workers)
-    return torch.cat([get_logits(model(batch.images)).argmax(1).cpu() for batch in batches])
+    batches = data.test.batches(index, eval_batch_size(data.test), EVAL, engine.device, engine.workers)
+    return torch.cat([get_logits(model(batch.inputs)).argmax(1).cpu() for batch in batches])
 
 
 def weights_hash(model: nn.Module) -> str:
@@ -173,23 +179,26 @@ def _refuse_slim(teacher: Teacher, problem: Problem) -> None:
 
 
 def _check(teacher: nn.Module, problem: Problem) -> None:
-    device, shape = problem.engine.device, problem.data.shape
+    device, data = problem.engine.device, problem.data
+    example = map_tensors(data.example(2), lambda tensor: tensor.to(device))
     try:
         with torch.inference_mode():
-            logits = get_logits(teacher.to(device).eval()(torch.zeros(2, *shape, device=device)))
+            output = call_model(teacher.to(device).eval(), example)
     except (RuntimeError, ValueError, TypeError) as error:
-        raise DataError(f"the teacher cannot take images of shape {shape}: {error}") from error
-    if not torch.isfinite(logits).all():
+        what = "the given data" if data.is_own else f"images of shape {data.shape}"
+        raise DataError(f"the teacher cannot take {what}: {error}") from error
+    logits = main_output(output) if data.is_own else get_logits(output)
+    if logits is not None and not torch.isfinite(logits).all():
         raise DataError(
             "the teacher's logits are not finite: its weights are corrupt, or its training diverged."
         )
-    if logits.shape[1] != len(problem.data.classes):
+    if logits is not None and not data.is_own and logits.shape[1] != len(problem.data.classes):
         raise DataError(
             f"the teacher has {logits.shape[1]} classes, the data has {len(problem.data.classes)}."
         )
 
 
-def _saved_file(path: Path) -> Path:
+def saved_file(path: Path) -> Path:
     """The teacher in a run folder, a model saved by peel, or a state dict."""
     inside = path / "stages" / "original.json"
     candidates = (inside,) if path.is_dir() else (path, path.with_name(path.name + ".json"))
@@ -197,7 +206,7 @@ def _saved_file(path: Path) -> Path:
         if candidate.is_file():
             return candidate
     raise StoreError(
-        f"there is no teacher at {path}. Name a file with its weights, or a run folder. To train it once for "
+        f"there are no weights at {path}. Name a file, or a run folder. To train the original once for "
         f"several runs: peel run ... --stages original --output {path}"
     )
 
@@ -214,16 +223,19 @@ def load_weights(path: Path, original: nn.Module) -> nn.Module:
             f"{path} cannot be loaded {reason} ({type(error).__name__}). Save the model's state_dict() with "
             "torch.save, or the model with peel.save."
         ) from error
-    teacher = copy.deepcopy(original)
-    weights = _find_state_dict(stored, path, teacher)
+    return _with_weights(original, stored, str(path))
+
+
+def _with_weights(original: nn.Module, stored: Any, source: str) -> nn.Module:
+    model = copy.deepcopy(original)
     try:
-        teacher.load_state_dict(weights)
+        model.load_state_dict(_find_state_dict(stored, source, model))
     except RuntimeError as error:
-        raise StoreError(f"{path} does not fit the model. {error}") from error
-    return teacher
+        raise StoreError(f"{source} does not fit the model. {error}") from error
+    return model
 
 
-def _find_state_dict(stored: Any, path: Path, model: nn.Module) -> dict[str, Tensor]:
+def _find_state_dict(stored: Any, source: str, model: nn.Module) -> dict[str, Tensor]:
     """The weights in a checkpoint, under one of the usual keys, without the prefix that wrappers add."""
     while isinstance(stored, dict):
         inner = (stored.get(key) for key in ("state_dict", "model_state_dict", "model", "net"))
@@ -233,7 +245,7 @@ def _find_state_dict(stored: Any, path: Path, model: nn.Module) -> dict[str, Ten
         stored = found
     if not isinstance(stored, dict) or not any(isinstance(value, Tensor) for value in stored.values()):
         raise StoreError(
-            f"{path} holds no state dict (names and tensors, possibly under `state_dict`, `model` or `net`)."
+            f"{source} holds no state dict (names and tensors, maybe under `state_dict`, `model` or `net`)."
         )
     wanted = list(model.state_dict())
     if not stored.keys() & set(wanted):

@@ -1,6 +1,7 @@
 """Trains the networks of a run, each once: a resumed run loads what is finished from its folder."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,9 +9,9 @@ from torch import nn
 
 from ..cost.widths import Widths
 from ..data.datasets import Split
-from ..errors import CorruptFileError
+from ..errors import ConfigError, CorruptFileError
 from ..methods.problem import Problem
-from ..steps.distillation import Pair
+from ..steps.distillation import Distillation, Pair
 from ..surgery import slim
 from ..surgery.info import attach_info, info_of
 from ..surgery.padding import Padded, fast_widths, pad
@@ -19,9 +20,10 @@ from ..train.callbacks import Callback
 from ..train.checkpoint import non_persistent_buffers
 from ..train.history import EpochRecord
 from ..train.loop import fit
-from ..train.objective import Objective
+from ..train.objective import Objective, explain_failure, name_of
 from ..train.recipe import Recipe
-from ..utils.rng import derive_seed
+from ..train.task import TrainFunction
+from ..utils.rng import derive_seed, seed_everything
 from .folder import WAY_OUT, RunFolder
 from .result import StageRecord
 
@@ -29,7 +31,6 @@ DESCRIPTIONS = {
     "original": "the original",
     "backbone": "the over-pruned backbone",
     "uniform": "the uniform network of the same budget",
-    "peel": "the slim network",
 }
 
 #: On a GPU an epoch may be shorter than writing a checkpoint: at most one in this many seconds.
@@ -57,7 +58,8 @@ class Trainer:
 
     def begin_stage(self, stage: str, prefix: str = "", suffix: str = "") -> None:
         for callback in self.callbacks:
-            callback.on_stage_begin(stage, f"{prefix}{DESCRIPTIONS[stage.split('-')[0]]}{suffix}")
+            description = DESCRIPTIONS.get(stage.split("-")[0], "the slim network")
+            callback.on_stage_begin(stage, f"{prefix}{description}{suffix}")
 
     def train(
         self,
@@ -67,6 +69,7 @@ class Trainer:
         recipe: Recipe,
         images: Split,
         callbacks: Sequence[Callback] = (),
+        before_training: Mapping[str, float] | None = None,
     ) -> nn.Module:
         """The trained network; of a pair (in-place distillation), the student."""
         engine, folder = self.problem.engine, self.folder
@@ -78,6 +81,11 @@ class Trainer:
             self.records[stage] = done
             return self._finished(self._load(stage, _widths_of(network)))
         self.begin_stage(stage, prefix="training ")
+        if self.problem.task.train_fn is not None:
+            history = [self._train_with(self.problem.task.train_fn, network, objective, recipe)]
+            if folder is not None:
+                folder.restart_metrics(stage, history)
+            return self._end_stage(stage, network, history, [], before_training)
         padded, notes = self._pad(network)
         extra = callbacks if padded is None else [_Unpadded(callback, padded) for callback in callbacks]
         metrics = [] if folder is None else [_MetricsFile(stage, folder)]
@@ -93,21 +101,60 @@ class Trainer:
             checkpoint_seconds=self.checkpoint_seconds,
             epoch_seconds=EPOCH_SECONDS if engine.device.type == "cuda" else 0.0,
             callbacks=[*extra, *metrics, *self.callbacks],
+            task=self.problem.task,
         )
         if isinstance(network, Pair):
             network = network.student()
         elif padded is not None:
             network = padded.unpadded()
+        return self._end_stage(stage, network, history, notes, before_training)
+
+    def _end_stage(
+        self,
+        stage: str,
+        network: nn.Module,
+        history: list[EpochRecord],
+        notes: list[str],
+        before_training: Mapping[str, float] | None,
+    ) -> nn.Module:
         self._finished(network)
-        self.records[stage] = self._record(history, notes)
-        if folder is not None:
-            folder.save_stage(stage, self.records[stage], network)
+        self.records[stage] = self._record(history, notes, before_training or {})
+        if self.folder is not None:
+            self.folder.save_stage(stage, self.records[stage], network)
         return network
+
+    def _train_with(
+        self, train_fn: TrainFunction, network: nn.Module, objective: Objective, recipe: Recipe
+    ) -> EpochRecord:
+        """The user's own function trains the network; all its epochs are one record."""
+        problem, layers = self.problem, [(name, p.shape) for name, p in network.named_parameters()]
+        seed_everything(derive_seed("model", problem.seed))
+        teacher = objective.teacher if isinstance(objective, Distillation) else None
+        network = problem.engine.prepare(network).train()
+        began = time.perf_counter()
+        with explain_failure(f"train_fn {name_of(train_fn)}"):
+            result = train_fn(network, epochs=recipe.epochs, teacher=teacher)
+        seconds = time.perf_counter() - began
+        if result not in (None, network) or layers != [(n, p.shape) for n, p in network.named_parameters()]:
+            raise ConfigError("train_fn must train the given model in place and keep its layers as they are.")
+        passes = recipe.epochs * problem.data.train.size
+        metrics = problem.evaluate(problem.engine.prepare(network))
+        record = EpochRecord(
+            recipe.epochs, recipe.epochs, 0.0, {}, metrics.to_dict(), seconds, passes / max(seconds, 1e-9)
+        )
+        for callback in self.callbacks:
+            callback.on_epoch_end(record)
+        return record
 
     def _finished(self, network: nn.Module) -> nn.Module:
         """A trained network, which knows how to be fed."""
         attach_info(network, replace(info_of(network), input=self.problem.data.input_spec()))
         return self.problem.engine.prepare(network).eval()
+
+    def is_finished(self, stage: str) -> bool:
+        return self.problem.engine.world.broadcast(
+            self.folder is not None and self.folder.stage_record(stage) is not None
+        )
 
     def load_record(self, stage: str) -> None:
         """Take over the record of a stage that an earlier start finished, without its network."""
@@ -116,10 +163,12 @@ class Trainer:
             self.begin_stage(stage, suffix=": already finished")
             self.records[stage] = done
 
-    def _record(self, history: list[EpochRecord], notes: list[str]) -> StageRecord:
+    def _record(
+        self, history: list[EpochRecord], notes: list[str], before_training: Mapping[str, float]
+    ) -> StageRecord:
         passes = sum(round(epoch.images_per_second * epoch.seconds) for epoch in history)
         varies = [] if self.problem.engine.deterministic else [NOT_DETERMINISTIC]
-        return StageRecord(history, passes, [*varies, *notes])
+        return StageRecord(history, passes, [*varies, *notes], dict(before_training))
 
     def _load(self, stage: str, widths: Widths) -> nn.Module:
         """The network of a finished stage. The main process reads it and sends the weights to the others."""

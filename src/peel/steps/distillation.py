@@ -1,4 +1,4 @@
-"""Step 5: the slim network is trained from scratch, with the labels and with the logits of a teacher.
+"""Step 5: the slim network is trained from scratch, with the labels and with the output of a teacher.
 
 `Distillation` is the paper's objective, with the original network as teacher. `InPlace` is that of slimmable
 networks: the teacher is a wider network that shares its weights with the student and trains with it.
@@ -14,13 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..data.batch import Batch
+from ..data.batch import Batch, call_model
+from ..errors import ModelError
 from ..graph import ChannelGraph
 from ..graph.channel_graph import Run
 from ..graph.parameters import norm_layers, spans
 from ..graph.rebuild import tensors_of
 from ..surgery import attach_info, info_of, slim
-from ..train.objective import Losses, Objective, get_logits
+from ..train.objective import Losses, Objective, main_output
 from ..train.step import NormParameters
 
 #: Kind of distillation -> default weight of its term.
@@ -30,31 +31,56 @@ DISTILLATIONS = {"teacher": 0.1, "in-place": 1.0, "none": 0.0}
 IN_PLACE_WIDTH = 1.5
 
 
-def soft_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """KL(teacher || student) at a temperature, the batch mean, scaled so that gradients keep their size."""
-    target = F.log_softmax(teacher.float() / temperature, dim=1)
-    given = F.log_softmax(student.float() / temperature, dim=1)
-    return F.kl_div(given, target, reduction="batchmean", log_target=True) * temperature**2
+#: Default weight where outputs are no class logits: their relative error is about 1 before training.
+OUTPUT_WEIGHT = 1.0
+
+
+def distillation_loss(
+    student: Tensor, teacher: Tensor, *, temperature: float = 1.0, logits: bool = True
+) -> Tensor:
+    """How far the output of a student is from that of its teacher.
+
+    Of class logits (`samples x classes`, or with further axes for positions): KL(teacher || student) at a
+    temperature, the mean over samples and positions, scaled so that gradients keep their size. With
+    `logits=False`, for any other output: the mean squared error, relative to the variance of the teacher's
+    output.
+
+    >>> loss = criterion(output, target) + 0.1 * peel.distillation_loss(output, teacher(images).detach())
+    """
+    student, teacher = student.float(), teacher.float()
+    if student.shape != teacher.shape:
+        raise ModelError(
+            f"the student's output has shape {tuple(student.shape)}, the teacher's {tuple(teacher.shape)}: "
+            "distillation compares outputs of one shape."
+        )
+    if not logits:
+        return F.mse_loss(student, teacher) / teacher.var(correction=0).clamp_min(1e-12)
+    target = F.log_softmax(teacher / temperature, dim=1)
+    given = F.log_softmax(student / temperature, dim=1)
+    positions = student[0, 0].numel()
+    return F.kl_div(given, target, reduction="batchmean", log_target=True) * temperature**2 / positions
 
 
 @dataclass(frozen=True)
 class Distillation:
-    """The paper's objective: the loss on the labels plus `weight` times the divergence from the teacher."""
+    """The paper's objective: the loss on the labels plus `weight` times the distance from the teacher."""
 
     objective: Objective
     teacher: nn.Module
     weight: float = DISTILLATIONS["teacher"]
     temperature: float = 1.0
+    logits: bool = True
+    """Whether outputs are class logits."""
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         losses = self.objective(model, batch)
-        teacher_logits = batch.teacher_logits
-        if teacher_logits is None:
+        output = batch.teacher_logits
+        if output is None:
             with torch.no_grad():
-                teacher_logits = get_logits(self.teacher(batch.images))
-        term = soft_loss(losses.logits, teacher_logits, self.temperature)
+                output = main_output(call_model(self.teacher, batch.inputs))
+        term = _distance(losses.output, output, self)
         terms = {**losses.terms, "distillation": term.detach()}
-        return Losses(losses.total + self.weight * term, terms, losses.logits)
+        return Losses(losses.total + self.weight * term, terms, losses.output)
 
 
 class Pair(nn.Module):
@@ -75,9 +101,9 @@ class Pair(nn.Module):
         self._student = (student,)
         self._places = dict(places)
 
-    def forward(self, images: Tensor) -> Any:
+    def forward(self, *args: Any, **options: Any) -> Any:
         student = self._student[0].train(self.training)
-        return functional_call(student, self._tensors(), (images,))
+        return functional_call(student, self._tensors(), args, options)
 
     def _tensors(self) -> dict[str, Tensor]:
         """The student's parameters and buffers, by their names in the student."""
@@ -109,17 +135,27 @@ class InPlace:
     weight: float = DISTILLATIONS["in-place"]
     hard_weight: float = 0.0
     temperature: float = 1.0
+    logits: bool = True
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         assert isinstance(model, Pair)
         wide = self.objective(model.wide, batch)
         student = self.objective(model, batch)
-        term = soft_loss(student.logits, wide.logits.detach(), self.temperature)
+        term = _distance(student.output, None if wide.output is None else wide.output.detach(), self)
         total = wide.total + self.weight * term
         if self.hard_weight:
             total = total + self.hard_weight * student.total
-        terms = {"cross_entropy": student.terms["cross_entropy"], "wide": wide.total.detach()}
-        return Losses(total, {**terms, "distillation": term.detach()}, student.logits)
+        terms = {**student.terms, "wide": wide.total.detach(), "distillation": term.detach()}
+        return Losses(total, terms, student.output)
+
+
+def _distance(student: Tensor | None, teacher: Tensor | None, kind: Distillation | InPlace) -> Tensor:
+    if student is None or teacher is None:
+        raise ModelError(
+            "distillation needs a model that returns a tensor, a tuple that starts with one, or `logits` or "
+            '`out` in a dict. Set distill="none" for this one.'
+        )
+    return distillation_loss(student, teacher, temperature=kind.temperature, logits=kind.logits)
 
 
 def in_place_pair(

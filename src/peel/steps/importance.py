@@ -6,7 +6,7 @@ the importance of a channel. The importance of a group is the mean over its chan
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -21,6 +21,7 @@ from ..graph.parameters import ChannelAxis, values_by_tie
 from ..train.engine import Engine
 from ..train.objective import Losses, Objective
 from ..train.recipe import Recipe
+from ..train.task import Task
 from ..utils.rng import epoch_order
 
 #: Groups cannot be told apart where no share differs from an equal share by more than this fraction.
@@ -41,10 +42,12 @@ class CriterionInput:
     objective: Objective
     engine: Engine
     seed: int
+    task: Task = field(default_factory=Task)
 
     def batches(self, images: int, batch_size: int, start: int = 0) -> Iterator[Batch]:
         """Batches of training images without augmentation, the same ones for the same seed and start."""
         order = epoch_order(self.train.size, self.seed, -1)[start : start + images]
+        batch_size = min(batch_size, getattr(self.train, "batch_size", batch_size))
         return self.train.batches(order, batch_size, EVAL, self.engine.device, self.engine.workers)
 
 
@@ -135,7 +138,7 @@ class WithL1:
             return losses
         scales = torch.cat([model.get_parameter(name).flatten() for name in self.scales])
         term = self.l1_coefficient * scales.abs().sum()
-        return Losses(losses.total + term, {**losses.terms, "l1": term.detach()}, losses.logits)
+        return Losses(losses.total + term, {**losses.terms, "l1": term.detach()}, losses.output)
 
 
 def l1_coefficient_for(l1_strength: float, recipes: Sequence[Recipe], steps_per_epoch: int) -> float:

@@ -6,10 +6,12 @@ from typing import Any
 
 from torch import nn
 
+from .selection import KeptChannels
+
 
 @dataclass(frozen=True)
 class SlimInfo:
-    """How a model was made, as plain values that can be written as JSON."""
+    """How a model was made. All but the kept channels are plain values that can be written as JSON."""
 
     source: Mapping[str, Any]
     """How to build the original: `{"zoo": name, "arguments": {...}}`, or `{"class": "module:Class"}`."""
@@ -21,6 +23,8 @@ class SlimInfo:
     """MACs, parameters, the input shapes that they were counted for, and the modules if only these were."""
     input: Mapping[str, Any] | None = None
     """Of a trained model: its classes, and the shape and normalization of the images."""
+    kept: KeptChannels | None = field(default=None, compare=False, repr=False)
+    """Which channels were kept where weights were inherited. `save` does not write it."""
 
 
 def info_of(model: nn.Module) -> SlimInfo:

@@ -1,6 +1,6 @@
 """Channel selection: which channels of each atom are kept, and where they are in each tensor."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..errors import WidthsError, did_you_mean
 from ..graph.channel_graph import ChannelGraph, Run
-from ..graph.parameters import filter_axes, scale_axes, spans
+from ..graph.parameters import ChannelAxis, filter_axes, scale_axes, spans
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,33 @@ class KeptChannels:
                 places = span.start + chosen * run.inner + torch.arange(run.inner)
                 pieces.append(torch.where(chosen >= 0, places, -1).flatten())
         return torch.cat(pieces)
+
+
+@dataclass(frozen=True)
+class ChannelScores:
+    """Atom -> one score per channel. The channels with the highest scores are kept."""
+
+    by_atom: Mapping[int, Tensor]
+
+    @classmethod
+    def from_axes(cls, graph: ChannelGraph, values: Iterable[tuple[ChannelAxis, Tensor]]) -> "ChannelScores":
+        """Sums of values along axes of parameters, one value per position of the axis."""
+        scores: dict[int, Tensor] = {}
+        for place, along in values:
+            _add(scores, place.runs(graph), along.detach().float().cpu())
+        return cls(scores)
+
+    def by_tie(self, graph: ChannelGraph) -> dict[str, Tensor]:
+        """Tie -> scores in descending order: how much its best, second best, ... channel is worth.
+
+        Of a tie with several atoms, the means over them: one more unit keeps a channel of each.
+        """
+        ties: dict[str, list[Tensor]] = {name: [] for name in graph.widths}
+        names = list(graph.widths)
+        for atom, run in _atoms(graph).items():
+            if atom in self.by_atom:
+                ties[names[run.tie]].append(self.by_atom[atom].sort(descending=True).values)
+        return {name: torch.stack(values).mean(0) for name, values in ties.items() if values}
 
 
 def select_channels(
@@ -50,10 +77,15 @@ def select_channels(
 
 
 def select_best(
-    model: nn.Module, graph: ChannelGraph, units: Sequence[int], scores: Mapping[str, Tensor] | None
+    model: nn.Module,
+    graph: ChannelGraph,
+    units: Sequence[int],
+    scores: Mapping[str, Tensor] | ChannelScores | None,
 ) -> KeptChannels:
     """Keep the channels with the highest default scores. `scores` (tie -> one per channel) replaces these."""
     by_atom = _default_scores(model, graph)
+    if isinstance(scores, ChannelScores):
+        return select_channels(graph, units, by_atom | dict(scores.by_atom))
     for name, given in (scores or {}).items():
         by_atom |= _scores_of_tie(graph, name, given)
     return select_channels(graph, units, by_atom)

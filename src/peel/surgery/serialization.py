@@ -76,7 +76,7 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
     document = _read_document(json_path)
     try:
         tensors = _read_weights(json_path, document["weights"]["file"], document["weights"]["sha256"])
-        original = _from_zoo(document["model"], json_path) if model is None else model
+        original = build_original(document["model"], json_path) if model is None else model
         built = _build(original, document, tensors, json_path)
         kept = {key: document[key] for key in ("widths", "modules", "costs")}
     except (KeyError, TypeError, AttributeError) as error:
@@ -85,13 +85,21 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
     return built
 
 
-def read_input(path: str | os.PathLike[str]) -> Mapping[str, Any] | None:
-    """How to feed the model saved at `path`: classes, shape, mean and std; None where that is not known."""
-    return _read_document(_paths(path)[1]).get("input")
+def read_info(path: str | os.PathLike[str]) -> SlimInfo:
+    """How the model saved at `path` was made and is fed, without its weights."""
+    document = _read_document(_paths(path)[1])
+    try:
+        kept = {key: document[key] for key in ("widths", "modules", "costs")}
+        return SlimInfo(document["model"], **kept, input=document.get("input"))
+    except KeyError as error:
+        raise StoreError(f"{path} is malformed: it has no {error}.") from error
 
 
-def _from_zoo(source: Mapping[str, Any], path: Path) -> nn.Module:
-    """Build a model by its name. The file may not import code, open files or download weights."""
+def build_original(source: Mapping[str, Any], path: Path) -> nn.Module:
+    """Build the original of a saved model by its name, with random weights.
+
+    The file may not import code, open files or download weights.
+    """
     from .. import zoo
 
     if "zoo" not in source:

@@ -6,6 +6,7 @@ set afterwards. Only the initialization of fresh weights knows about kinds of la
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from ..graph.channel_graph import ChannelGraph
 from ..graph.probe import check_network
 from ..graph.rebuild import empty_as, evaluate, new_shapes, rebuild, tensors_of
 from .info import SlimInfo, attach_info, info_of
-from .selection import KeptChannels, select_best
+from .selection import ChannelScores, KeptChannels, select_best
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -32,7 +33,7 @@ def slim(
     *,
     graph: ChannelGraph,
     weights: Literal["fresh", "inherit"] = "fresh",
-    scores: Mapping[str, Tensor] | None = None,
+    scores: Mapping[str, Tensor] | ChannelScores | None = None,
 ) -> nn.Module:
     """A new model at the given widths, smaller or larger.
 
@@ -62,7 +63,7 @@ def slim(
         grows = any(new > old for new, old in zip(units, graph.units(), strict=True))
         drawn = initialize(small) if is_fresh or grows else set()
         copy_weights(model, small, graph, kept, drawn)
-    attach_info(small, _info(info_of(model), graph, graph.check(widths)))
+    attach_info(small, replace(_info(info_of(model), graph, graph.check(widths)), kept=kept))
     return small
 
 

@@ -10,6 +10,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from ..data.datasets import Split
+from ..data.torch_data import DatasetSplit, LoaderSplit
 from ..errors import ConfigError, OutOfMemoryError
 from ..utils.environment import count_cores, env_number
 from .distributed import World, init_distributed
@@ -54,7 +56,10 @@ class Engine:
     world: World = field(default_factory=World)
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        return model.to(self.device).to(memory_format=torch.channels_last)
+        model = model.to(self.device)
+        if any(parameter.ndim == 5 for parameter in model.parameters()):
+            return model  # channels-last is for images; volumes have a format of their own
+        return model.to(memory_format=torch.channels_last)
 
     def autocast(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext()
@@ -92,7 +97,7 @@ def make_engine(
         raise ConfigError("compile cannot be on together with deterministic or sync_bn: choose one of them.")
     if threads is not None and threads > (cores := os.cpu_count() or threads):
         raise ConfigError(f"threads: this machine has {cores} cores. Choose at most as many, not {threads}.")
-    chosen = _find_device(device)
+    chosen = find_device(device)
     is_cuda = chosen.type == "cuda"
     world = init_distributed(chosen)
     if is_cuda:
@@ -127,7 +132,7 @@ def make_engine(
     )
 
 
-def _find_device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
@@ -146,9 +151,11 @@ def _find_device(name: str) -> torch.device:
 EVAL_IMAGES, EVAL_PIXELS = 1000, 16_000_000
 
 
-def eval_batch_size(shape: tuple[int, int, int]) -> int:
-    """Batch size of forward passes without gradients, for images of this shape."""
-    return min(EVAL_IMAGES, max(1, EVAL_PIXELS // (shape[1] * shape[2])))
+def eval_batch_size(split: Split) -> int:
+    """Batch size of forward passes without gradients. The user's own data keep the batch size of training."""
+    if isinstance(split, DatasetSplit | LoaderSplit):
+        return split.batch_size
+    return min(EVAL_IMAGES, max(1, EVAL_PIXELS // (split.shape[1] * split.shape[2])))
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -6,12 +6,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Metrics:
-    """Cross entropy and accuracies (fractions) over a whole split."""
+    """Loss and accuracies (fractions) over a whole split. None: it has no meaning for the task."""
 
-    loss: float
-    top1: float
+    loss: float | None
+    top1: float | None
     top5: float | None
     """None with five classes or fewer, where it says nothing."""
+    metric: float | None = None
+    """The user's own metric, which takes the place of the accuracies."""
+
+    @property
+    def score(self) -> float | None:
+        """What networks are judged by: the user's metric, else top-1. None where there is neither."""
+        return self.top1 if self.metric is None else self.metric
 
     def to_dict(self) -> dict[str, float]:
         return {name: value for name, value in vars(self).items() if value is not None}
@@ -29,4 +36,5 @@ class EpochRecord:
     seconds: float
     """Training time, without the evaluation."""
     images_per_second: float
+    """Samples per second, where the data are not images."""
     extra: dict[str, Any] = field(default_factory=dict)

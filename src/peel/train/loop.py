@@ -7,16 +7,19 @@ import torch
 from torch import nn
 
 from ..data.augmentation import EVAL, View
+from ..data.batch import call_model
 from ..data.datasets import Split
+from ..errors import PeelError
 from ..utils.rng import derive_seed, seed_everything
 from .callbacks import Callback
 from .checkpoint import Checkpoints
 from .engine import Engine, eval_batch_size, retry_on_oom
 from .history import EpochRecord, Metrics
-from .objective import Objective, get_logits
+from .objective import Objective
 from .recipe import Recipe
 from .signals import Interrupted, defer_signals, interrupt_requested
 from .state import TrainingState
+from .task import Scores, Task
 
 #: Steps between two checks that the loss is finite; each check waits for the device.
 CHECK_EVERY = 100
@@ -38,6 +41,7 @@ def fit(
     checkpoint_seconds: float = 600.0,
     epoch_seconds: float = 0.0,
     callbacks: Sequence[Callback] = (),
+    task: Task | None = None,
 ) -> list[EpochRecord]:
     """Train the model in place and return a record of each epoch.
 
@@ -48,7 +52,8 @@ def fit(
     steps_per_epoch = recipe.steps_per_epoch(train.size)
     engine.prepare(model)
     seed_everything(derive_seed("model", seed, engine.world.rank))
-    state = TrainingState(model, objective, recipe, engine, checkpoints, steps_per_epoch)
+    task = task or Task()
+    state = TrainingState(model, objective, recipe, engine, checkpoints, steps_per_epoch, task.optimizer)
     with defer_signals():
         try:
             state.resume()
@@ -56,7 +61,7 @@ def fit(
                 callback.on_train_begin(state.history)
             while state.epoch < recipe.epochs:
                 _train_epoch(state, train, seed, checkpoint_seconds, callbacks)
-                _end_epoch(state, test, epoch_seconds, callbacks)
+                _end_epoch(state, test, epoch_seconds, callbacks, task)
         finally:
             state.train_step.release()
     model.eval()
@@ -95,14 +100,18 @@ def _should_compile(state: TrainingState) -> bool:
 
 
 def _end_epoch(
-    state: TrainingState, test: Split | None, epoch_seconds: float, callbacks: Sequence[Callback]
+    state: TrainingState,
+    test: Split | None,
+    epoch_seconds: float,
+    callbacks: Sequence[Callback],
+    task: Task,
 ) -> None:
     model, engine, recipe = state.model, state.engine, state.recipe
     losses, seconds = state.mean_losses(), state.seconds
     engine.world.average_buffers(model)
     try:
-        metrics = evaluate(model, test, engine) if test is not None else None
-    except Interrupted:
+        metrics = evaluate(model, test, engine, task=task) if test is not None else None
+    except (Interrupted, PeelError):
         state.save()  # all steps are done: a resume repeats the evaluation only
         raise
     extra: dict[str, Any] = {}
@@ -128,8 +137,10 @@ def _end_epoch(
         raise Interrupted(stop)
 
 
-def evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int | None = None) -> Metrics:
-    """Cross entropy, top-1 and top-5 over every image of the split, divided among the processes.
+def evaluate(
+    model: nn.Module, split: Split, engine: Engine, batch_size: int | None = None, task: Task | None = None
+) -> Metrics:
+    """Loss and accuracies, or the metric of the task, over the whole split, divided among the processes.
 
     A signal raises `Interrupted` after the current batch, in all processes. Out of memory, the evaluation is
     repeated with half the batch size.
@@ -138,8 +149,8 @@ def evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int | N
     model.eval()
     try:
         return retry_on_oom(
-            lambda size: _evaluate(model, split, engine, size),
-            batch_size or eval_batch_size(split.shape),
+            lambda size: _evaluate(model, split, engine, size, task or Task()),
+            batch_size or eval_batch_size(split),
             engine.device,
         )
     finally:
@@ -147,23 +158,19 @@ def evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int | N
 
 
 @torch.inference_mode()
-def _evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int) -> Metrics:
-    sums = torch.zeros(3, dtype=torch.float64, device=engine.device)
-    # Empty where there are more processes than images.
-    indices = torch.arange(min(engine.world.rank, split.size), split.size, engine.world.size)
-    stop, classes = None, 0
-    for images, labels, _ in split.batches(indices, batch_size, EVAL, engine.device, engine.workers):
+def _evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int, task: Task) -> Metrics:
+    scores = Scores(task, engine.device)
+    # An accumulating metric has to see all samples. Else empty where there are more processes than images.
+    rank, processes = (0, 1) if task.is_accumulating else (engine.world.rank, engine.world.size)
+    indices = torch.arange(min(rank, split.size), split.size, processes)
+    stop = None
+    for batch in split.batches(indices, batch_size, EVAL, engine.device, engine.workers):
         with engine.autocast():
-            output = model(images)
-        logits = get_logits(output)
-        classes = logits.shape[1]
-        loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
-        is_hit = logits.topk(min(5, classes), dim=1).indices == labels[:, None]
-        sums += torch.stack([loss.double(), is_hit[:, 0].sum().double(), is_hit.sum().double()])
+            output = call_model(model, batch.inputs)
+        scores.add(model, output, batch)
         if (stop := interrupt_requested()) is not None:
             break
-    stops, counts = zip(*engine.world.gather((stop, classes)), strict=True)
+    stops, counts, classes = zip(*engine.world.gather((stop, scores.count, scores.classes)), strict=True)
     for signal in filter(None, stops):
         raise Interrupted(signal)
-    loss_mean, top1, top5 = (engine.world.all_reduce(sums) / split.size).tolist()
-    return Metrics(loss_mean, top1, top5 if max(counts) > 5 else None)
+    return scores.result(engine.world.all_reduce(scores.sums), sum(counts), max(classes))

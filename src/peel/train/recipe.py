@@ -16,7 +16,7 @@ from ..utils.validation import check_value
 #: `auto` depends on the data: crop for digits, crop-flip for small photographs, imagenet for large ones.
 AUGMENTATIONS = ("auto", "none", "crop", "crop-flip", "imagenet")
 
-SCHEDULES = ("cosine", "steps")
+SCHEDULES = ("cosine", "steps", "constant")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Recipe:
     decay_norms: Annotated[bool, Meta(description="Whether norm layers and biases decay too.")] = False
     warmup_epochs: Annotated[float, Meta(ge=0, description="Epochs of linear warm-up.")] = 1.0
     warmup_from: Annotated[float, Meta(ge=0, description="Learning rate that warm-up starts at.")] = 0.0
-    schedule: Annotated[str, Meta(description="cosine (to zero) or steps.")] = "cosine"
+    schedule: Annotated[str, Meta(description="cosine (to zero), steps or constant.")] = "cosine"
     milestones: Annotated[
         tuple[Annotated[float, Meta(gt=0, lt=1)], ...],
         Meta(description="With steps: where the learning rate drops, as fractions of the training."),
@@ -68,6 +68,8 @@ class Recipe:
             return self.warmup_from + (self.lr - self.warmup_from) * (step + 1) / warmup
         if self.schedule == "cosine":
             return self.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+        if self.schedule == "constant":
+            return self.lr
         return self.lr * self.gamma ** sum(step >= milestone * total for milestone in self.milestones)
 
     def lr_sum(self, steps_per_epoch: int) -> float:
@@ -101,6 +103,13 @@ RECIPES: Mapping[str, Recipe] = {
     "cifar-steps": replace(_CIFAR, schedule="steps"),
     # Short, with large batches: seconds on a GPU.
     "cifar-fast": Recipe(epochs=30, lr=0.4, weight_decay=5e-4, warmup_epochs=3),
+    # For a network that is cut from a trained one and repaired: small images, and large ones.
+    "finetune": Recipe(
+        epochs=10, batch_size=128, lr=0.02, weight_decay=5e-4, warmup_epochs=0.0, label_smoothing=0.0
+    ),
+    "finetune-imagenet": Recipe(epochs=10, batch_size=256, lr=0.01, warmup_epochs=0.0),
+    # For data of the user's own: a rate that most networks bear, no smoothing of targets.
+    "generic": Recipe(epochs=30, batch_size=32, lr=0.01, label_smoothing=0.0, augment="none"),
     # For the embedded digits: seconds on two CPU cores.
     "digits": Recipe(epochs=20, batch_size=64, lr=0.1, weight_decay=5e-4),
 }

@@ -18,6 +18,7 @@ from .objective import Objective
 from .recipe import Recipe
 from .signals import interrupt_requested
 from .step import TrainStep
+from .task import OptimizerFactory
 
 #: Several processes poll each other after every step if it takes longer than this, else after every tenth.
 SLOW_STEP_SECONDS, POLL_STEPS = 0.1, 10
@@ -47,13 +48,14 @@ class TrainingState:
         engine: Engine,
         checkpoints: Checkpoints | None,
         steps_per_epoch: int,
+        optimizer: OptimizerFactory | None = None,
     ) -> None:
         self.model, self.recipe, self.engine, self.checkpoints = model, recipe, engine, checkpoints
         self.world = engine.world
         self.steps_per_epoch = steps_per_epoch
         self.total_steps = recipe.epochs * steps_per_epoch
         self.local_batch_size = local_batch_size(recipe, engine)
-        self.train_step = TrainStep(model, objective, recipe, engine)
+        self.train_step = TrainStep(model, objective, recipe, engine, optimizer)
         self.history: list[EpochRecord] = []
         self.epoch = 0
         #: Steps done in this epoch.

@@ -15,8 +15,9 @@ from ..errors import ConfigError, OutOfMemoryError, RunError
 from ..surgery.slim import NORMS
 from ..utils.rng import get_rng_state, set_rng_state
 from .engine import Engine, is_out_of_memory
-from .objective import Losses, Objective
+from .objective import Objective, describe, explain_failure
 from .recipe import Recipe
+from .task import OptimizerFactory
 
 log = logging.getLogger("peel")
 
@@ -37,11 +38,9 @@ class _LossModule(nn.Module):
         self.model = model
         self.objective = objective
 
-    def forward(
-        self, images: Tensor, labels: Tensor, teacher_logits: Tensor | None
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        losses = self.objective(self.model, Batch(images, labels, teacher_logits))
-        return losses.total, losses.terms, losses.logits
+    def forward(self, *batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        losses = self.objective(self.model, Batch(*batch))
+        return losses.total, losses.terms
 
 
 class _BufferSnapshot:
@@ -110,25 +109,39 @@ class _CudaGraph:
 class TrainStep:
     """Runs training steps. Out of memory, it splits batches into more micro-batches and tries again."""
 
-    def __init__(self, model: nn.Module, objective: Objective, recipe: Recipe, engine: Engine) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        recipe: Recipe,
+        engine: Engine,
+        optimizer: OptimizerFactory | None = None,
+    ) -> None:
         self.engine = engine
         self.loss: nn.Module = _LossModule(model, objective)
         #: `loss`, or its compiled form.
         self.forward: Callable[..., Any] = self.loss
         self.is_compiled = self.has_run_compiled = self.cannot_compile = False
         self.graph = _CudaGraph(self._compute) if engine.cuda_graphs and engine.world.size == 1 else None
-        self.optimizer = _make_optimizer(model, recipe, engine, is_graphed=self.graph is not None)
+        self.optimizer: torch.optim.Optimizer
+        if optimizer is None:
+            self.optimizer = _make_optimizer(model, recipe, engine, is_graphed=self.graph is not None)
+            self.rates = [1.0] * len(self.optimizer.param_groups)
+        else:
+            self.optimizer = _user_optimizer(model, optimizer)
+            # The learning rate of the recipe is a factor of those that the optimizer was made with.
+            self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.buffers = _BufferSnapshot(self.loss)
         self.accumulation_steps = engine.accumulation_steps
         #: Loss, terms and top-1, summed over the steps of the epoch.
         self.sums: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=engine.device)}
 
     def __call__(self, batch: Batch, lr: float) -> None:
-        for group in self.optimizer.param_groups:
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)
+                group["lr"].fill_(rate * lr)
             else:
-                group["lr"] = lr
+                group["lr"] = rate * lr
         while True:
             if self.graph is None or self.graph.graph is None:
                 self.buffers.save()
@@ -138,11 +151,11 @@ class TrainStep:
                 return
             except Exception as error:
                 if is_out_of_memory(error):
-                    self._double_accumulation(len(batch.images))
+                    self._double_accumulation(batch.size)
                 elif self.is_compiled and not self.has_run_compiled:
                     self._stop_compiling(error)
                 else:
-                    self._explain(error, len(batch.images))
+                    self._explain(error, batch.size)
                     raise
             # Weights, momentum and sums have not changed yet.
             self.buffers.restore()
@@ -169,24 +182,23 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=self.graph is None and ddp is None)
         results = []
         for number, micro_batch in enumerate(batch.split(self.accumulation_steps), 1):
-            weight = len(micro_batch.images) / len(batch.images)
+            weight = micro_batch.size / batch.size
             # DDP exchanges gradients once, with the last micro-batch.
             is_last = number == self.accumulation_steps
             no_sync = ddp.no_sync() if ddp is not None and not is_last else contextlib.nullcontext()
             with no_sync, self.engine.sync_batch_norm():
                 with self.engine.autocast():
-                    total, terms, logits = self.forward(*micro_batch)
+                    total, terms = self.forward(*micro_batch)
                 (total * weight).backward()
-            results.append((Losses(total.detach(), terms, logits.detach()), micro_batch.labels, weight))
+            results.append(({"loss": total.detach(), **terms}, weight))
         self.optimizer.step()
         # Last, so that a step that is retried counts once.
-        for losses, labels, weight in results:
-            self._add_to_sums(losses, labels, weight)
+        for losses, weight in results:
+            self._add_to_sums(losses, weight)
 
     @torch.no_grad()
-    def _add_to_sums(self, losses: Losses, labels: Tensor, weight: float) -> None:
-        top1 = (losses.logits.argmax(1) == labels).float().mean()
-        for name, value in {"loss": losses.total, **losses.terms, "top1": top1}.items():
+    def _add_to_sums(self, losses: dict[str, Tensor], weight: float) -> None:
+        for name, value in losses.items():
             if name not in self.sums:
                 self.sums[name] = torch.zeros((), dtype=torch.float64, device=value.device)
             self.sums[name].add_(value.detach() * weight)
@@ -215,7 +227,7 @@ class TrainStep:
         failure, has_unused = None, False
         try:
             with self.engine.sync_batch_norm(alone=True), self.engine.autocast():
-                total, _, _ = self.loss(*batch.split(self.accumulation_steps)[0])
+                total, _ = self.loss(*batch.split(self.accumulation_steps)[0])
                 gradients = torch.autograd.grad(total, parameters, allow_unused=True)
             has_unused = any(gradient is None for gradient in gradients)
         except Exception as error:
@@ -297,6 +309,15 @@ def _compiled(loss: nn.Module) -> Callable[..., Any]:
 
 class NormParameters(nn.ParameterDict):
     """Parameters of norm layers that a module holds without the layers."""
+
+
+def _user_optimizer(model: nn.Module, factory: OptimizerFactory) -> torch.optim.Optimizer:
+    with explain_failure("the optimizer factory"):
+        optimizer = factory([parameter for parameter in model.parameters() if parameter.requires_grad])
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        text = "optimizer is a function that returns a torch.optim.Optimizer for some parameters"
+        raise ConfigError(f"{text}; it returned {describe(optimizer)}.")
+    return optimizer
 
 
 def _make_optimizer(model: nn.Module, recipe: Recipe, engine: Engine, *, is_graphed: bool) -> torch.optim.SGD:

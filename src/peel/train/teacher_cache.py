@@ -35,7 +35,7 @@ class LogitCache:
         """Compute the rows that are missing for these images in this view."""
         retry_on_oom(
             lambda size: self._fill(split, indices, rows, view, size),
-            eval_batch_size(split.shape),
+            eval_batch_size(split),
             self.engine.device,
         )
 
@@ -46,7 +46,7 @@ class LogitCache:
         batches = split.batches(indices[missing.cpu()], batch_size, view, engine.device, engine.workers)
         for row, batch in zip(torch.split(rows[missing], batch_size), batches, strict=False):
             with engine.autocast():
-                logits = get_logits(self.teacher(batch.images))
+                logits = get_logits(self.teacher(batch.inputs))
             self.logits[row] = logits.to(self.logits.dtype)
             self.known[row] = True
             self.computed += len(row)

@@ -34,14 +34,21 @@ def load_object(reference: str, error: type[PeelError]) -> Any:
     return target
 
 
-def _import_file(path: Path) -> ModuleType:
-    """Import a file. It may import its neighbors, as a script may; in a package also relatively."""
-    root = path.resolve().parent
+def module_of_file(path: Path) -> tuple[Path, str]:
+    """The folder that a file can be imported from, and its name as a module; in a package, below that."""
+    path = path.resolve()
+    root = path.parent
     while (root / "__init__.py").is_file():
         root = root.parent
+    return root, ".".join(path.with_suffix("").relative_to(root).parts)
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import a file. It may import its neighbors, as a script may; in a package also relatively."""
+    root, name = module_of_file(path)
     _put_on_path(root)
-    if root != path.resolve().parent:
-        return importlib.import_module(".".join(path.resolve().with_suffix("").relative_to(root).parts))
+    if "." in name:
+        return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

@@ -16,7 +16,17 @@ from ..errors import ModelError, did_you_mean
 from ..utils.references import load_object
 from .cifar import CIFAR_MODELS
 
-__all__ = ["FROZEN", "ModelSpec", "Pretrained", "create", "find", "is_own", "names", "pretrained"]
+__all__ = [
+    "FROZEN",
+    "ModelSpec",
+    "Pretrained",
+    "create",
+    "create_for",
+    "find",
+    "is_own",
+    "names",
+    "pretrained",
+]
 
 CIFAR = "cifar"
 TORCHVISION = "torchvision"
@@ -163,6 +173,16 @@ def create(
     return model
 
 
+def create_for(reference: str, classes: int, *, pretrained: bool = False) -> nn.Module:
+    """The model with this number of classes; a user's callable may not take that argument."""
+    try:
+        return create(reference, num_classes=classes, pretrained=pretrained)
+    except ModelError as error:
+        if isinstance(error.__cause__, TypeError) and "num_classes" in str(error.__cause__):
+            return create(reference, pretrained=pretrained)
+        raise
+
+
 def _pretrained_weights(spec: ModelSpec) -> dict[str, Tensor]:
     pretrained(spec.reference)  # refuses models without any
     log = logging.getLogger("huggingface_hub")
@@ -173,7 +193,7 @@ def _pretrained_weights(spec: ModelSpec) -> dict[str, Tensor]:
     except Exception as error:
         raise ModelError(
             f"the pretrained weights of {spec.reference} cannot be loaded: {type(error).__name__}: "
-            f"{_first_line(error)} Check the network, or give a file with weights: --teacher FILE."
+            f"{_first_line(error)} Check the network, or give a file with weights: --weights FILE."
         ) from error
     finally:
         log.setLevel(level)

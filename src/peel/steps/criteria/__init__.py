@@ -8,18 +8,31 @@ import traceback
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...data.datasets import Split, hold_out
+from ...data.torch_data import as_split
 from ...errors import ConfigError, PeelError, did_you_mean
 from ...graph import ChannelGraph
+from ...train.engine import Engine
+from ...train.objective import Loss
+from ...train.task import Task
 from ...utils.references import load_object
-from ..importance import Criterion, CriterionInput, LayerScores
+from ..importance import Criterion, CriterionInput, Importance, LayerScores, summarize
 from .gradient import Gradient, Taylor
 from .legr import Legr
 from .magnitude import NormScale, WeightMagnitude
 from .reconstruction import Reconstruction
 
-__all__ = ["CRITERIA", "Criterion", "CriterionInput", "LayerScores", "find_criterion", "measure_layers"]
+__all__ = [
+    "CRITERIA",
+    "Criterion",
+    "CriterionInput",
+    "LayerScores",
+    "find_criterion",
+    "measure_importance",
+    "measure_layers",
+]
 
 #: Name -> class. The first line of its docstring is its description.
 CRITERIA: dict[str, type] = {
@@ -70,6 +83,40 @@ def measure_layers(
         inputs.model.train(was_training)
     _check_scores(scores, name, inputs.graph, is_trained)
     return scores
+
+
+def measure_importance(
+    model: nn.Module,
+    graph: ChannelGraph,
+    data: Any,
+    *,
+    criterion: str | Criterion = "gradient",
+    loss: Loss | str | None = None,
+    reduce: str = "mean",
+    seed: int = 0,
+) -> Importance:
+    """Step 2 for a loop of your own: the importance of each group of layers of a trained network.
+
+    Args:
+        model: the network; it is measured where it is, and not changed.
+        graph: its graph, at its own widths: `graph.at(widths)`.
+        data: a torch `Dataset` or `DataLoader`, as for `peel.prune`.
+        criterion: a name (bn, weight, gradient, taylor, ...) or an object with `measure(inputs)`.
+        loss: as for `peel.prune`; by default cross entropy with class numbers.
+        reduce: the importance of a group is the `mean` or the `sum` over its channels.
+
+    >>> importance = peel.measure_importance(backbone, graph.at(widths), train)
+    >>> peel.reallocate(graph, widths, importance.groups, "50%")
+    """
+    found, split = find_criterion(criterion), as_split(data, "training data")
+    train: Split = split
+    held_out: Split = split
+    if getattr(found, "needs_held_out", False):
+        train, held_out = hold_out(split, 0.1, seed)
+    task = Task(loss, is_classification=loss is None)
+    engine = Engine(next(model.parameters()).device)
+    inputs = CriterionInput(model, graph, train, held_out, task.objective(), engine, seed, task)
+    return summarize(measure_layers(found, inputs), graph, reduce)
 
 
 def _check_scores(scores: object, criterion: str, graph: ChannelGraph, is_trained: bool) -> None:

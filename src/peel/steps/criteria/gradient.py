@@ -28,7 +28,8 @@ class Gradient:
     batch_size: int = 128
 
     def measure(self, inputs: CriterionInput) -> list[LayerScores]:
-        return _mean_effects(inputs, self.batches, self.batch_size, torch.abs, with_shift=False)
+        effects = mean_effects(inputs, self.batches, self.batch_size, torch.abs, with_shift=False)
+        return _scores(inputs, effects)
 
 
 @dataclass(frozen=True)
@@ -42,18 +43,19 @@ class Taylor:
     batch_size: int = 128
 
     def measure(self, inputs: CriterionInput) -> list[LayerScores]:
-        return _mean_effects(inputs, self.batches, self.batch_size, torch.square, with_shift=True)
+        effects = mean_effects(inputs, self.batches, self.batch_size, torch.square, with_shift=True)
+        return _scores(inputs, effects)
 
 
-def _mean_effects(
+def mean_effects(
     inputs: CriterionInput,
     batches: int,
     batch_size: int,
     size_of: Callable[[Tensor], Tensor],
     *,
     with_shift: bool,
-) -> list[LayerScores]:
-    """The mean over mini-batches of the sizes of the effects of each channel."""
+) -> list[tuple[ChannelAxis, Tensor]]:
+    """For axes of parameters, the mean over mini-batches of the sizes of the effects of each channel."""
     places = _places(inputs)
     shifts = [_shift_of(place, inputs) if with_shift else None for place in places]
     wanted = [place.tensor for place in places] + [shift for shift in shifts if shift is not None]
@@ -74,10 +76,11 @@ def _mean_effects(
                     effect = effect + _like(products[shift], place)
                 total += size_of(effect)
         count += 1
-    pairs = zip(places, sums, strict=True)
-    return [
-        item for place, total in pairs for item in layer_scores(inputs.graph, place, total / max(1, count))
-    ]
+    return [(place, total / max(1, count)) for place, total in zip(places, sums, strict=True)]
+
+
+def _scores(inputs: CriterionInput, effects: list[tuple[ChannelAxis, Tensor]]) -> list[LayerScores]:
+    return [item for place, values in effects for item in layer_scores(inputs.graph, place, values)]
 
 
 def _places(inputs: CriterionInput) -> list[ChannelAxis]:

@@ -13,11 +13,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ...data.datasets import balanced_order
 from ...graph import ChannelGraph
 from ...graph.parameters import filter_axes
 from ...surgery import slim
 from ...train.loop import evaluate
-from ...utils.rng import class_order
 from ..importance import CriterionInput, LayerScores, layer_scores
 
 #: Every tie keeps at least this fraction of its channels.
@@ -42,7 +42,7 @@ class Legr:
     mutated: float = 0.1
     """The fraction of the layers that a mutation changes."""
     images: int = 2000
-    """Held-out images that judge a candidate, equally many of each class."""
+    """Held-out images that judge a candidate, equally many of each class where classes are known."""
 
     def measure(self, inputs: CriterionInput) -> list[LayerScores]:
         norms = []
@@ -58,13 +58,13 @@ class Legr:
         """The best genes found. The first candidate is the plain norms."""
         rng = random.Random(inputs.seed)
         spreads = [float(norm.values.std()) if len(norm.values) > 1 else 0.0 for norm in norms]
-        images = inputs.held_out.subset(class_order(inputs.held_out.labels, inputs.seed)[: self.images])
+        images = inputs.held_out.subset(balanced_order(inputs.held_out, inputs.seed)[: self.images])
 
         def loss_of(genes: Genes) -> float:
             widths, scores = _prune(inputs.graph, _transformed(norms, genes), self.target)
             small = slim(inputs.model, widths, graph=inputs.graph, weights="inherit", scores=scores).eval()
-            loss = evaluate(small, images, inputs.engine).loss
-            return loss if math.isfinite(loss) else math.inf
+            loss = evaluate(small, images, inputs.engine, task=inputs.task).loss
+            return loss if loss is not None and math.isfinite(loss) else math.inf
 
         genes: Genes = ((1.0,) * len(norms), (0.0,) * len(norms))
         best = (loss_of(genes), genes)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...data.batch import call_model
 from ...graph.parameters import spans
 from ...utils.rng import derive_seed
 from ..importance import CriterionInput, LayerScores
@@ -76,7 +77,7 @@ class Reconstruction:
         size = max(1, count // 2)
         try:
             for batch in inputs.batches(size, self.batch_size, start=half * (count - size)):
-                inputs.model(batch.images)
+                call_model(inputs.model, batch.inputs)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -1,0 +1,1 @@
+"""Repair of a network that somebody else trained."""

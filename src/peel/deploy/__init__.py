@@ -1,0 +1,1 @@
+"""From a slim network to one that runs elsewhere: timing, export, int8, evaluation."""

@@ -1,0 +1,159 @@
+"""Networks by reference: a run folder, a saved model, an ONNX file, or a name of the zoo."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import zoo
+from ..cost.count import count_macs
+from ..errors import ModelError, RunError, StoreError
+from ..graph.capture import computed_tensors
+from ..report.record import RunRecord
+from ..surgery.info import SlimInfo, info_of
+from ..surgery.serialization import build_original, load, read_info
+from .onnx_model import OnnxModel
+
+#: Files that hold weights or programs, but not a network that peel can build.
+FOREIGN = (".pt", ".pth", ".pt2", ".ckpt", ".bin", ".pb", ".tflite", ".py")
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network that can run, and how to feed it."""
+
+    name: str
+    model: nn.Module
+    """A torch module in evaluation mode, or an `OnnxModel`."""
+    shape: tuple[int, ...]
+    """Of one input, without the batch axis."""
+    input: Mapping[str, Any] = field(default_factory=dict)
+    """Of a trained network: its classes, mean, std and resize."""
+    macs: int | None = None
+    params: int | None = None
+    build: str | None = None
+    """The user's callable that builds the original, where it is not a network of the zoo."""
+    key: str = ""
+    """Equal for networks that are the same: the original of several runs."""
+    baseline: str | None = None
+    """The key of its own original."""
+
+
+def make_network(name: str, model: nn.Module, shape: tuple[int, ...] | None = None, **fields: Any) -> Network:
+    """A torch module as a network. The shape is by default the one that it was trained or traced with."""
+    info = info_of(model)
+    found = shape or shape_of(info)
+    if found is None:
+        raise ModelError(f"the input shape of {name} is not known: give an example input.")
+    model = copy.deepcopy(model, dict(computed_tensors(model))).cpu().eval()
+    try:
+        macs = count_macs(model, (torch.zeros(1, *found),), {})
+    except (RuntimeError, ValueError, TypeError) as error:
+        text = str(error).strip().split("\n")[0]
+        raise ModelError(f"{name} cannot run on an input of shape {(1, *found)}: {text}") from error
+    params = sum(parameter.numel() for parameter in model.parameters())
+    return Network(name, model, found, info.input or {}, macs, params, **{"key": name, **fields})
+
+
+def shape_of(info: SlimInfo) -> tuple[int, ...] | None:
+    """Shape of one input of a model, as far as it is recorded."""
+    if info.input is not None and "shape" in info.input:
+        return tuple(info.input["shape"])
+    shapes = info.costs.get("input_shapes")
+    if shapes:
+        return tuple(shapes[0][1:])
+    name = info.source.get("zoo")
+    return zoo.find(name).input_size if name is not None else None
+
+
+def load_network(reference: str, *, model: str | None = None) -> Network:
+    """The slim network of a run, a saved model, or an ONNX file. `model` builds the original of your own."""
+    return load_networks(reference, model=model, with_original=False)[-1]
+
+
+def load_networks(
+    reference: str, *, model: str | None = None, with_original: bool = True, threads: int | None = None
+) -> list[Network]:
+    """The network of a reference; before it, its original, where it is slim."""
+    path = Path(reference)
+    if path.is_dir():
+        return _of_run(path, model, with_original)
+    if path.suffix == ".onnx":
+        return [_of_onnx(path, threads)]
+    if path.suffix in (".json", ".safetensors") or path.with_name(path.name + ".json").is_file():
+        return _of_saved(path, path, model, with_original)
+    if path.suffix in FOREIGN:
+        raise StoreError(
+            f"{reference} is no network that peel can run: give a run folder, a model saved by peel "
+            "(slim.json), a file .onnx, or the name of a model."
+        )
+    network = zoo.create(reference)
+    shape = zoo.find(reference).input_size
+    return [make_network(reference, network, shape, key=f"{zoo.find(reference).reference} {shape}")]
+
+
+def _of_onnx(path: Path, threads: int | None) -> Network:
+    network = OnnxModel(path, threads=threads)
+    given = network.metadata
+    shape = tuple(given.get("shape") or network.input_shape[1:])
+    if not all(isinstance(size, int) for size in shape):
+        raise ModelError(
+            f"the input of {path} has the shape {network.input_shape}: only a free batch is known."
+        )
+    return Network(str(path), network, shape, given, given.get("macs"), given.get("params"), key=str(path))
+
+
+def _of_run(folder: Path, model: str | None, with_original: bool) -> list[Network]:
+    record = RunRecord.read(folder)
+    if not (folder / "slim.json").is_file():
+        reason = f" It ended with: {record.error}" if record.error else ""
+        raise RunError(f"{folder} has no slim network yet: finish the run with its own command.{reason}")
+    return _of_saved(folder, folder / "slim.json", model or record.config.get("model"), with_original)
+
+
+def _of_saved(place: Path, file: Path, reference: str | None, with_original: bool) -> list[Network]:
+    """A saved model, which lies at `place` for the user."""
+    info = read_info(file)
+    is_own = "zoo" not in info.source
+    if is_own:
+        original = _build_own(place, info, reference)
+    else:
+        original = build_original(info.source, file)
+    slim = load(file, model=original)
+    build = reference if is_own else None
+    shape = shape_of(info)
+    key = f"{info.source} {build} {shape}"
+    is_slim = bool(info.modules)
+    networks = [
+        make_network(
+            f"{place} slim" if place.is_dir() else str(place),
+            slim,
+            build=build,
+            key=str(place) if is_slim else key,
+            baseline=key if is_slim else None,
+        )
+    ]
+    if with_original and is_slim:
+        networks.insert(0, make_network(f"{place} original", original, shape, build=build, key=key))
+    return networks
+
+
+def _build_own(place: Path, info: SlimInfo, reference: str | None) -> nn.Module:
+    """The original of a model that is not of the zoo, with random weights."""
+    name = info.source.get("class")
+    if reference is None:
+        raise StoreError(
+            f"{place} holds a model of your own ({name}): say what builds it before slimming, "
+            "with --model path/to/file.py:callable or --model package.module:callable."
+        )
+    classes = (info.input or {}).get("classes")
+    try:
+        return zoo.create_for(reference, len(classes)) if classes else zoo.create(reference)
+    except ModelError as error:
+        raise ModelError(
+            f"{error} Say what builds the model of {place}, without arguments: --model."
+        ) from error

@@ -1,0 +1,55 @@
+"""`Method`: what PEEL, the uniform network and its peers have in common."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from ..data.datasets import Split
+from ..surgery.selection import ChannelScores
+from ..train.callbacks import Callback
+from ..train.objective import Objective
+from ..train.recipe import Recipe
+from .config import MethodConfig
+from .plan import Plan, assemble_plan
+from .problem import Problem
+
+TrainBackbone = Callable[[str, nn.Module, Objective, Recipe, Split, Sequence[Callback]], nn.Module]
+"""(stage, network, objective, recipe, images, callbacks) -> the trained network."""
+
+
+class Method(ABC):
+    """Answers a `Problem` with a `Plan`. All plans are then trained by the same recipe."""
+
+    needs_trained = False
+    """Whether it needs `problem.trained`, the trained original."""
+
+    def trains_backbone(self, config: MethodConfig) -> bool:
+        """Whether `plan` trains networks."""
+        return False
+
+    @abstractmethod
+    def plan(self, problem: Problem, config: MethodConfig, train_backbone: TrainBackbone) -> Plan:
+        """The widths of the slim network, and how the method came to them."""
+
+    def preview(self, problem: Problem, config: MethodConfig) -> Plan:
+        """What is known of the plan before training: at least its costs."""
+        return assemble_plan(problem, problem.uniform(), config=config)
+
+    def check(self, problem: Problem, config: MethodConfig) -> None:
+        """Find errors before training."""
+        self.preview(problem, config)
+
+    def scores(self, problem: Problem) -> ChannelScores | None:
+        """Which channels of the trained original to keep, where weights are inherited.
+
+        None: those that best explain the others.
+        """
+        return None
+
+
+class Uniform(Method):
+    """One factor for all layers."""
+
+    def plan(self, problem: Problem, config: MethodConfig, train_backbone: TrainBackbone) -> Plan:
+        return assemble_plan(problem, problem.uniform(), config=config)

@@ -1,0 +1,112 @@
+"""Global ranking: the channels of the whole trained network are ranked, and the last ones are cut.
+
+A threshold decides which channels are kept. It is the lowest one whose network costs no more than the budget.
+Scores are divided by the mean over their layer; otherwise layers with large weights would keep everything.
+"""
+
+from abc import abstractmethod
+from bisect import bisect_left
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..cost.rounding import cost_of, fractional_units, round_to_budget
+from ..cost.widths import Widths
+from ..graph.parameters import ChannelAxis
+from ..steps.criteria.gradient import mean_effects
+from ..steps.importance import CriterionInput
+from ..surgery.selection import ChannelScores
+from .config import MethodConfig
+from .method import Method, TrainBackbone
+from .plan import Plan, assemble_plan
+from .problem import Problem
+
+#: No layer keeps less than this fraction of its channels, or than half of those in the uniform network.
+FLOOR = 0.1
+
+#: Images that the effects of channels are measured on, and the batch size.
+BATCHES, BATCH_SIZE = 20, 128
+
+
+class GlobalRanking(Method):
+    needs_trained = True
+
+    @abstractmethod
+    def scores(self, problem: Problem) -> ChannelScores: ...
+
+    def plan(self, problem: Problem, config: MethodConfig, train_backbone: TrainBackbone) -> Plan:
+        # The last digits may differ between processes: the main process decides.
+        widths = problem.engine.world.broadcast(widths_by_rank(problem, self.scores(problem)))
+        return assemble_plan(problem, widths, config=config)
+
+
+class Magnitude(GlobalRanking):
+    """The norm of all weights that write or read a channel, each divided by the mean of its layer."""
+
+    def scores(self, problem: Problem) -> ChannelScores:
+        return ChannelScores.from_axes(problem.graph, _norms(problem))
+
+
+class Taylor(GlobalRanking):
+    """The squared first-order effect on the loss of removing a channel (Molchanov et al., 2019)."""
+
+    def scores(self, problem: Problem) -> ChannelScores:
+        assert problem.trained is not None
+        images, model = problem.data.train, problem.trained.eval().requires_grad_(True)
+        objective, engine = problem.task.objective(), problem.engine
+        inputs = CriterionInput(
+            model, problem.graph, images, images, objective, engine, problem.seed, problem.task
+        )
+        effects = mean_effects(inputs, BATCHES, BATCH_SIZE, torch.square, with_shift=True)
+        model.requires_grad_(False)
+        return ChannelScores.from_axes(
+            problem.graph, ((place, _relative(values)) for place, values in effects)
+        )
+
+
+def _norms(problem: Problem) -> Iterator[tuple[ChannelAxis, Tensor]]:
+    """Squared norms along every axis of weights and scales that holds channels."""
+    assert problem.trained is not None
+    graph = problem.graph
+    for name, parameter in problem.trained.named_parameters():
+        if name in graph.gates or (parameter.ndim < 2 and name not in graph.scales):
+            continue
+        for axis in range(parameter.ndim):
+            place = ChannelAxis(name, axis, parameter)
+            if place.ties(graph):
+                yield place, _relative(place.reduce(parameter.detach().square(), torch.sum))
+
+
+def _relative(values: Tensor) -> Tensor:
+    return values / values.mean().clamp_min(1e-12)
+
+
+def widths_by_rank(problem: Problem, scores: ChannelScores) -> Widths:
+    """The widths that a threshold on the scores leaves, rounded to the budget."""
+    graph, uniform = problem.graph, problem.uniform()
+    free = {tie: values for tie, values in scores.by_tie(graph).items() if tie not in problem.freeze}
+    floors = {tie: max(1.0, min(FLOOR * graph.widths[tie], uniform[tie] / 2)) for tie in free}
+    thresholds = torch.cat([*free.values(), torch.tensor([float("inf")])]).sort().values
+
+    def kept(place: int) -> dict[str, float]:
+        counts = {tie: float((values >= thresholds[place]).sum()) for tie, values in free.items()}
+        chosen = {tie: max(floors[tie], count * graph.steps[tie]) for tie, count in counts.items()}
+        # Ties without a score, such as squeeze-excite layers, follow the uniform network.
+        return {**uniform, **{tie: graph.widths[tie] for tie in problem.freeze}, **chosen}
+
+    cost, last = cost_of(graph, problem.resource), len(thresholds) - 1
+
+    def fits(place: int) -> bool:
+        return place == last or cost(fractional_units(graph, kept(place))) <= problem.budget
+
+    ideal = kept(bisect_left(range(last), True, key=fits))
+    return round_to_budget(
+        graph,
+        ideal,
+        problem.budget,
+        resource=problem.resource,
+        divisor=problem.divisor,
+        freeze=problem.freeze,
+        grow=problem.grow,
+    )

@@ -1,0 +1,129 @@
+"""Unlabeled images for networks that are not trained, and batch-norm statistics measured on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map  # has no public name
+
+from ..errors import DataError
+
+#: Images that are taken from an iterable of batches. A tensor is used whole.
+MAX_IMAGES = 1024
+
+#: Bytes of activations and stored outputs that may be held at a time.
+MEMORY = 4 * 2**30
+
+#: Images that run together where nothing is known about their activations.
+BATCH = 64
+
+Images = Tensor | Iterable[Any]
+
+
+def make_batches(images: Images, images_per_batch: int) -> list[Any]:
+    """Batches as the model takes them: tensors of at most so many images, or what an iterable gives.
+
+    Of a batch that is a tuple or list (images and labels), the first element counts.
+    """
+    batches = [images] if isinstance(images, Tensor) else _take(images)
+    is_plain = all(isinstance(batch, Tensor) and batch.ndim > 0 for batch in batches)
+    if is_plain and len({(batch.shape[1:], batch.dtype) for batch in batches}) == 1:
+        whole = batches[0] if len(batches) == 1 else torch.cat(batches)
+        batches = list(whole.split(max(1, images_per_batch)))
+    if not any(map(count_images, batches)):
+        raise DataError("images is empty; give some images as the network takes them, a few hundred say.")
+    return batches
+
+
+def _take(images: Iterable[Any]) -> list[Any]:
+    taken: list[Any] = []
+    count = 0
+    try:
+        iterator = iter(images)
+    except TypeError:
+        raise DataError(
+            f"images is a {type(images).__name__}; give a tensor, or an iterable of batches (a DataLoader)."
+        ) from None
+    for batch in iterator:
+        taken.append(batch[0] if isinstance(batch, tuple | list) and batch else batch)
+        count += count_images(taken[-1])
+        if count >= MAX_IMAGES:
+            break
+    return taken
+
+
+def count_images(batch: Any) -> int:
+    if isinstance(batch, list):
+        return len(batch)
+    return next((len(value) for value in tree_leaves(batch) if isinstance(value, Tensor) and value.ndim), 0)
+
+
+def run_model(model: nn.Module, batch: Any) -> Any:
+    """A forward pass; a tuple holds positional arguments, a dict keyword arguments.
+
+    Tensors are moved to the device of the model.
+    """
+    device = device_of(model)
+    batch = tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, batch)
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients. Modes and random states are restored at the end."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    devices = {device_of(model) for model in models}
+    cuda = [device for device in devices if device.type == "cuda"]
+    with torch.random.fork_rng(devices=cuda), torch.inference_mode(False), torch.no_grad():
+        try:
+            for model in models:
+                model.eval()
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+
+def recalibrate(model: nn.Module, images: Images, *, batch_size: int = 256) -> None:
+    """Measure the means and variances of all batch norms on unlabeled images, in place.
+
+    Nothing else changes, and nothing at all if the model cannot take the images. `images`: a tensor, or an
+    iterable of batches; of a batch that is a tuple or list, the first element counts.
+
+    >>> peel.recalibrate(small, images)
+    """
+    norms = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
+    ]
+    batches = make_batches(images, batch_size)
+    momenta = [norm.momentum for norm in norms]
+    before = [{name: buffer.clone() for name, buffer in norm.named_buffers()} for norm in norms]
+    with evaluating(model):
+        try:
+            for norm in norms:
+                norm.reset_running_stats()
+                norm.train()
+                norm.momentum = None  # the mean over the batches
+            for batch in batches if norms else ():
+                run_model(model, batch)
+        except Exception as error:
+            for norm, buffers in zip(norms, before, strict=True):
+                norm.load_state_dict({**norm.state_dict(), **buffers})
+            if isinstance(error, RuntimeError | ValueError | TypeError):
+                raise DataError(f"the model cannot take these images: {error}") from error
+            raise
+        finally:
+            for norm, momentum in zip(norms, momenta, strict=True):
+                norm.momentum = momentum

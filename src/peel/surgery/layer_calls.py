@@ -1,0 +1,188 @@
+"""Calls of convolutions and linear layers, seen where torch is called, and the windows of input they read.
+
+A call counts if its weight is a parameter of the model. It does not matter which class calls it: a subclass
+with its own padding is seen, and a layer that computes its weight from a parameter is not.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+
+#: Function -> the names of its arguments, in order.
+LAYERS: Mapping[Any, tuple[str, ...]] = {
+    F.linear: ("input", "weight", "bias"),
+    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), _CONV),
+    **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), _TRANSPOSED),
+}
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a convolution, transposed convolution or linear layer."""
+
+    inputs: Tensor
+    """With a batch axis; the channels of a convolution are axis 1, those of a linear layer the last."""
+    weight: Tensor
+    bias: Tensor | None
+    groups: int
+    is_transposed: bool
+    stride: tuple[int, ...]
+    """Stride, dilation and padding before the first pixel, one per spatial axis."""
+    dilation: tuple[int, ...]
+    padding: tuple[int, ...]
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        return tuple(self.weight.shape[2:])
+
+    @property
+    def outputs(self) -> int:
+        """The number of output channels."""
+        return self.weight.shape[1] * self.groups if self.is_transposed else self.weight.shape[0]
+
+    def matrix(self, weight: Tensor | None = None) -> Tensor:
+        """The weight as groups x outputs x features, where a feature is an input channel at a tap."""
+        weight = self.weight if weight is None else weight
+        if not self.is_transposed:
+            return weight.reshape(self.groups, len(weight) // self.groups, -1)
+        parts = weight.reshape(self.groups, len(weight) // self.groups, weight.shape[1], -1)
+        return parts.transpose(1, 2).flatten(2)
+
+    def from_matrix(self, matrix: Tensor) -> Tensor:
+        """The inverse of `matrix`."""
+        if not self.is_transposed:
+            return matrix.reshape(self.weight.shape)
+        parts = matrix.reshape(self.groups, self.weight.shape[1], len(self.weight) // self.groups, -1)
+        return parts.transpose(1, 2).reshape(self.weight.shape)
+
+    def output_rows(self, output: Tensor, places: Tensor) -> Tensor:
+        """The output at some places: places x channels."""
+        if not self.kernel:
+            return output.reshape(-1, output.shape[-1])[places]
+        image, *position = torch.unravel_index(places, self.places_shape(output))
+        index: tuple[Any, ...] = (image, slice(None), *position)
+        return _batched(output, len(self.kernel))[index]
+
+    def input_rows(self, shape: tuple[int, ...], places: Tensor) -> Tensor:
+        """What the layer reads at some places of an output of this shape: groups x places x features."""
+        if not self.kernel:
+            return self.inputs.reshape(-1, self.inputs.shape[-1])[places][None]
+        image, *position = torch.unravel_index(places, shape)
+        taps = [self._tap(image, position, tap) for tap in itertools.product(*map(range, self.kernel))]
+        rows = torch.stack(taps, 2)
+        return rows.reshape(len(places), self.groups, -1).transpose(0, 1)
+
+    def _tap(self, image: Tensor, position: Sequence[Tensor], tap: tuple[int, ...]) -> Tensor:
+        """The input under one tap of the kernel, places x channels; zero where that is outside."""
+        inside = torch.ones_like(image, dtype=torch.bool)
+        index: list[Any] = [image, slice(None)]
+        for axis, place in enumerate(position):
+            offset = tap[axis] * self.dilation[axis] - self.padding[axis]
+            if self.is_transposed:
+                inside &= (place - offset) % self.stride[axis] == 0
+                place = torch.div(place - offset, self.stride[axis], rounding_mode="floor")
+            else:
+                place = place * self.stride[axis] + offset
+            size = self.inputs.shape[2 + axis]
+            inside &= (place >= 0) & (place < size)
+            index.append(place.clamp(0, size - 1))
+        return torch.where(inside[:, None], self.inputs[tuple(index)], 0.0)
+
+    def places_shape(self, output: Tensor) -> tuple[int, ...]:
+        """Shape of an output (or input) without the channels."""
+        if not self.kernel:
+            return tuple(output.shape[:-1])
+        output = _batched(output, len(self.kernel))
+        return (len(output), *output.shape[2:])
+
+
+def parse_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LayerCall | None:
+    """The call of a layer, or None for any other function."""
+    names = LAYERS.get(function)
+    if names is None:
+        return None
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    inputs, weight = given["input"], given["weight"]
+    axes = weight.ndim - 2
+    dilation = _numbers(given.get("dilation", 1), axes)
+    return LayerCall(
+        inputs=_batched(inputs, axes) if axes else inputs,
+        weight=weight,
+        bias=given.get("bias"),
+        groups=given.get("groups", 1),
+        is_transposed=names is _TRANSPOSED,
+        stride=_numbers(given.get("stride", 1), axes),
+        dilation=dilation,
+        padding=_padding(given.get("padding", 0), tuple(weight.shape[2:]), dilation),
+    )
+
+
+def _numbers(value: Any, axes: int) -> tuple[int, ...]:
+    if isinstance(value, int):
+        return (value,) * axes
+    return tuple(value) if len(value) == axes else tuple(value) * axes
+
+
+def _padding(value: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[int, ...]:
+    if value == "same":  # of an odd number of pixels, the last is added at the end
+        return tuple(d * (k - 1) // 2 for d, k in zip(dilation, kernel, strict=True))
+    return (0,) * len(kernel) if value == "valid" else _numbers(value, len(kernel))
+
+
+def _batched(values: Tensor, axes: int) -> Tensor:
+    return values[None] if values.ndim == axes + 1 else values
+
+
+class Visitor(Protocol):
+    """What is done at the calls of a model. `run` makes the call."""
+
+    def at_layer(self, name: str, index: int, call: LayerCall, run: Callable[[], Tensor]) -> Tensor:
+        """A layer, by the name of its weight; `index` counts the calls of this layer in a forward pass."""
+
+    def at_norm(self, name: str, index: int, inputs: Tensor, run: Callable[[], Tensor]) -> Tensor:
+        """A batch norm, by the name of its running mean."""
+
+
+class CallWatcher(TorchFunctionMode):
+    """Shows the calls of layers and batch norms in a forward pass to a visitor."""
+
+    def __init__(self, model: nn.Module, visitor: Visitor) -> None:
+        super().__init__()
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        self.names = {id(tensor): name for name, tensor in tensors}
+        self.visitor = visitor
+        self.counts: Counter[str] = Counter()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+
+        def run() -> Any:
+            return func(*args, **kwargs)
+
+        call = parse_call(func, args, kwargs)
+        if call is not None and (name := self.names.get(id(call.weight))):
+            return self.visitor.at_layer(name, self._count(name), call, run)
+        if func is F.batch_norm:
+            given = {**dict(zip(_NORM, args, strict=False)), **kwargs}
+            if name := self.names.get(id(given.get("running_mean"))):
+                return self.visitor.at_norm(name, self._count(name), given["input"], run)
+        return run()
+
+    def _count(self, name: str) -> int:
+        self.counts[name] += 1
+        return self.counts[name] - 1

@@ -1,0 +1,311 @@
+"""Repair without training: the layers of a cut network are refitted, one after the other, in closed form.
+
+Each convolution and linear layer is fitted by ridge regression: from its input in the slim network, whose
+earlier layers are repaired already, to its output in the original at the kept channels. A batch norm behind
+it takes the intercept that the layer cannot have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import DataError, WidthsError
+from ..graph.channel_graph import ChannelGraph, Layout
+from ..graph.rebuild import new_shapes, tensors_of
+from ..graph.trace import trace
+from .calibration import MEMORY, Images, count_images, evaluating, make_batches, run_model
+from .info import info_of
+from .layer_calls import CallWatcher, LayerCall
+from .lesson import PLACES, Lesson, Sums, Target, teach
+from .regression import CHUNK_BYTES, TINY, Regression
+from .selection import KeptChannels
+
+NOT_FINITE = "its inputs or outputs on these images are not finite, or too large"
+
+#: Why a layer was left alone that no watched call was made with.
+UNSEEN = "its weight is computed, or no convolution or linear layer uses it"
+
+
+@dataclass(frozen=True)
+class RepairReport:
+    """What `peel.repair` did."""
+
+    images: int
+    errors: Mapping[str, tuple[float, float]]
+    """Refitted layer -> error of its output before and after, as a fraction of the variance."""
+    norms: tuple[str, ...]
+    """Batch norms whose statistics were changed."""
+    left_alone: Mapping[str, str]
+    """Layer that reads or writes cut channels and was not refitted -> the reason."""
+
+    @property
+    def refitted(self) -> tuple[str, ...]:
+        return tuple(self.errors)
+
+    def __str__(self) -> str:
+        text = f"{len(self.errors)} layers refitted on {self.images} images"
+        left = "".join(f"\n  left alone: {name}: {reason}" for name, reason in self.left_alone.items())
+        return text + left
+
+
+def repair(
+    slim: nn.Module,
+    original: nn.Module,
+    images: Images,
+    *,
+    graph: ChannelGraph | None = None,
+    memory: int = MEMORY,
+) -> RepairReport:
+    """Refit the layers of a network that `peel.slim` cut from `original` with inherited weights, in place.
+
+    Args:
+        slim: the cut network. Layers, biases and batch-norm statistics are changed.
+        original: the trained network it was cut from. It is not changed.
+        images: unlabeled images as the networks take them, normalized: a tensor, or an iterable of batches
+            (of a tuple, the first element), from which 1,024 images are taken. A few hundred are enough.
+        graph: the graph of the original; traced where it is not given.
+        memory: bytes of activations that may be held. Where the images need more, they run in several
+            batches, and each layer costs a pass of its own.
+
+    >>> small = peel.slim(model, widths, graph=graph, weights="inherit")
+    >>> print(peel.repair(small, model, images, graph=graph))
+    20 layers refitted on 1000 images
+    """
+    kept = info_of(slim).kept
+    if kept is None:
+        raise WidthsError(
+            "repair needs a network that peel.slim just made with weights='inherit': the channels that this "
+            "one kept are not known. A saved file does not hold them; cut the original again."
+        )
+    if graph is None:
+        graph = trace(original, _example(images))
+    _check_fits(slim, original, graph, kept)
+    batches = make_batches(images, memory // _bytes_per_image(slim, graph))
+    is_cut = {name: _is_cut(layout, kept) for name, layout in graph.layouts.items()}
+    before = {name: tensor.detach().clone() for name, tensor in tensors_of(slim).items()}
+    with evaluating(slim, original):
+        try:
+            lesson = teach(original, slim, graph, kept, batches)
+            student = _Student(slim, lesson, batches, is_cut)
+            student.run()
+        except BaseException:
+            for name, tensor in tensors_of(slim).items():
+                tensor.copy_(before[name])
+            raise
+    filters = [name for name, tensor in slim.named_parameters() if sum(size > 1 for size in tensor.shape) > 1]
+    unseen = {name: UNSEEN for name in filters if is_cut[name] and name not in lesson.order}
+    left_alone = {**student.left_alone, **unseen}
+    return RepairReport(
+        images=sum(map(count_images, batches)),
+        errors={_layer(name): errors for name, errors in student.errors.items()},
+        norms=tuple(map(_layer, student.norms)),
+        left_alone={_layer(name): reason for name, reason in left_alone.items()},
+    )
+
+
+def _layer(tensor: str) -> str:
+    return tensor.rpartition(".")[0] or tensor
+
+
+def _is_cut(layout: Layout, kept: KeptChannels) -> bool:
+    """Whether a tensor has lost or gained channels."""
+    sizes = [sum(run.length for run in runs) for runs in layout]
+    return any(
+        not torch.equal(kept.positions(runs), torch.arange(size))
+        for runs, size in zip(layout, sizes, strict=True)
+    )
+
+
+def _example(images: Images) -> Any:
+    if not isinstance(images, Tensor):
+        raise DataError("give repair the graph of the original (peel.trace) where images is no tensor.")
+    return images[:1]
+
+
+def _check_fits(slim: nn.Module, original: nn.Module, graph: ChannelGraph, kept: KeptChannels) -> None:
+    shapes, sizes = new_shapes(graph, graph.units()), tensors_of(slim)
+    for name, tensor in tensors_of(original).items():
+        if shapes.get(name) != tensor.shape:
+            raise WidthsError(
+                f"the graph was not traced from this original: {name} has shape {tuple(tensor.shape)}, not "
+                f"{shapes.get(name)}. Trace it and use its own graph."
+            )
+        try:
+            shape = tuple(len(kept.positions(runs)) for runs in graph.layouts[name])
+        except KeyError:
+            shape = ()
+        if name not in sizes or tuple(sizes[name].shape) != shape:
+            raise WidthsError(
+                f"the slim network was not cut from this original: {name} does not fit. Give repair the "
+                "model and the graph that peel.slim was called with."
+            )
+
+
+def _bytes_per_image(slim: nn.Module, graph: ChannelGraph) -> int:
+    """Activations of the original, and its outputs at the sampled places."""
+    outputs = sum(max(weight.shape[:2]) for weight in slim.parameters() if weight.ndim > 1)
+    return max(1, graph.activation_bytes() + 4 * PLACES * outputs)
+
+
+class _StopPassError(Exception):
+    """The rest of a forward pass is not needed."""
+
+
+class _Student:
+    """Refits the layers of the slim network while it runs."""
+
+    def __init__(
+        self, slim: nn.Module, lesson: Lesson, batches: list[Any], is_cut: Mapping[str, bool]
+    ) -> None:
+        self.slim, self.lesson, self.batches = slim, lesson, batches
+        self.tensors = tensors_of(slim)
+        self.pending = self._sites(is_cut)
+        self.active: set[str] = set()
+        self.batch = 0
+        self.regressions: dict[str, Regression] = {}
+        self.sums: dict[str, Sums] = {}
+        self.errors: dict[str, tuple[float, float]] = {}
+        self.norms: list[str] = []
+        self.left_alone: dict[str, str] = {}
+
+    def _sites(self, is_cut: Mapping[str, bool]) -> list[str]:
+        """Layers and free batch norms behind the first cut, in the order of their last calls."""
+        order, free = self.lesson.order, self.lesson.free_norms()
+        first = next((place for place, name in enumerate(order) if is_cut[name]), len(order))
+        last = {name: place for place, name in enumerate(order)}
+        is_layer = {name for name, _, _ in self.lesson.targets}
+        wanted = set(order[first:]) & (is_layer | free)
+        return sorted(wanted, key=last.__getitem__)
+
+    def run(self) -> None:
+        """One pass refits all layers as they are called, up to one that is called several times.
+
+        With several batches, each layer needs a pass: it is refitted when all batches have reached it.
+        """
+        while self.pending:
+            before = len(self.pending)
+            self.active = set(self.pending if len(self.batches) == 1 else self.pending[:1])
+            self.regressions, self.sums = {}, {}
+            for number, batch in enumerate(self.batches):
+                self.batch = number
+                with contextlib.suppress(_StopPassError), CallWatcher(self.slim, self):
+                    run_model(self.slim, batch)
+                if not self.active:
+                    break
+            if len(self.pending) == before:
+                self.left_alone[self.pending.pop(0)] = "it is called otherwise than in the original"
+
+    def at_layer(self, name: str, index: int, call: LayerCall, run: Callable[[], Tensor]) -> Tensor:
+        if name in self.active:
+            target = self.lesson.targets.get((name, self.batch, index))
+            is_same = target is not None and target.input_shape == call.places_shape(call.inputs)
+            if target is None or not is_same or len(self.lesson.channels[name]) != call.outputs:
+                self._leave(name, "it is called otherwise than in the original")
+            elif call.bias is not None and not any(call.bias is own for own in self.tensors.values()):
+                self._leave(name, "its bias is computed")
+            else:
+                self._add(name, call, target)
+                if self._is_complete(name, index):
+                    self._refit(name, call)
+                    self._finish(name)
+        return run()
+
+    def at_norm(self, name: str, index: int, inputs: Tensor, run: Callable[[], Tensor]) -> Tensor:
+        if name in self.active:
+            self.sums.setdefault(name, Sums()).add(inputs)
+            if self._is_complete(name, index):
+                self._set_statistics(name)
+                self._finish(name)
+        return run()
+
+    def _is_complete(self, name: str, index: int) -> bool:
+        """Whether this is the last call of the layer in the last batch."""
+        if index + 1 < self.lesson.calls[name, self.batch]:
+            return False
+        if self.batch + 1 < len(self.batches):
+            raise _StopPassError
+        return True
+
+    def _leave(self, name: str, reason: str) -> None:
+        self.left_alone[name] = reason
+        self._finish(name)
+
+    def _finish(self, name: str) -> None:
+        """Go on with this pass only if nothing was computed with the old weights."""
+        self.pending.remove(name)
+        self.active.remove(name)
+        self.regressions.pop(name, None)
+        if len(self.batches) > 1 or self.lesson.calls[name, self.batch] > 1 or not self.active:
+            raise _StopPassError
+
+    def _add(self, name: str, call: LayerCall, target: Target) -> None:
+        regression = self.regressions.get(name)
+        if regression is None:
+            rows = sum(len(some.places) for key, some in self.lesson.targets.items() if key[0] == name)
+            regression = self.regressions[name] = Regression(call.matrix(), rows)
+        size = max(1, CHUNK_BYTES // (4 * max(1, call.weight[0].numel() * call.groups)))
+        for start in range(0, len(target.places), size):
+            some = slice(start, start + size)
+            x = call.input_rows(target.shape, target.places[some])
+            y = target.rows[some].reshape(x.shape[1], call.groups, -1).transpose(0, 1)
+            regression.add(x, y, target.images[some])
+
+    def _refit(self, name: str, call: LayerCall) -> None:
+        norms = self.lesson.absorbers(name)
+        solution = self.regressions[name].solve(intercept=call.bias is not None or bool(norms))
+        if solution is None:
+            self.left_alone[name] = NOT_FINITE
+            return
+        old, intercept = call.matrix(), solution.fit.intercept.flatten()
+        is_known = self.lesson.channels[name].to(old.device) >= 0
+        weight = torch.where(is_known.view(*old.shape[:2], 1), solution.fit.weight, old.double())
+        changes = [(call.weight, call.from_matrix(weight))]
+        if call.bias is not None:
+            changes.append((call.bias, torch.where(is_known, intercept, call.bias.double())))
+        for norm in norms:
+            # A fit has less variance than its target. The batch norm restores it for the layers behind.
+            mean, variance = self.tensors[norm], self.tensors[_variance(norm)]
+            shift = intercept if call.bias is None else torch.zeros_like(intercept)
+            ratio = solution.variance_ratio.flatten()
+            changes.append((mean, torch.where(is_known, mean - shift, mean.double())))
+            changes.append((variance, torch.where(is_known, variance * ratio, variance.double())))
+        if not _write(changes):
+            self.left_alone[name] = NOT_FINITE
+            return
+        self.norms += norms
+        self.errors[name] = solution.before, solution.after
+
+    def _set_statistics(self, name: str) -> None:
+        """Move the statistics of a batch norm as its input moved on these images."""
+        own, original = self.sums[name], self.lesson.sums[name]
+        mean, variance = self.tensors[name], self.tensors[_variance(name)]
+        is_known = self.lesson.channels[name].to(mean.device) >= 0
+        ratio = own.variance() / original.variance().clamp_min(TINY)
+        changes = [
+            (mean, torch.where(is_known, mean + own.mean() - original.mean(), own.mean())),
+            (variance, torch.where(is_known, variance * ratio, own.variance())),
+        ]
+        if _write(changes):
+            self.norms.append(name)
+        else:
+            self.left_alone[name] = NOT_FINITE
+
+
+def _variance(running_mean: str) -> str:
+    return running_mean.removesuffix("mean") + "var"
+
+
+def _write(changes: list[tuple[Tensor, Tensor]]) -> bool:
+    """Write all values, or none if one of them would not be finite."""
+    values = [new.to(old.dtype) for old, new in changes]
+    if not all(bool(torch.isfinite(value).all()) for value in values):
+        return False
+    for (old, _), value in zip(changes, values, strict=True):
+        old.copy_(value)
+    return True

@@ -1,0 +1,65 @@
+"""`peel curve`: a table, files, and errors."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.small import taught
+from peel.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("weights") / "small.pt"
+    torch.save(taught().state_dict(), path)
+    return path
+
+
+def arguments(weights: Path, *others: str) -> list[str]:
+    sizes = ["--images", "100", "--test-images", "100"]
+    return ["curve", "helpers.small:Small", "--weights", str(weights), "--data", "digits", *sizes, *others]
+
+
+def test_a_curve_is_printed_and_written(
+    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = arguments(
+        weights, "--budgets", "0.8", "0.5", "--divisor", "1", "--output", str(tmp_path / "curve")
+    )
+    assert main(line) == 0
+    shown = capsys.readouterr()
+    assert "repaired" in shown.out and "80%" in shown.out and "nothing was trained" in shown.out
+    assert "50% of the MACs" in shown.err
+    found = json.loads((tmp_path / "curve.json").read_text())
+    first, second = found["points"]
+    assert (first["budget"], second["budget"]) == (0.8, 0.5)
+    assert second["macs"] <= 0.5 * found["macs"]
+    assert second["repaired"] > second["cut"]
+    rows = list(csv.DictReader((tmp_path / "curve.csv").read_text().splitlines()))
+    assert [float(row["repaired"]) for row in rows] == [point["repaired"] for point in found["points"]]
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--budgets", "1.5"), "budgets are fractions of the MACs"),
+        (("--images", "0"), "images must be at least 1"),
+        (("--weights", "nowhere.pt"), "there is no teacher at nowhere.pt"),
+    ],
+)
+def test_wrong_settings_are_refused(
+    weights: Path, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = arguments(weights)
+    if options[0] in line:
+        line[line.index(options[0]) + 1] = options[1]
+    else:
+        line += options
+    assert main(line) != 0
+    assert message in capsys.readouterr().err

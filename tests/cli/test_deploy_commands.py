@@ -1,0 +1,138 @@
+"""`peel bench`, `peel export` and `peel eval` on a run folder, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import peel
+from helpers.deploy import OWN, slim_small
+from helpers.small import few_digits
+from peel import zoo
+from peel.cli.main import main
+from peel.run.prune import prune
+from peel.run.result import Result
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+
+def test_from_a_run_to_an_onnx_file_that_keeps_its_accuracy(
+    finished: tuple[Path, Result], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, file = str(finished[0]), str(tmp_path / "slim.onnx")
+    assert main(["export", folder, "--to", file]) == 0
+    shown = capsys.readouterr().out
+    assert f"exported {file}" in shown
+    assert "checked at batch 1 and 5 against torch" in shown
+    values = []
+    for network in (folder, file):
+        assert main(["eval", network, "--data", "digits", "--device", "cpu", "--json"]) == 0
+        values.append(json.loads(capsys.readouterr().out))
+    assert values[0]["top1"] == values[1]["top1"]
+    assert values[0]["macs"] == values[1]["macs"] == finished[1].rows[-1].macs
+    assert main(["eval", file, "--data", "digits"]) == 0
+    assert f"{values[0]['top1']:.2%}" in capsys.readouterr().out
+
+
+def test_bench_of_a_run(finished: tuple[Path, Result], capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["bench", str(finished[0]), "--backend", "eager", "--seconds", "0.01", "--threads", "1"]
+    assert main([*line, "--batch", "4", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["conditions"]["batch"] == 4
+    assert data["conditions"]["torch"]
+    original, slim = data["entries"]
+    assert slim["baseline"] == original["network"]
+    assert slim["mac_reduction"] == pytest.approx(original["macs"] / slim["macs"])
+    assert slim["efficiency"] == pytest.approx(slim["speedup"]["median"] / slim["mac_reduction"])
+    assert main(line) == 0
+    shown = capsys.readouterr().out
+    for expected in ("1 threads of", "batch 1", "p10 to p90", "samples/s", "speed-up", "over MACs"):
+        assert expected in shown
+
+
+def test_int8_shows_accuracy_and_speed_before_and_after(
+    finished: tuple[Path, Result], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "int8.onnx")
+    line = ["export", str(finished[0]), "--to", file, "--int8", "--data", "digits", "--images", "32"]
+    assert main([*line, "--seconds", "0.1"]) == 0
+    shown = capsys.readouterr().out
+    for expected in ("float32", "int8", "times as fast", "Calibrated on 32 images", f"exported {file}"):
+        assert expected in shown
+
+
+def test_a_run_of_your_own_network_becomes_a_python_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "net_of_mine.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    model = "net_of_mine.py:Net"
+    settings = {"distill": "none", "stages": ["peel"], "plan": {"conv1": 3, "conv2": 7}, "budget": "100%"}
+    prune(model, few_digits(), train={"epochs": 1, "batch_size": 64}, output="run", **settings)  # type: ignore[arg-type]
+    assert main(["export", "run", "--to", "mine.py"]) == 0
+    assert "exported mine.json" in capsys.readouterr().out
+    assert "from net_of_mine import Net" in Path("mine.py").read_text()
+    assert zoo.create(model).conv1.out_channels == 8
+    assert main(["export", "run/slim.json", "--to", "mine.pt2"]) == 3
+    assert "--model" in capsys.readouterr().err
+    assert main(["export", "run/slim.json", "--to", "mine.pt2", "--model", model]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["bench"], 2, "name a run folder"),
+        (["bench", "small.pt"], 3, "small.pt is no network"),
+        (["bench", "small.onnx", "--backend", "tensorrt"], 2, "eager, compile, onnxruntime"),
+        (["export", "saved.json", "--to", "x.tflite", "--model", "helpers.small:Small"], 2, "no format"),
+        (["export", "saved.json", "--to", "x.onnx"], 3, "--model path/to/file.py:callable"),
+        (["export", "saved.json", "--to", "x.onnx", "--model", "helpers.small:Pooled"], 3, "does not fit"),
+        (["export", "saved.json", "--to", "x.onnx", "--int8"], 2, "--data"),
+        (
+            ["export", "odd.json", "--to", "x.onnx", "--model", "helpers.deploy:Branching"],
+            2,
+            "data-dependent",
+        ),
+        (["export", "small.onnx", "--to", "x.onnx"], 2, "an ONNX file already"),
+        (["export", "empty", "--to", "x.onnx"], 2, "not a run folder"),
+        (["export", "saved.json"], 2, "--to"),
+        (["eval", "small.onnx"], 2, "--data"),
+        (["eval", "small.onnx", "--data", "nowhere"], 3, "neither a dataset nor a folder"),
+        (["eval", "broken.onnx", "--data", "digits"], 3, "cannot load broken.onnx"),
+        (["eval", "small.onnx", "--data", "digits", "--mean", "1", "2"], 2, "mean must be 1 or 3 numbers"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    arguments: list[str],
+    code: int,
+    message: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(place)
+    before = sorted(place.iterdir())
+    assert main(arguments) == code
+    captured = capsys.readouterr()
+    assert message in captured.out + captured.err
+    assert "Traceback" not in captured.err
+    assert sorted(place.iterdir()) == before
+
+
+@pytest.fixture(scope="module")
+def place(small_onnx: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with networks of many kinds."""
+    from helpers.deploy import Branching
+
+    folder = tmp_path_factory.mktemp("networks")
+    peel.save(slim_small(), folder / "saved")
+    shutil.copy(small_onnx, folder)
+    odd = slim_small()
+    odd.__class__ = Branching
+    peel.save(odd, folder / "odd")
+    (folder / "broken.onnx").write_bytes(b"no network")
+    (folder / "empty").mkdir()
+    return folder

@@ -1,0 +1,108 @@
+"""Global ranking: channels that do nothing are cut first, wherever they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import peel
+from helpers.nets import Dense, Depthwise, Flattened, Gated, Grouped, Net, Residual, Shuffled
+from helpers.small import CPU, Small, few_digits
+from peel.methods.config import MethodConfig
+from peel.methods.problem import Problem
+from peel.methods.ranking import GlobalRanking, Magnitude, Taylor, widths_by_rank
+from peel.surgery.info import info_of
+from peel.train.recipe import Recipe
+
+METHODS = [Magnitude(), Taylor()]
+
+
+def problem_of(model: nn.Module, budget: float | str = 0.5, **changes: object) -> Problem:
+    data = few_digits(256)
+    graph = peel.trace(model, torch.zeros(1, *data.shape))
+    target = peel.parse_budget(budget, graph.macs(), "macs")
+    problem = Problem(model, graph, target, "macs", 1, (), data, Recipe(), CPU, 0, trained=model)
+    return replace(problem, **changes)  # type: ignore[arg-type]
+
+
+def with_dead_channels(dead: dict[str, list[int]]) -> nn.Module:
+    """`Small`, in which some channels are zero and read by nothing."""
+    torch.manual_seed(0)
+    model = Small()
+    layers = [f"conv{number}" for number in (1, 2, 3, 4)]
+    with torch.no_grad():
+        for name, channels in dead.items():
+            number = layers.index(name) + 1
+            model.get_submodule(name).weight[channels] = 0
+            model.get_submodule(f"norm{number}").weight[channels] = 0
+            reader = "fc" if number == 4 else f"conv{number + 1}"
+            model.get_submodule(reader).weight[:, channels] = 0
+    return model.eval()
+
+
+@pytest.mark.parametrize("method", METHODS, ids=["magnitude", "taylor"])
+def test_dead_channels_are_cut_and_living_ones_kept(method: GlobalRanking) -> None:
+    dead = {"conv1": [0, 3], "conv2": [1, 5, 6], "conv3": [], "conv4": [2, 4, 6, 8, 10, 12]}
+    model = with_dead_channels(dead)
+    problem = problem_of(model)
+    living = {tie: width - len(dead[tie]) for tie, width in problem.graph.widths.items()}
+    # Exactly what the living channels cost.
+    problem = replace(problem, budget=problem.graph.macs(living))
+    plan = method.plan(problem, MethodConfig(method="magnitude"), lambda *_: None)  # type: ignore[arg-type]
+    assert dict(plan.widths) == living
+    scores = method.scores(problem)
+    small = peel.slim(model, plan.widths, graph=problem.graph, weights="inherit", scores=scores)
+    images = torch.randn(4, *problem.data.shape)
+    torch.testing.assert_close(small.eval()(images), model(images))
+    assert info_of(small).widths == living
+
+
+@pytest.mark.parametrize("method", METHODS, ids=["magnitude", "taylor"])
+@pytest.mark.parametrize("budget", ["70%", "50%", "20%", "5%"])
+def test_the_budget_is_met_and_every_layer_keeps_its_floor(method: GlobalRanking, budget: str) -> None:
+    torch.manual_seed(1)
+    model = Small()
+    with torch.no_grad():  # one layer would lose everything
+        model.norm2.weight.mul_(1e-3)
+    problem = problem_of(model, budget)
+    plan = method.plan(problem, MethodConfig(), lambda *_: None)  # type: ignore[arg-type]
+    assert plan.slim.macs <= problem.budget
+    assert plan.slim.macs > 0.6 * problem.budget, "whole channels, and few of them"
+    for tie, width in problem.graph.widths.items():
+        least = max(1, min(0.1 * width, problem.uniform()[tie] / 2))
+        assert plan.widths[tie] >= least - 1
+
+
+@pytest.mark.parametrize("kind", [Residual, Depthwise, Grouped, Dense, Flattened, Shuffled, Gated])
+def test_every_kind_of_network_is_cut_to_the_budget(kind: type[Net]) -> None:
+    """Ties with several slices, with steps, without a score."""
+    torch.manual_seed(0)
+    model = kind().eval()
+    images = torch.randn(2, *model.shape)
+    graph = peel.trace(model, images[:1])
+    problem = replace(problem_of(Small()), model=model, trained=model, graph=graph, budget=graph.macs() // 2)
+    scores = Magnitude().scores(problem)
+    widths = widths_by_rank(problem, scores)
+    assert graph.macs() / 4 < graph.macs(widths) <= problem.budget
+    small = peel.slim(model, widths, graph=graph, weights="inherit", scores=scores)
+    assert small(images).shape == model(images).shape
+
+
+def test_frozen_ties_keep_their_width() -> None:
+    problem = problem_of(Small(), "60%", freeze=("conv3",))
+    plan = Magnitude().plan(problem, MethodConfig(), lambda *_: None)  # type: ignore[arg-type]
+    assert plan.widths["conv3"] == problem.graph.widths["conv3"]
+    assert plan.slim.macs <= problem.budget
+
+
+def test_scaling_a_layer_that_a_norm_follows_changes_nothing() -> None:
+    torch.manual_seed(2)
+    model = Small()
+    before = Magnitude().plan(problem_of(model), MethodConfig(), lambda *_: None)  # type: ignore[arg-type]
+    with torch.no_grad():
+        model.conv2.weight.mul_(100)
+    after = Magnitude().plan(problem_of(model), MethodConfig(), lambda *_: None)  # type: ignore[arg-type]
+    assert before.widths == after.widths

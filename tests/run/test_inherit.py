@@ -1,0 +1,108 @@
+"""Runs that start from a trained network: it is cut, repaired and fine-tuned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import peel
+from helpers.small import Counting, Small, few_digits, same_weights, small_run, taught
+from peel.errors import ConfigError, DataError
+from peel.train.recipe import RECIPES
+
+
+def inherit(**settings: Any) -> peel.Result:
+    """A run of a trained `Small` on digits, at 60 % of its MACs."""
+    given = {"init": "auto", "weights": taught(), "budget": "60%", "data": few_digits(600, 300), **settings}
+    return small_run(**given)
+
+
+def test_the_table_has_the_accuracy_after_each_step_of_surgery(tmp_path: Path) -> None:
+    result = inherit(output=tmp_path / "run")
+    original, uniform, slim = result.rows
+    assert not original.before_training
+    for row in (uniform, slim):
+        before = row.before_training
+        assert list(before) == ["cut", "recalibrated", "repaired"]
+        assert before["repaired"] > before["cut"], "half of the network is gone without repair"
+    again = inherit(output=tmp_path / "run")
+    assert [row.before_training for row in again.rows] == [row.before_training for row in result.rows]
+    assert same_weights(again.model, result.model)
+
+
+def test_inherited_networks_start_far_above_those_from_scratch() -> None:
+    data = few_digits(600, 300)
+    short = {"method": "uniform", "distill": "none", "train": {"epochs": 1, "batch_size": 100}}
+    inherited = inherit(**short, data=data).rows[-1]
+    scratch = inherit(**short, data=data, init="scratch").rows[-1]
+    assert inherited.before_training["repaired"] > scratch.top1 + 0.2
+    assert inherited.macs == scratch.macs
+
+
+@pytest.mark.parametrize("method", ["uniform", "magnitude", "taylor"])
+def test_every_method_gives_a_row_of_its_name(method: str) -> None:
+    counting = Counting()
+    result = inherit(method=method, callbacks=[counting])
+    assert [row.name for row in result.rows] == list(dict.fromkeys(["original", "uniform", method]))
+    assert set(counting.steps) == {"uniform", method}, "no backbone is trained"
+    assert result.plan is not None
+    assert result.model is not None
+    assert result.plan.name == method
+    assert result.rows[-1].macs <= result.plan.budget
+
+
+def test_a_given_module_counts_as_trained() -> None:
+    result = peel.prune(
+        taught(), few_digits(600, 300), budget="60%", train={"epochs": 1}, stages=["original"]
+    )
+    assert result.rows[0].top1 > 0.5
+    with pytest.raises(DataError, match=r"weights are not trained.*--weights train"):
+        peel.prune(Small(), few_digits(600, 300), budget="60%", train={"epochs": 1})
+
+
+def test_weights_may_be_a_state_dict() -> None:
+    result = small_run(Small(), few_digits(600, 300), weights=taught().state_dict(), stages=["original"])
+    assert result.rows[0].top1 > 0.5
+    with pytest.raises(peel.StoreError, match="the given state dict does not fit the model"):
+        small_run(Small(), weights={"conv1.weight": torch.zeros(3)}, stages=["original"])
+
+
+def test_the_recipe_is_that_of_fine_tuning_unless_trained_from_scratch() -> None:
+    given = {"train": {}, "backbone": {}, "dry_run": True}
+    plain, tuned = (
+        peel.prune(taught(), few_digits(600, 300), budget="60%", init=init, **given)
+        for init in ("scratch", "inherit")
+    )
+    assert plain.estimate is not None
+    assert tuned.estimate is not None
+    assert sum(tuned.estimate.values()) < sum(plain.estimate.values())
+    assert RECIPES["finetune"].warmup_epochs == 0
+
+
+def test_what_cannot_inherit_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"needs trained weights.*--stages original"):
+        small_run(init="inherit")
+    with pytest.raises(ConfigError, match="trains from scratch"):
+        inherit(distill="in-place")
+    with pytest.raises(ConfigError, match="the method taylor needs the trained original"):
+        small_run(method="taylor", stages=["backbone", "plan", "final"], distill="none")
+    with pytest.raises(ConfigError, match="Did you mean taylor"):
+        small_run(method="taylr")
+
+
+def test_a_method_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from peel.methods import Method\n"
+        "from peel.methods.plan import assemble_plan\n"
+        "class Narrow(Method):\n"
+        "    def plan(self, problem, config, train_backbone):\n"
+        "        return assemble_plan(problem, {**problem.uniform(), 'conv1': 1}, config=config)\n"
+    )
+    result = inherit(method=f"{file}:Narrow")
+    assert [row.name for row in result.rows] == ["original", "uniform", "Narrow"]
+    assert result.plan is not None
+    assert result.plan.widths["conv1"] == 1

@@ -1,0 +1,279 @@
+"""`repair`: planted redundancy is repaired exactly, other networks get better, nothing else is touched."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import peel
+from helpers.graphs import traced_net
+from helpers.nets import (
+    NETS,
+    Chain,
+    Decoder,
+    Dense,
+    Depthwise,
+    Flattened,
+    Grouped,
+    Net,
+    Residual,
+    SelectiveKernel,
+    Shared,
+    Signal,
+    Standardized,
+)
+from peel.surgery.explain import explain_scores, greedy_order
+
+
+class Planted(nn.Module):
+    """A layer behind 8 channels of which the last 4 (of each 8) are combinations of the first 4."""
+
+    def __init__(self, layer: nn.Module, axes: int) -> None:
+        super().__init__()
+        kinds: dict[int, type[nn.Module]] = {0: nn.Linear, 1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+        self.stem = kinds[axes](3, 8, *([1] if axes else []))
+        self.layer = layer
+        with torch.no_grad():
+            mix = torch.randn(4, 4)
+            self.stem.weight[4:] = torch.tensordot(mix, self.stem.weight[:4], 1)
+            self.stem.bias[4:] = mix @ self.stem.bias[:4]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.stem(x))
+
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(8, 5), (7, 3)),
+    "linear without bias": (lambda: nn.Linear(8, 5, bias=False), (3,)),
+    "conv1d": (lambda: nn.Conv1d(8, 5, 3, padding=1, dilation=2), (3, 16)),
+    "conv2d": (lambda: nn.Conv2d(8, 5, 3, 2, 1, bias=False), (3, 9, 8)),
+    "uneven kernel": (lambda: nn.Conv2d(8, 5, (1, 4), (1, 3), (0, 2), (1, 2)), (3, 9, 12)),
+    "padding same": (lambda: nn.Conv2d(8, 5, (4, 3), padding="same"), (3, 8, 9)),
+    "padding reflect": (lambda: nn.Conv2d(8, 5, 3, padding=1, padding_mode="reflect"), (3, 8, 8)),
+    "conv3d": (lambda: nn.Conv3d(8, 5, 2), (3, 4, 4, 4)),
+    "transposed 1d": (lambda: nn.ConvTranspose1d(8, 5, 3, 2, 1, 1), (3, 9)),
+    "transposed 2d": (lambda: nn.ConvTranspose2d(8, 5, 3, 2, 1, dilation=2, bias=False), (3, 6, 5)),
+    "transposed 3d": (lambda: nn.ConvTranspose3d(8, 5, 2, 2), (3, 4, 4, 4)),
+}
+
+
+def outputs(model: nn.Module, images: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(images)
+
+
+def difference(first: Tensor, second: Tensor) -> float:
+    return float((first - second).square().mean() / second.var())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_planted_redundancy_is_repaired_exactly(name: str) -> None:
+    torch.manual_seed(0)
+    make, shape = LAYERS[name]
+    net = Planted(make(), 0 if "linear" in name else len(shape) - 1).eval()
+    images = torch.randn(64, *shape)
+    graph = peel.trace(net, images[:1])
+    scores = {"stem": torch.arange(8.0, 0.0, -1.0)}
+    small = peel.slim(net, {"stem": 4}, graph=graph, weights="inherit", scores=scores)
+    assert difference(outputs(small, images), outputs(net, images)) > 0.1
+    report = peel.repair(small, net, images, graph=graph)
+    assert report.refitted == ("stem", "layer") and not report.left_alone
+    others = torch.randn(8, *shape)
+    assert difference(outputs(small, others), outputs(net, others)) < 1e-6
+
+
+def test_a_grouped_layer_is_repaired_in_each_group() -> None:
+    torch.manual_seed(0)
+    stem = nn.Conv2d(3, 8, 1)
+    with torch.no_grad():
+        stem.weight[[1, 3, 5, 7]], stem.bias[[1, 3, 5, 7]] = -2 * stem.weight[::2], -2 * stem.bias[::2]
+    images = torch.randn(64, 3, 6, 6)
+    for layer in (nn.Conv2d(8, 6, 3, groups=2), nn.ConvTranspose2d(8, 6, 3, groups=2)):
+        net = nn.Sequential(stem, layer).eval()
+        graph = peel.trace(net, images[:1])
+        scores = {"0": torch.tensor([2.0, 1.0] * 4)}
+        small = peel.slim(net, {"0": 4}, graph=graph, weights="inherit", scores=scores)
+        peel.repair(small, net, images, graph=graph)
+        assert difference(outputs(small, images), outputs(net, images)) < 1e-6
+
+
+@functools.cache
+def repaired(kind: type[Net], memory: int = 2**32) -> tuple[nn.Module, nn.Module, peel.RepairReport]:
+    """The cut network, the repaired one and the report."""
+    net, graph = traced_net(kind)
+    widths = {
+        name: max(1, round(0.7 * width / graph.steps[name])) * graph.steps[name]
+        for name, width in graph.widths.items()
+    }
+    torch.manual_seed(1)
+    images = torch.randn(48, *kind.shape)
+    cut = peel.slim(net, widths, graph=graph, weights="inherit")
+    small = copy.deepcopy(cut)
+    return cut, small, peel.repair(small, net, images, graph=graph, memory=memory)
+
+
+#: The others are slow tests, because tracing all of them takes half a minute.
+QUICK = (Chain, Residual, Depthwise, Grouped, Dense, Flattened, Shared, Decoder, Signal, SelectiveKernel)
+EVERY = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in NETS]
+
+
+@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
+def test_every_network_gets_closer_to_the_original(kind: type[Net]) -> None:
+    net, _ = traced_net(kind)
+    before = copy.deepcopy(net.state_dict())
+    cut, small, _ = repaired(kind)
+    torch.manual_seed(2)
+    images = torch.randn(64, *kind.shape)
+    wanted, first, second = (outputs(model, images) for model in (net, cut, small))
+    wanted, first, second = (v[0] if isinstance(v, tuple) else v for v in (wanted, first, second))
+    assert difference(second, wanted) <= difference(first, wanted)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", [Chain, Shared, Dense, Decoder], ids=lambda kind: kind.__name__)
+def test_several_batches_give_the_same_network_as_one(kind: type[Net]) -> None:
+    graph = traced_net(kind)[1]
+    whole, parts = repaired(kind)[1], repaired(kind, 20 * graph.activation_bytes())[1]
+    images = torch.randn(8, *kind.shape)
+    # Other places are sampled, so that the fits differ a little.
+    assert difference(outputs(parts, images), outputs(whole, images)) < 0.05
+    assert repaired(kind)[2].refitted == repaired(kind, 20 * graph.activation_bytes())[2].refitted
+
+
+def test_what_cannot_be_refitted_is_named() -> None:
+    report = repaired(Standardized)[2]
+    assert "computed" in report.left_alone["conv2"]
+    assert report.refitted == ("conv1", "fc")
+    assert "left alone: conv2" in str(report)
+
+
+def test_at_full_width_nothing_changes() -> None:
+    net, graph = traced_net(Dense)
+    same = peel.slim(net, graph.widths, graph=graph, weights="inherit")
+    report = peel.repair(same, net, torch.randn(8, *Dense.shape), graph=graph)
+    assert report.refitted == report.norms == ()
+    assert all(torch.equal(value, net.state_dict()[name]) for name, value in same.state_dict().items())
+
+
+def test_new_channels_keep_their_weights() -> None:
+    net, graph = traced_net(Chain)
+    wide = peel.slim(net, {"conv1": 6, "conv2": 14}, graph=graph, weights="inherit")
+    before = wide.conv2.weight.clone()
+    peel.repair(wide, net, torch.randn(32, *Chain.shape), graph=graph)
+    assert torch.equal(wide.conv2.weight[12:], before[12:])
+    assert not torch.equal(wide.conv2.weight[:12], before[:12])
+
+
+@pytest.mark.parametrize("kind", [Chain, Depthwise, Flattened], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_few_or_empty_images_never_give_numbers_that_are_not_finite(kind: type[Net], count: int) -> None:
+    net, graph = traced_net(kind)
+    for images in (
+        torch.randn(count, *kind.shape),
+        torch.zeros(count, *kind.shape),
+        torch.full((count, *kind.shape), 1e25),
+    ):
+        small = peel.slim(
+            net, {name: max(1, w // 2) for name, w in graph.widths.items()}, graph=graph, weights="inherit"
+        )
+        peel.repair(small, net, images, graph=graph)
+        assert all(torch.isfinite(value).all() for value in small.state_dict().values())
+
+
+def test_a_batch_norm_keeps_the_mean_and_variance_of_its_output() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Flatten()
+    )
+    images = torch.randn(128, 3, 8, 8)
+    peel.recalibrate(net, images)
+    net.eval()
+    graph = peel.trace(net, images[:1])
+    small = peel.slim(net, {"0": 5}, graph=graph, weights="inherit")
+    report = peel.repair(small, net, images, graph=graph)
+    assert report.norms == ("3",) and report.errors["2"][1] > 0.05  # the fit is not exact
+    own, wanted = (outputs(model, images).view(128, 8, -1) for model in (small, net))
+    torch.testing.assert_close(own.mean((0, 2)), wanted.mean((0, 2)), atol=0.03, rtol=0)
+    torch.testing.assert_close(own.var((0, 2)), wanted.var((0, 2)), atol=0.05, rtol=0.05)
+
+
+def test_images_come_as_a_tensor_or_in_batches() -> None:
+    net, graph = traced_net(Chain)
+    images = torch.randn(30, *Chain.shape)
+    loader = torch.utils.data.DataLoader([(image, 0) for image in images], batch_size=7)
+    states = []
+    for given in (images, loader, [images[:20], images[20:]]):
+        small = peel.slim(net, {"conv1": 5}, graph=graph, weights="inherit")
+        assert peel.repair(small, net, given, graph=graph).images == 30
+        states.append(small.state_dict())
+    assert all(torch.equal(state[name], value) for state in states for name, value in states[0].items())
+
+
+def test_modes_and_random_states_stay() -> None:
+    net, graph = traced_net(Chain)
+    small = peel.slim(net, {"conv1": 5}, graph=graph, weights="inherit")
+    small.train()
+    small.bn.eval()
+    state = torch.get_rng_state()
+    peel.repair(small, net, torch.randn(8, *Chain.shape, generator=torch.Generator()), graph=graph)
+    assert small.training and not small.bn.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in small.modules())
+
+
+def test_wrong_input_is_refused_in_words() -> None:
+    net, graph = traced_net(Chain)
+    images = torch.randn(4, *Chain.shape)
+    fresh = peel.slim(net, {"conv1": 5}, graph=graph)
+    with pytest.raises(peel.WidthsError, match="weights='inherit'"):
+        peel.repair(fresh, net, images, graph=graph)
+    small = peel.slim(net, {"conv1": 5}, graph=graph, weights="inherit")
+    other, other_graph = traced_net(Depthwise)
+    with pytest.raises(peel.WidthsError, match="not cut from this original"):
+        peel.repair(small, other, images, graph=other_graph)
+    with pytest.raises(peel.DataError, match="empty"):
+        peel.repair(small, net, images[:0], graph=graph)
+    before = copy.deepcopy(small.state_dict())
+    with pytest.raises(peel.DataError, match="cannot take these images"):
+        peel.repair(small, net, torch.randn(4, 5, 8, 8), graph=graph)
+    assert all(torch.equal(value, before[name]) for name, value in small.state_dict().items())
+
+
+def test_recalibrate_measures_batch_norms_and_nothing_else() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Flatten(), nn.Linear(144, 2)
+    )
+    before = copy.deepcopy(net.state_dict())
+    images = 3 + torch.randn(64, 3, 8, 8)
+    peel.recalibrate(net, images)
+    changed = {name for name, value in net.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    values = outputs(net[:2], images)
+    torch.testing.assert_close(values.mean((0, 2, 3)), torch.zeros(4), atol=1e-4, rtol=0)
+    assert net[1].momentum == 0.1 and net[2].training
+
+
+def test_the_channels_that_explain_the_others_are_chosen_first() -> None:
+    torch.manual_seed(0)
+    net = Planted(nn.Conv2d(8, 5, 1), 2).eval()
+    images = torch.randn(32, 3, 6, 6)
+    with torch.no_grad():  # channels 4 to 7 are multiples of channels 0 to 3: one of each pair is enough
+        net.stem.weight[4:], net.stem.bias[4:] = 3 * net.stem.weight[:4], 3 * net.stem.bias[:4]
+    graph = peel.trace(net, images[:1])
+    scores = explain_scores(net, graph, images)["stem"]
+    chosen = scores.topk(3).indices  # three inputs span all channels
+    assert len({int(channel) % 4 for channel in chosen}) == 3
+    small = peel.slim(net, {"stem": 3}, graph=graph, weights="inherit", scores={"stem": scores})
+    peel.repair(small, net, images, graph=graph)
+    assert difference(outputs(small, images), outputs(net, images)) < 1e-6
+
+
+def test_the_greedy_order_prefers_a_channel_that_others_follow() -> None:
+    strong, pair = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, 0.9, 0.9])
+    order = greedy_order(torch.outer(strong, strong) + torch.outer(pair, pair))
+    assert int(order.argmin()) in (1, 2) and int(order.argmax()) in (1, 2)
