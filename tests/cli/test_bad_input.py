@@ -95,7 +95,7 @@ FILES: list[tuple[list[str], list[str]]] = [
     (["--data", "digit"], ["Did you mean digits"]),
     (["--data", "file"], ["neither a dataset nor a folder", "train/ and val/"]),
     (["--data", "empty"], ["empty needs", "it holds nothing"]),
-    (["--data", "halves"], ["halves needs", "it holds train"]),
+    (["--data", "halves"], ["halves/train/cat holds fewer than two images", "there is no val/ or test/"]),
     (["--data", "bare"], ["bare/train has no folders", "one folder of images per class"]),
     (["--data", "hollow"], ["hollow/train/dog holds no images", "Remove the folder"]),
     (["--data", "different"], ["different classes: dog, fish not in both"]),
