@@ -246,6 +246,7 @@ def print_best(arms: Lines) -> None:
             rows.append([*cell, *scores, paired(chosen[ours], chosen[peer])])
     if rows:
         print("\n### Best at equal MACs")
+        print("\nThe test images choose the best arm of each side, of more arms on ours.")
         table(["network", "budget", "peel", "Torch-Pruning", "difference"], rows)
 
 
