@@ -55,7 +55,8 @@ class Stat(NamedTuple):
     @property
     def full(self) -> str:
         """Mean, standard deviation, interval and number of seeds."""
-        return f"{self.text} (sd {100 * self.deviation:.2f}, n {self.count})"
+        deviation = "" if self.count < 2 else f"sd {100 * self.deviation:.2f}, "
+        return f"{self.text} ({deviation}n {self.count})"
 
 
 class Arm(NamedTuple):
@@ -200,7 +201,7 @@ def _finetuned_row(
         f"{100 * statistics.mean(line['before'][arm.start] for line in lines):.1f}",
         f"{100 * statistics.mean(line['top1'][0] for line in lines):.1f}",
         final.text,
-        f"{100 * final.deviation:.2f}",
+        "" if final.count < 2 else f"{100 * final.deviation:.2f}",
         str(final.count),
         change.signed,
         "" if peer is None else paired(lines, peer),
@@ -315,7 +316,7 @@ def print_published(arms: Lines) -> None:
     for budget in PUBLISHED:
         times, before, after = TORCH_PRUNING_RESNET56[budget]
         text = f"{before:.2f} -> {after:.2f} ({after - before:+.2f})"
-        rows.append([f"{times} times fewer", "Torch-Pruning, published, original pixels", "100", text, ""])
+        rows.append([f"{times} times fewer", "Torch-Pruning, published, original pixels", "", text, ""])
         for arm in sorted(arms, key=_order):
             if (arm.network, arm.budget) == ("cifar_resnet56", budget):
                 lines = arms[arm]
