@@ -335,11 +335,9 @@ def print_published(arms: Lines) -> None:
                 rows.append([f"{fewer:.2f} times fewer", name, str(arm.epochs), text, str(change.count)])
     if any((arm.network, arm.budget) == ("cifar_resnet56", budget) for arm in arms for budget in PUBLISHED):
         print("\n## ResNet-56 at the reductions of the literature")
+        print("\nOurs are on images that were re-encoded as JPEG: compare the changes, not the levels.")
         print(
-            "\nOurs are on images that were re-encoded as JPEG: compare the changes, not the levels. Ours are of the"
+            "Ours are of the last epoch. Torch-Pruning publishes the best epoch on the test images, and its"
         )
-        print(
-            "last epoch; Torch-Pruning publishes the best epoch on the test images, and its sparse training"
-        )
-        print("takes 100 epochs more.")
+        print("sparse training takes 100 epochs more.")
         table(["MACs", "network", "epochs", "top-1 (change)", "n"], rows)
