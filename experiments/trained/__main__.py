@@ -11,9 +11,9 @@
 
 `originals` trains the networks from scratch into originals/NETWORK-SEED/original.json. `peers` lets
 Torch-Pruning (pip install torch-pruning==1.6.1) choose channels. `curve` judges networks right after the
-cut, recalibrated and repaired. `finetune` trains them; a line has top-1 after every epoch. A seed has an
-original of its own, or uses that of seed 0. `latency` times the networks of `finetune` in ONNX Runtime, on
-one thread.
+cut, recalibrated and repaired. `finetune` trains the stages of work.py, such as `main:0-2`; a line has top-1
+after every epoch. A seed has an original of its own, or uses that of seed 0. `latency` times the networks of
+`finetune` in ONNX Runtime, on one thread.
 
 Each job adds one line to a file of results. Jobs that are in the file are skipped, so the same command
 resumes an interrupted run.
@@ -31,7 +31,7 @@ from .images import prepare
 from .latency import latency
 from .networks import NETWORKS
 from .tables import FOLDER, analyze
-from .work import BUDGETS, CURVE, METHODS, RECIPES, curve, finetune, originals, peers
+from .work import CURVE, METHODS, RECIPES, STAGES, curve, finetune, originals, peers
 
 
 def main() -> None:
@@ -46,14 +46,15 @@ def main() -> None:
     command.add_argument("--images", type=Path, default=Path("images.pt"), help="the decoded images")
     add_originals(commands)
     command = add_jobs(commands, "peers", "let Torch-Pruning choose channels", lanes=6)
+    command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     command = add_jobs(commands, "curve", "judge networks that are not trained", lanes=6)
-    add_training(command, CURVE)
+    add_training(command)
+    command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    command.add_argument("--budgets", nargs="+", default=list(CURVE), help="fractions of the MACs: 50%%")
     command = add_jobs(commands, "finetune", "train the cut networks", lanes=8)
-    add_training(command, BUDGETS)
-    starts = ("repaired", "cut", "tp-repaired")
-    command.add_argument("--starts", nargs="+", default=["repaired"], choices=starts)
-    command.add_argument("--teachers", nargs="+", default=["original"], choices=("original", "none"))
-    command.add_argument("--epochs", type=int, nargs="+", default=[10])
+    add_training(command)
+    command.add_argument("--stages", nargs="+", default=["main:0-2"], help=f"{', '.join(STAGES)}, and seeds")
+    command.add_argument("--epochs", type=int, help="another number of epochs, for a test")
     command = commands.add_parser("latency", help="time the networks of finetune in ONNX Runtime")
     command.add_argument("--trained", type=Path, default=FOLDER / "finetune.jsonl", help="lines of finetune")
     command.add_argument("--results", type=Path, default=FOLDER / "latency.jsonl", help="the file of times")
@@ -84,7 +85,6 @@ def add_jobs(
     command.add_argument("--originals", type=Path, default=Path("originals"), help="the trained originals")
     command.add_argument("--results", type=Path, default=FOLDER / f"{name}.jsonl", help="the file of results")
     command.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=NETWORKS)
-    command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     command.add_argument("--lanes", type=int, default=lanes, help="processes")
     command.add_argument("--count", type=int, help="use only so many images of each part, for a test")
     command.add_argument(
@@ -93,15 +93,15 @@ def add_jobs(
     return command
 
 
-def add_training(command: argparse.ArgumentParser, budgets: tuple[str, ...]) -> None:
+def add_training(command: argparse.ArgumentParser) -> None:
     command.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
-    command.add_argument("--budgets", nargs="+", default=list(budgets), help="fractions of the MACs: 50%%")
     command.add_argument("--divisor", type=divisor, default="auto", help="widths are multiples of this")
     command.add_argument("--batch-size", type=int, help="another batch size, for a test")
 
 
 def add_originals(commands: Any) -> None:
     command = add_jobs(commands, "originals", "train originals from scratch", lanes=9)
+    command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     command.add_argument("--recipe", default="smooth", choices=RECIPES)
     command.add_argument("--epochs", type=int, default=60)
     command.add_argument("--batch-size", type=int, help="another batch size, for a test")

@@ -174,9 +174,9 @@ def run_jobs(
 
 
 def expected_seconds(job: Line, lines: Sequence[Line], kind: Sequence[str]) -> float:
-    """From the last jobs that are alike, else from all, with a reserve of 10 %."""
+    """From the last jobs that are alike, else from all in proportion to the epochs; a reserve of 10 %."""
     alike = [line for line in lines if all(line.get(name) == job.get(name) for name in kind)] or lines
-    seconds = [line["seconds"] for line in alike[-20:]]
+    seconds = [line["seconds"] * job.get("epochs", 1) / line.get("epochs", 1) for line in alike[-20:]]
     return 1.1 * statistics.median(seconds) if seconds else 0.0
 
 

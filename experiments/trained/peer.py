@@ -23,6 +23,7 @@ from peel.methods import Method, Plan, Problem
 from peel.methods.config import MethodConfig
 from peel.methods.method import TrainBackbone
 from peel.methods.plan import assemble_plan
+from peel.utils.files import write_bytes
 
 from .networks import graph_of, load_original
 
@@ -60,7 +61,7 @@ def kept_channels(folder: Path, name: str, seed: int, arm: str, budgets: Sequenc
     missing = [budget for budget in budgets if budget not in known]
     if missing:
         known |= prune(load_original(folder, name, seed), graph_of(name), missing, PEERS[arm])
-        path.write_text(json.dumps(known))
+        write_bytes(path, json.dumps(known).encode())
     return known
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -294,52 +294,78 @@ def objective_of(problem: Problem, recipe: Recipe, with_teacher: bool) -> Object
     return Distillation(objective, problem.trained) if with_teacher else objective
 
 
+class Stage(NamedTuple):
+    """Arms that belong together. Torch-Pruning repairs nothing: by default its networks start cut."""
+
+    methods: Sequence[str] = METHODS
+    starts: Sequence[str] = ("repaired",)
+    teacher: bool = True
+    budgets: Sequence[str] = BUDGETS
+    epochs: Sequence[int] = (10,)
+    networks: Sequence[str] = tuple(NETWORKS)
+    peer_start: str = "cut"
+
+
+OURS = tuple(method for method in METHODS if method not in PEERS)
+
+STAGES = {
+    # The table: all methods, the same training
+    "main": Stage(),
+    # What repair buys after every epoch
+    "cut": Stage(OURS, ("cut",)),
+    # ResNet-56 at the reductions of the literature
+    "published": Stage(budgets=PUBLISHED, networks=("cifar_resnet56",)),
+    "bare": Stage(teacher=False),
+    "bare-cut": Stage(OURS, ("cut",), teacher=False),
+    # Networks of Torch-Pruning, repaired
+    "peers-repaired": Stage(tuple(PEERS), peer_start="repaired"),
+    # Schedules of other lengths
+    "schedules": Stage(("uniform", "streams", *PEERS), ("repaired", "cut"), epochs=(1, 2, 5, 20)),
+}
+
+
 def finetune(
     images: Path,
     originals: Path,
     results: Path,
+    stages: Sequence[str],
     networks: Sequence[str],
     methods: Sequence[str],
-    budgets: Sequence[str],
-    starts: Sequence[str],
-    teachers: Sequence[str],
-    epochs: Sequence[int],
-    seeds: Sequence[int],
     lanes: int,
+    epochs: int | None = None,
     divisor: Divisor = "auto",
     deadline: float = math.inf,
     count: int | None = None,
     batch_size: int | None = None,
 ) -> None:
-    jobs = finetune_jobs(originals, networks, methods, budgets, starts, teachers, epochs, seeds, divisor)
+    """Train what is missing of the stages, in their order. `networks` and `methods` leave out others."""
+    jobs = [
+        job
+        for text in stages
+        for job in finetune_jobs(originals, text, divisor, epochs)
+        if job.network in networks and job.method in methods
+    ]
     setting = Setting(images, originals, count, batch_size, divisor)
-    run_jobs(jobs, fine_tune, setting, results=results, lanes=lanes, deadline=deadline)
+    run_jobs(dict.fromkeys(jobs), fine_tune, setting, results=results, lanes=lanes, deadline=deadline)
 
 
 def finetune_jobs(
-    originals: Path,
-    networks: Sequence[str],
-    methods: Sequence[str],
-    budgets: Sequence[str],
-    starts: Sequence[str],
-    teachers: Sequence[str],
-    epochs: Sequence[int],
-    seeds: Sequence[int],
-    divisor: Divisor,
+    originals: Path, text: str, divisor: Divisor, epochs: int | None = None
 ) -> Iterator[FinetuneJob]:
-    """All arms of a seed come before the next seed: an interrupted run is a balanced part.
-
-    Torch-Pruning repairs nothing, so its networks start cut; with `--starts tp-repaired`, also repaired.
-    """
-    cells = itertools.product(seeds, epochs, teachers, starts, budgets, networks, methods)
-    seen: set[FinetuneJob] = set()
-    for seed, count, teacher, start, budget, name, method in cells:
-        if method in PEERS:
-            start = "repaired" if start == "tp-repaired" else "cut"
-        elif start == "tp-repaired":
-            continue
-        original = original_seed(originals, name, seed)
-        job = FinetuneJob(name, budget, method, start, teacher == "original", count, seed, original, divisor)
-        if job not in seen:
-            seen.add(job)
-            yield job
+    """The jobs of `NAME:SEEDS`, such as `main:0-2`. Methods and networks alternate within a budget."""
+    name, _, seeds = text.partition(":")
+    first, _, last = seeds.partition("-")
+    stage = STAGES[name]
+    lengths = stage.epochs if epochs is None else (epochs,)
+    cells = itertools.product(
+        range(int(first), int(last or first) + 1),
+        lengths,
+        stage.starts,
+        stage.budgets,
+        stage.methods,
+        stage.networks,
+    )
+    for seed, length, start, budget, method, network in cells:
+        begin = stage.peer_start if method in PEERS else start
+        original = original_seed(originals, network, seed)
+        yield FinetuneJob(network, budget, method, begin, stage.teacher, length, seed, original, divisor)
