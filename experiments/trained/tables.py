@@ -261,7 +261,7 @@ def print_best_latency(arms: Lines, times: dict[tuple[str, str], Line]) -> None:
     speed = {}
     for arm, some in arms.items():
         if timed := _times(some, times):
-            speed[arm] = statistics.mean(one["milliseconds"] / one["original_milliseconds"] for one in timed)
+            speed[arm] = statistics.mean(1 / one["speedup"] for one in timed)
     rows = []
     for peer in sorted(filter(is_peer, speed), key=_order):
         fast = {

@@ -306,21 +306,26 @@ class Stage(NamedTuple):
     peer_start: str = "cut"
 
 
-OURS = tuple(method for method in METHODS if method not in PEERS)
+#: Methods for questions that are not about methods, and the others of ours.
+FEW, REST = ("uniform", "magnitude"), ("peel", "streams", "taylor")
 
 STAGES = {
     # The table: all methods, the same training
     "main": Stage(),
     # What repair buys after every epoch
-    "cut": Stage(OURS, ("cut",)),
+    "cut": Stage(FEW, ("cut",)),
+    "cut-rest": Stage(REST, ("cut",)),
     # ResNet-56 at the reductions of the literature
     "published": Stage(budgets=PUBLISHED, networks=("cifar_resnet56",)),
-    "bare": Stage(teacher=False),
-    "bare-cut": Stage(OURS, ("cut",), teacher=False),
+    # Without a teacher
+    "bare": Stage((*FEW, *PEERS), teacher=False),
+    "bare-rest": Stage(REST, teacher=False),
+    "bare-cut": Stage(FEW, ("cut",), teacher=False),
+    "bare-cut-rest": Stage(REST, ("cut",), teacher=False),
     # Networks of Torch-Pruning, repaired
     "peers-repaired": Stage(tuple(PEERS), peer_start="repaired"),
     # Schedules of other lengths
-    "schedules": Stage(("uniform", "streams", *PEERS), ("repaired", "cut"), epochs=(1, 2, 5, 20)),
+    "schedules": Stage(("uniform", "tp-global"), ("repaired", "cut"), epochs=(1, 2, 5, 20)),
 }
 
 
