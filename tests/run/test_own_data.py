@@ -239,7 +239,7 @@ def test_two_inputs_in_a_dict() -> None:
         ({"data": (PAIR[0],)}, r"a pair \(train, val\), not a tuple of 1"),
         ({"model": "resnet18"}, r"give the model itself instead of 'resnet18'"),
         ({"mean": 0.5}, r"the given data normalize themselves"),
-        ({"train": {"batch_size": 200}}, r"batch size 200 is larger than the training set of 96"),
+        ({"train": {"batch_size": 200}}, r"a batch of 200 .* exceeds the training set of 96"),
         ({"data": (PAIR[0], stream(PAIR[1], 5))}, r"validation data ended after 1 of 3 batches"),
         ({"train_fn": print, "distill": "in-place"}, r'with train_fn, distill is "teacher"'),
         ({"train_fn": print, "dry_run": True}, r"cannot time those of train_fn"),
