@@ -45,6 +45,8 @@ class Partner:
     """As those of the target."""
     norm: str
     """The batch norm behind the layer; empty if there is none."""
+    is_stream: bool
+    """Whether it was there before the input of the layer, or is that input."""
     gain: Tensor
     """Change of the layer's output for a change of the sum, for each channel."""
 
@@ -74,6 +76,8 @@ class Branch:
     key: Key
     start: int
     """The last call before that of the layer."""
+    input: int
+    """The call that made the input of the layer."""
     norm: str = ""
     scale: Tensor | None = None
 
@@ -194,7 +198,7 @@ class _Teacher(Visitor):
             input_shape=places_shape(call.inputs, call.axes),
         )
         self._note(name)
-        _mark(output, "peel_branch", Branch(key, self.last))
+        _mark(output, "peel_branch", Branch(key, self.last, _mark_of(call.inputs, "peel_number") or 0))
         return output
 
     def at_norm(self, name: str, index: int, call: NormCall, run: Callable[[], Tensor]) -> Tensor:
@@ -224,7 +228,7 @@ class _Teacher(Visitor):
                 target = self.lesson.targets[branch.key]
                 rows = self._rows(branch.key[0], other, target.axes, target.places)
                 gain = _gain(branch.scale, rows, target.rows)
-                partner = Partner(number, rows, branch.norm, gain)
+                partner = Partner(number, rows, branch.norm, number <= branch.input, gain)
                 self.lesson.targets[branch.key] = replace(target, partner=partner)
 
     def _rows(self, name: str, values: Tensor, axes: int, places: Tensor) -> Tensor:

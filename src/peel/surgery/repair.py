@@ -290,13 +290,13 @@ class _Student(Visitor):
         changes = [(call.weight, call.from_matrix(weight))]
         if call.bias is not None:
             changes.append((call.bias, torch.where(is_known, intercept, call.bias.double())))
-        is_added = any(target.partner for target in self.lesson.targets_of(name))
+        is_branch = any(t.partner and t.partner.is_stream for t in self.lesson.targets_of(name))
         for norm in norms:
             # A fit has less variance than its target. The batch norm restores it for the layers behind, but
-            # not within a sum, where that part of the fit would be wrong.
+            # not in a stream, where that part of the fit would add up.
             mean, variance = self.tensors[norm], self.tensors[_variance(norm)]
             shift = intercept if call.bias is None else torch.zeros_like(intercept)
-            ratio = solution.variance_ratio.flatten() if not is_added else torch.ones_like(intercept)
+            ratio = solution.variance_ratio.flatten() if not is_branch else torch.ones_like(intercept)
             changes.append((mean, torch.where(is_known, mean - shift, mean.double())))
             changes.append((variance, torch.where(is_known, variance * ratio, variance.double())))
         if not _write(changes):
