@@ -29,7 +29,7 @@ class ModelError(PeelError):
 
 
 class StoreError(PeelError):
-    """The saved model is missing, corrupt, unsafe or does not fit."""
+    """The saved model or latency file is missing, corrupt, unsafe or does not fit."""
 
 
 class ConfigError(PeelError):

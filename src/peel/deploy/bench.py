@@ -104,7 +104,7 @@ def bench(
         for backend in chosen:
             fitting = [network for network in found if can_run(backend, network.model)]
             try:
-                timings = _time(fitting, backend, batch, threads, place, seconds, progress)
+                timings = time_networks(fitting, backend, batch, threads, place, seconds, progress)
             except Exception as error:
                 if backends is not None or isinstance(error, PeelError):
                     raise
@@ -116,7 +116,7 @@ def bench(
             reasons = " ".join([f"None of {', '.join(chosen)} can run these networks.", *notes])
             raise ConfigError(reasons)
         notes[:0] = filter(None, [load_note(load, threads)])
-        return Benchmark(entries, _conditions(place, threads, batch, seconds, load), notes)
+        return Benchmark(entries, conditions_of(place, threads, batch, seconds, load), notes)
 
 
 def _choose_backends(backends: Sequence[str] | None, device: torch.device) -> list[str]:
@@ -149,15 +149,16 @@ def _networks(
     return list(unique.values())
 
 
-def _time(
+def time_networks(
     networks: Sequence[Network],
     backend: str,
     batch: int,
     threads: int,
     device: torch.device,
     seconds: float,
-    progress: Callable[[str], None],
+    progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Timing]:
+    """Times of one batch of each network, interleaved, for about `seconds` each."""
     calls: dict[str, Callable[[], object]] = {}
     for network in networks:
         progress(f"{backend}: preparing {network.name}")
@@ -188,9 +189,10 @@ def _entries(
     return entries
 
 
-def _conditions(
+def conditions_of(
     device: torch.device, threads: int, batch: int, seconds: float, load: float
 ) -> dict[str, Any]:
+    """What the times depend on, beside the network and the backend."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -198,7 +200,7 @@ def _conditions(
     except PackageNotFoundError:
         runtime = None
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
+        "device": device_name(device),
         "cores": count_cores(),
         "threads": threads,
         "batch": batch,
@@ -206,11 +208,15 @@ def _conditions(
         "seconds": seconds,
         "load_before": round(load, 2),
         "peel": __version__,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "onnxruntime": runtime,
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
 def processor_name() -> str:
