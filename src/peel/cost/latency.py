@@ -138,7 +138,7 @@ class LatencyModel:
             for i in factors:
                 value = value * values[i]
             total = total + value
-        return total
+        return total if isinstance(total, np.ndarray) else float(total)
 
     def check(self, graph: Costs) -> None:
         """Refuse a graph of another network."""

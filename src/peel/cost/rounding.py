@@ -89,7 +89,7 @@ def resolve_budget(
     originals = {name: ceil(cost_of(graph, name)(graph.units())) for name in given}
     amounts = {name: parse_budget(given[name], originals[name], name) for name in given}
     if several:
-        resource = min(several, key=lambda name: _factor(graph, name, amounts[name]))
+        resource = binding_limit(graph, graph.widths, {name: amounts[name] for name in several})
     target, original = amounts.pop(resource), originals[resource]
     if target > original and not grow:
         raise BudgetError(
@@ -99,10 +99,15 @@ def resolve_budget(
     return Target(resource, target, amounts)
 
 
-def _factor(graph: Costed, resource: str, amount: int) -> float:
-    """The factor on all widths at which a resource is used up."""
-    cost, original = cost_of(graph, resource), graph.units()
-    return solve_increasing(lambda factor: float(cost([u * factor for u in original])), amount, 1e-6)[0]
+def binding_limit(graph: Costed, widths: Mapping[str, float], amounts: Mapping[str, int]) -> str:
+    """The resource that is used up first as all widths grow by one factor."""
+    units = fractional_units(graph, widths)
+
+    def factor(resource: str) -> float:
+        cost = cost_of(graph, resource)
+        return solve_increasing(lambda f: float(cost([u * f for u in units])), amounts[resource], 1e-6)[0]
+
+    return min(amounts, key=factor)
 
 
 class Limits:

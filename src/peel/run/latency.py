@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from ..cost.budget import format_cost, format_latency
 from ..cost.latency import LatencyModel
+from ..cost.rounding import binding_limit
 from ..cost.widths import Widths
 from ..deploy.bench import device_name
 from ..deploy.latency import LatencyTimer
@@ -55,9 +56,8 @@ def budget_notes(problem: Problem, widths: Mapping[str, int]) -> list[str]:
     """Which of several limits binds."""
     if not problem.limits:
         return []
-    used = problem.used(widths)
-    binding = max(used, key=lambda name: used[name])
-    allowed = {problem.resource: problem.budget, **problem.limits}
+    used, allowed = problem.used(widths), {problem.resource: problem.budget, **problem.limits}
+    binding = binding_limit(problem.graph, widths, allowed)
     parts = [f"{format_cost(allowed[name], name)}: {used[name]:.1%} used" for name in used]
     return [f"Of the limits ({'; '.join(parts)}), that of {binding} binds."]
 

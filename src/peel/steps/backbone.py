@@ -37,6 +37,8 @@ def backbone(
 ) -> Widths:
     """The widths of the backbone. What it leaves of the budget is the pool of step 4.
 
+    Of a latency, `ratio` counts for what it is above that of the smallest network.
+
     `init` is `"uniform"` (one factor for all ties), `"equal"` (the same number of channels in every tie), or
     widths of your own, which may cost up to the whole budget. Other options as in `uniform`.
 
@@ -51,7 +53,10 @@ def backbone(
         refuse_above(Limits(graph, target, bounded=not grow), given)
         return given
     check_choice("init", init, BACKBONE_INITS)
-    resource, amount, others = target._replace(budget=max(2, int(target.budget * ratio)))
+    resource, whole, others = target
+    # Much of a latency may be fixed: a kernel takes a while even for a single channel.
+    fixed = cost_of(graph, resource)([1] * len(graph.widths)) if resource == "latency" else 0
+    amount = max(2, int(fixed + max(0, whole - fixed) * ratio))
     frozen = name_set(freeze)
     options: dict[str, Any] = {"resource": resource, "limits": others, "divisor": divisor, "freeze": frozen}
     try:
