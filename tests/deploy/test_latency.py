@@ -107,11 +107,11 @@ def test_a_command_measures_and_writes_a_file(tmp_path: Path, capsys: pytest.Cap
     assert (timer.batch, timer.threads, timer.backend) == (2, 1, "eager")
 
 
-def latency_file(folder: Path, device: str | None = None) -> Path:
-    graph = peel.trace(Small(), few_digits().example())
-    conditions = {"backend": "eager", "batch": 4, "threads": 1, "device": device or processor_name()}
-    model = planted_model(graph, 24, **conditions)
-    return replace(model, conditions={**model.conditions, "device_type": "cpu"}).save(folder / "latency.json")
+def latency_file(folder: Path, **conditions: object) -> Path:
+    """A planted latency that was measured on this machine, unless the conditions say otherwise."""
+    model = planted_model(peel.trace(Small(), few_digits().example()), 24)
+    here = {"backend": "eager", "batch": 4, "threads": 1, "device": processor_name(), "device_type": "cpu"}
+    return replace(model, conditions={**here, **conditions}).save(folder / "latency.json")
 
 
 def test_a_run_meets_its_latency_budget_and_says_what_it_measured(tmp_path: Path) -> None:
@@ -132,13 +132,17 @@ def test_a_run_meets_its_latency_budget_and_says_what_it_measured(tmp_path: Path
     assert "latency (measured)" in (folder / "report.html").read_text()
 
 
-def test_a_file_of_another_machine_is_used_and_noted(tmp_path: Path) -> None:
-    file = latency_file(tmp_path, device="A phone")
+@pytest.mark.parametrize(
+    "conditions", [{"device": "A phone"}, {"device_type": "cuda"}, {"measured_by": "your own function"}]
+)
+def test_a_file_of_another_machine_is_used_and_noted(tmp_path: Path, conditions: dict[str, str]) -> None:
+    file = latency_file(tmp_path, **conditions)
     stages = ("backbone", "plan", "uniform")
     limits = "macs<=50%, latency<=99.9%"
     result = small_run(budget=limits, latency=str(file), method="uniform", stages=stages, distill="none")
     notes = " ".join(result.notes)
-    assert "measured on another machine, A phone" in notes
+    assert "not from this machine" in notes
+    assert all(value in notes for name, value in conditions.items() if name != "device_type")
     assert "that of macs binds" in notes
     assert result.rows[0].predicted_latency is not None
     assert result.rows[0].latency is None

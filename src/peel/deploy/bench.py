@@ -104,7 +104,7 @@ def bench(
         for backend in chosen:
             fitting = [network for network in found if can_run(backend, network.model)]
             try:
-                timings = time_networks(fitting, backend, batch, threads, place, seconds, progress)
+                timings = _time(fitting, backend, batch, threads, place, seconds, progress)
             except Exception as error:
                 if backends is not None or isinstance(error, PeelError):
                     raise
@@ -149,16 +149,15 @@ def _networks(
     return list(unique.values())
 
 
-def time_networks(
+def _time(
     networks: Sequence[Network],
     backend: str,
     batch: int,
     threads: int,
     device: torch.device,
     seconds: float,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None],
 ) -> dict[str, Timing]:
-    """Times of one batch of each network, interleaved, for about `seconds` each."""
     calls: dict[str, Callable[[], object]] = {}
     for network in networks:
         progress(f"{backend}: preparing {network.name}")

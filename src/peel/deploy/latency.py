@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from math import lcm
 from typing import Any, Self
 
@@ -20,10 +21,9 @@ from ..train.engine import find_device
 from ..utils.environment import count_cores
 from ..utils.process_state import preserve_process_state
 from ..utils.validation import check_value
-from .backends import BACKENDS
-from .bench import conditions_of, time_networks
-from .networks import Network
-from .timing import load_average, load_note, spread_note
+from .backends import BACKENDS, make_runner
+from .bench import conditions_of
+from .timing import load_average, load_note, measure, spread_note
 
 #: Networks that are timed together with the original, which tells how fast the machine is meanwhile.
 TOGETHER = 8
@@ -66,7 +66,7 @@ class LatencyTimer:
             raise ConfigError("latency is measured on models with one input that are captured as a whole.")
         self.place = find_device(self.device)
         is_cpu = self.place.type == "cpu"
-        self.threads = self.threads or (count_cores() if is_cpu else torch.get_num_threads())
+        self.thread_count: int = self.threads or (count_cores() if is_cpu else torch.get_num_threads())
         self.notes: list[str] = []
 
     @classmethod
@@ -80,18 +80,16 @@ class LatencyTimer:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        assert self.threads is not None
-        given = conditions_of(self.place, self.threads, self.batch, self.seconds, load_average())
+        given = conditions_of(self.place, self.thread_count, self.batch, self.seconds, load_average())
         return {"backend": self.backend, "device_type": self.place.type, **given}
 
     def __call__(self, networks: Sequence[Widths]) -> list[float]:
         """Nanoseconds of a batch. Ratios to the original count: the speed of the machine may drift."""
-        assert self.threads is not None
         originals: list[float] = []
         factors: list[float] = []
-        self.notes = [*filter(None, [load_note(load_average(), self.threads)])]
+        self.notes = [*filter(None, [load_note(load_average(), self.thread_count)])]
         with preserve_process_state():
-            torch.set_num_threads(self.threads)
+            torch.set_num_threads(self.thread_count)
             for start in range(0, len(networks), TOGETHER):
                 self.progress(f"timing {start + 1} of {len(networks)} networks in {self.backend}")
                 original, ratios = self._time(networks[start : start + TOGETHER])
@@ -99,14 +97,21 @@ class LatencyTimer:
                 factors += ratios
         return [1e9 * statistics.median(originals) * factor for factor in factors]
 
+    @cached_property
+    def _original(self) -> Callable[[], object]:
+        return self._call(self.graph.widths)
+
+    def _call(self, widths: Widths) -> Callable[[], object]:
+        """Runs a batch through the network of these widths."""
+        network = slim(self.model, widths, graph=self.graph).eval()
+        images = torch.randn(self.batch, *self.graph.input_shapes[0][1:])
+        runner = make_runner(self.backend, network, images, device=self.place, threads=self.thread_count)
+        return partial(runner, images.to(self.place))
+
     def _time(self, networks: Sequence[Widths]) -> tuple[float, list[float]]:
         """Seconds of the original, and the time of each network as a fraction of it."""
-        assert self.threads is not None
-        shape = tuple(self.graph.input_shapes[0][1:])
-        built = [Network("original", slim(self.model, self.graph.widths, graph=self.graph).eval(), shape)]
-        for number, widths in enumerate(networks):
-            built.append(Network(str(number), slim(self.model, widths, graph=self.graph).eval(), shape))
-        times = time_networks(built, self.backend, self.batch, self.threads, self.place, self.seconds)
+        calls = {"original": self._original} | {str(i): self._call(w) for i, w in enumerate(networks)}
+        times = measure(calls, seconds=self.seconds)
         self.notes += filter(None, [spread_note(times) if not self.notes else None])
         original = times.pop("original")
         # What else runs on the machine makes times longer: the p10 is nearer to the network's own time.

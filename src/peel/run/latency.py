@@ -29,27 +29,35 @@ def latency_notes(graph: ChannelGraph) -> list[str]:
     if model is None:
         return []
     found, error = model.conditions, model.accuracy
+    text = f"Latency was measured by {found.get('measured_by')}."
+    if "measured_by" not in found:
+        text = (
+            f"Latency is that of a batch of {found.get('batch')} in {found.get('backend')} with "
+            f"{found.get('threads')} threads on {found.get('device')}."
+        )
     notes = [
-        f"Latency is that of a batch of {found.get('batch')} in {found.get('backend')} with "
-        f"{found.get('threads')} threads on {found.get('device')}. On {error.networks} networks that the "
-        f"model had not seen, its error was {error.median:.1%} (median), {error.p95:.1%} (95th percentile)."
+        f"{text} On {error.networks} networks that the model had not seen, its error was {error.median:.1%} "
+        f"(median), {error.p95:.1%} (95th percentile)."
     ]
     if found.get("note"):
         notes.append(f"While latency was measured, {found['note']}")
-    if _device_here(model) != found.get("device"):
+    if not _is_measured_here(model):
         notes.append(
-            f"The latency model was measured on another machine, {found.get('device')}. The final network is "
-            "not measured here; measure it there with peel bench."
+            "The latency model is not from this machine, so the final network is not measured here. Measure "
+            "it there with peel bench."
         )
     return notes
 
 
-def _device_here(model: LatencyModel) -> str | None:
-    """The device of this machine of the kind that the model was measured on; None if there is none."""
+def _is_measured_here(model: LatencyModel) -> bool:
+    """Whether this machine has the device that the model was measured on."""
+    if "measured_by" in model.conditions:
+        return False
     try:
-        return device_name(find_device(str(model.conditions.get("device_type", "cpu"))))
+        here = device_name(find_device(str(model.conditions.get("device_type"))))
     except ConfigError:
-        return None
+        return False
+    return here == model.conditions.get("device")
 
 
 def budget_notes(problem: Problem, widths: Mapping[str, int]) -> list[str]:
@@ -70,7 +78,7 @@ def with_latency(
     if model is None or not rows:
         return list(rows), []
     found = [replace(row, predicted_latency=graph.latency(widths[row.name]) * 1e9) for row in rows]
-    if _device_here(model) != model.conditions.get("device"):
+    if not _is_measured_here(model):
         return found, []
     try:
         timer = LatencyTimer.like(problem.model, graph, model.conditions, seconds=SECONDS)
