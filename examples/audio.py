@@ -53,6 +53,7 @@ def main(samples: int = 4000, epochs: int = 10, output: str | None = None) -> pe
             DataLoader(waveforms(samples, seed=0), 64, shuffle=True),
             DataLoader(waveforms(samples // 4, seed=1), 256),
         ),
+        weights="train",  # the model is not trained yet; leave this out for one that is
         budget="30%",
         train={"epochs": epochs, "lr": 0.05},
         backbone={"epochs": max(1, epochs // 4)},

@@ -81,6 +81,7 @@ def main(
     return peel.prune(
         model,
         (DataLoader(train, 16, shuffle=True, collate_fn=collate), DataLoader(val, 16, collate_fn=collate)),
+        weights="train",  # the model is not trained yet; leave this out for one that is
         budget="50%",
         loss="model",
         metric=Found(),

@@ -54,6 +54,7 @@ def main(samples: int = 2000, epochs: int = 8, output: str | None = None) -> pee
     return peel.prune(
         peel.zoo.create("cifar_resnet20", num_classes=len(SHAPES)),
         (Shapes(samples, seed=0), Shapes(samples // 4, seed=1)),
+        weights="train",  # the model is not trained yet; leave this out for one that is
         budget="50%",
         loss=loss,
         metric=labels_right,

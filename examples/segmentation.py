@@ -81,6 +81,7 @@ def main(samples: int = 800, epochs: int = 10, output: str | None = None) -> pee
     return peel.prune(
         UNet(),
         (DataLoader(Scenes(samples, seed=0), 16, shuffle=True), DataLoader(Scenes(samples // 4, seed=1), 16)),
+        weights="train",  # the model is not trained yet; leave this out for one that is
         budget="50%",
         metric=MeanIoU(),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),

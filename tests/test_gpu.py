@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import peel
+from helpers import own_data
 from helpers.small import Small, few_digits, same_weights, small_run
 from peel import zoo
 from peel.data.augmentation import (
@@ -493,3 +494,24 @@ def test_repair_on_a_gpu_gives_what_the_cpu_gives() -> None:
         peel.repair(small, original, images, graph=graph)  # moved to the device of the model
         outputs.append(small.eval()(inputs).detach().cpu())
     torch.testing.assert_close(outputs[1], outputs[0], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_and_loss_of_ones_own(workers: int) -> None:
+    data = own_data.vectors(192), own_data.vectors(48, seed=5)
+    result = peel.prune(
+        Small(3),
+        data,
+        weights="train",
+        loss=own_data.bce,
+        metric=own_data.hits,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.02),
+        train={"epochs": 6},
+        backbone={"epochs": 1},
+        workers=workers,
+        device="cuda",
+    )
+    assert all(row.metric is not None and row.metric > 0.7 for row in result.rows)
+    (note,) = [note for note in result.notes if "Left off" in note]
+    assert "CUDA graphs" in note
+    assert "the teacher cache" in note

@@ -97,7 +97,7 @@ def make_table(teacher: nn.Module, split: InMemoryImages, epochs: int, engine: E
         parts = []
         for batch in split.batches(order, 4096, view_of("taught", number), engine.device):
             with engine.autocast():
-                parts.append(get_logits(teacher(batch.images)).half())
+                parts.append(get_logits(teacher(batch.inputs)).half())
         rows.append(torch.cat(parts))
     return torch.stack(rows)
 

@@ -1,9 +1,19 @@
-"""A network that no library has: residual blocks with squeeze-excite, for images of 32 pixels."""
+"""The three networks. One is in no library: residual blocks with squeeze-excite, for images of 32 pixels."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+import peel
+from peel import zoo
+from peel.graph import ChannelGraph
+from peel.graph.parameters import residual_ties
 
 
 class SqueezeExcite(nn.Module):
@@ -45,3 +55,35 @@ def se_resnet(num_classes: int = 10) -> nn.Module:
     stem = nn.Sequential(nn.Conv2d(3, 32, 3, 1, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU())
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels_in, num_classes))
     return nn.Sequential(stem, *blocks, head)
+
+
+#: Name -> function that builds the network with random weights.
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "cifar_resnet56": partial(zoo.create, "cifar_resnet56", num_classes=10),
+    "cifar_mobilenet_v2": partial(zoo.create, "cifar_mobilenet_v2", num_classes=10),
+    "se_resnet": se_resnet,
+}
+
+
+def original_path(folder: Path, name: str, seed: int) -> Path:
+    """Where a trained original is saved. A seed without one of its own uses that of seed 0."""
+    return folder / f"{name}-{seed}" / "original.json"
+
+
+def original_seed(folder: Path, name: str, seed: int) -> int:
+    return seed if original_path(folder, name, seed).exists() else 0
+
+
+def load_original(folder: Path, name: str, seed: int) -> nn.Module:
+    return peel.load(original_path(folder, name, seed), model=NETWORKS[name]())
+
+
+@cache
+def graph_of(name: str) -> ChannelGraph:
+    return peel.trace(NETWORKS[name](), torch.zeros(1, 3, 32, 32))
+
+
+def frozen_ties(name: str, *, streams: bool = False) -> tuple[str, ...]:
+    """The ties that keep their width, as in `peel run`; with `streams`, the residual streams as well."""
+    frozen = zoo.FROZEN.get(f"cifar:{name}", ())
+    return tuple(dict.fromkeys((*frozen, *(residual_ties(graph_of(name)) if streams else ()))))

@@ -29,7 +29,7 @@ class ModelError(PeelError):
 
 
 class StoreError(PeelError):
-    """The saved model or latency file is missing, corrupt, unsafe or does not fit."""
+    """The saved file is missing, unsafe, corrupt or does not fit."""
 
 
 class ConfigError(PeelError):
@@ -48,8 +48,8 @@ class RunError(PeelError):
     """The run folder cannot be used."""
 
 
-class CorruptFileError(RunError):
-    """A file in a run folder is corrupt or belongs to another run."""
+class CorruptFileError(StoreError, RunError):
+    """A saved model or a file in a run folder is corrupt, or belongs to another run."""
 
 
 class DivergedError(PeelError):

@@ -95,14 +95,14 @@ FILES: list[tuple[list[str], list[str]]] = [
     (["--data", "digit"], ["Did you mean digits"]),
     (["--data", "file"], ["neither a dataset nor a folder", "train/ and val/"]),
     (["--data", "empty"], ["empty needs", "it holds nothing"]),
-    (["--data", "halves"], ["halves needs", "it holds train"]),
+    (["--data", "halves"], ["halves/train/cat holds fewer than two images", "there is no val/ or test/"]),
     (["--data", "bare"], ["bare/train has no folders", "one folder of images per class"]),
     (["--data", "hollow"], ["hollow/train/dog holds no images", "Remove the folder"]),
     (["--data", "different"], ["different classes: dog, fish not in both"]),
-    (["--data", "good", "--train.batch-size", "13"], ["batch size 13", "training set of 12", "at most 12"]),
-    (["--data", "good", "--train.batch-size", "6", "--backbone.batch-size", "13"], ["batch size 13"]),
-    (["--train.batch-size", "1438"], ["batch size 1438", "at most 1437"]),
-    (["--weights", "file"], ["file cannot be loaded"]),
+    (["--data", "good", "--train.batch-size", "13"], ["batch of 13", "training set of 12", "at most 12"]),
+    (["--data", "good", "--train.batch-size", "6", "--backbone.batch-size", "13"], ["batch of 13"]),
+    (["--train.batch-size", "1438"], ["batch of 1438", "at most 1437"]),
+    (["--weights", "file"], ["file cannot be loaded by torch"]),
     (["--weights", "missing.pt"], ["there are no weights at missing.pt"]),
 ]
 
@@ -133,7 +133,7 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     ),
     (["--temperature", "0"], ["temperature: expected float > 0.0, not 0"]),
     (["--max-width", "1.0", "--solver", "triangular"], ["max_width needs solver"]),
-    (["--freeze", "conv9"], ["conv9"]),
+    (["--freeze", "conv9"], ["conv9", "peel inspect lists the ties"]),
     (["--ignore", "*"], ["matches every layer"]),
     (["--stages", "original,fina"], ["'fina'", "Did you mean final"]),
     # Budgets
@@ -159,7 +159,7 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--plan", "unknown.json"], ["conv9"]),
     (["--plan", "zero.json"], ["0: the width must be at least 1, not 0"]),
     (["--plan", "fraction.json"], ["0: the width must be a whole number, not 4.5"]),
-    (["--groups.all", "nine"], ["nine"]),
+    (["--groups.all", "nine"], ["nine", "peel inspect lists the ties"]),
     (["--output", "file"], ["file is a file", "--output"]),
     # The rest
     (["--device", "tpu"], ["tpu"]),

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peel.graph import axes
-from peel.graph.axes import Axis, axis_size, constant, expand, is_free, readings_of, units_of, unknown
+from peel.graph.axes import Axis, axis_size, constant, expand, is_free, readings_of, symbols_of, unknown
 
 
 def form(axis: Axis) -> dict[object, int]:
     """The length of an axis as multiples of its unknowns (fixed ones as a plain number)."""
     total: dict[object, int] = {}
     for atom, inner in expand(axis):
-        key: object = atom.unit if atom.unit.fixed is None else "fixed"
-        total[key] = total.get(key, 0) + inner * (1 if atom.unit.fixed is None else atom.unit.size)
+        key: object = atom.symbol if atom.symbol.fixed is None else "fixed"
+        total[key] = total.get(key, 0) + inner * (1 if atom.symbol.fixed is None else atom.symbol.size)
     return {key: value for key, value in total.items() if value}
 
 
@@ -73,8 +73,8 @@ def test_unmerge_reverses_merge(outer: int, channels: int, inner: int) -> None:
 def test_rows_of_a_matrix_share_one_unit(rows: int, length: int) -> None:
     axis = unknown(rows * length)
     axes.unmerge(axis, [rows, length], "test")
-    (units,) = [{atom.unit for atom, _ in expand(axis)}]
-    assert len(units) == (1 if rows * length > 1 else len(units))
+    (symbols,) = [{atom.symbol for atom, _ in expand(axis)}]
+    assert len(symbols) == (1 if rows * length > 1 else len(symbols))
 
 
 @given(two_ways_to_cut())
@@ -88,7 +88,7 @@ def test_same_size_ties_lengths_but_not_channels(cuts: tuple[list[int], list[int
 def test_unifying_with_a_constant_fixes_with_its_reason() -> None:
     axis = (*unknown(4), *unknown(6))
     axes.unify(axis, (*unknown(7), *constant(3, "given")), "test")
-    assert [atom.unit.fixed for atom, _ in expand(axis)] == [None, None, "given"]
+    assert [atom.symbol.fixed for atom, _ in expand(axis)] == [None, None, "given"]
     assert is_free(axis)
 
 
@@ -109,8 +109,8 @@ def test_a_view_is_read_in_as_many_ways_as_it_has_axes(reading: int) -> None:
     # The part that can change, and the step that the whole must keep.
     (free,) = [i for i, part in enumerate(parts) if is_free(part)]
     assert free == [3, 1, 0][reading]
-    (unit,) = units_of(axis)
-    assert unit.size == axis_size(parts[free])
+    (symbol,) = symbols_of(axis)
+    assert symbol.size == axis_size(parts[free])
 
 
 def test_axes_that_are_flattened_are_seen_in_one_way_only() -> None:
@@ -122,5 +122,5 @@ def test_axes_that_are_flattened_are_seen_in_one_way_only() -> None:
 def test_a_constant_without_a_reason_gives_a_reason_to_what_it_fixes() -> None:
     for first, second in ((unknown(8), constant(8)), (constant(8), unknown(8))):
         axes.unify(first, second, "add in block")
-        (unit,) = units_of(first)
-        assert unit.fixed == "add in block: the other side has a constant length"
+        (symbol,) = symbols_of(first)
+        assert symbol.fixed == "add in block: the other side has a constant length"

@@ -192,3 +192,9 @@ def test_input_may_be_tensor_tuple_or_dict_and_costs_are_per_sample() -> None:
     x = torch.randn(5, 3, 8, 8)
     graphs = [peel.trace(Chain(), given) for given in (x, (x,), {"x": x}, x[:1])]
     assert len({graph.macs() for graph in graphs}) == 1
+
+
+def test_a_scripted_part_is_named() -> None:
+    part = torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()))  # type: ignore[no-untyped-call]
+    with pytest.raises(peel.TraceError, match="\n  0 is a TorchScript module: give the module"):
+        peel.trace(nn.Sequential(part, nn.Conv2d(4, 2, 1)), torch.randn(1, 3, 8, 8))

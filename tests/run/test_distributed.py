@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 
 import peel
 from helpers.folders import read
+from helpers.own_data import PAIR, hits
 from helpers.small import Small
 
 #: Without a teacher, whose logits depend on batch-norm statistics that each process has of its own part.
@@ -167,3 +169,36 @@ def test_the_error_of_one_process_ends_all_with_its_exit_code(
     output = finish(start(tmp_path, "--gpus", "2", "--output", "run", FAULT=fault), expected=code)
     assert output.count(message) == 1, output
     assert "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_a_dataset_of_ones_own_is_divided_among_processes(tmp_path: Path) -> None:
+    """Each sample is seen once, and the metric is that of all of them."""
+    program = """
+        import peel
+        from helpers.own_data import PAIR, Hits, bce, stream
+        from helpers.small import Small
+
+        settings = dict(weights="train", loss=bce, metric=Hits(), distill="none", device="cpu")
+        train = {"epochs": 1, "batch_size": 32, "lr": 0.01}
+        peel.prune(Small(3), PAIR, train=train, stages=["original"], output="run", **settings)
+        try:
+            peel.prune(Small(3), (stream(PAIR[0]), PAIR[1]), **settings)
+        except peel.ConfigError as error:
+            print("refused:", error)
+        """
+    (tmp_path / "program.py").write_text(textwrap.dedent(program))
+    path = os.pathsep.join(os.path.abspath(part) for part in sys.path if part)
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "program.py"]
+    done = subprocess.run(
+        launcher, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("refused: the loader of the training data chooses its samples itself") == 2
+    state = read(tmp_path / "run" / "state.json")["identity"]
+    assert state["processes"] == 2
+    original = peel.load(tmp_path / "run" / "stages" / "original", model=Small(3)).eval()
+    images, targets = PAIR[1].tensors
+    (row,) = read(tmp_path / "run" / "result.json")["rows"]
+    assert row["metric"] == pytest.approx(float(hits(original(images), targets)), abs=1e-6)

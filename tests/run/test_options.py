@@ -140,7 +140,7 @@ def test_legr_evaluates_as_many_candidates_as_asked_and_finds_better_ones() -> N
 def test_legr_holds_out_a_tenth_of_the_training_images() -> None:
     assert backbone_steps(criterion="bn") == 3
     assert backbone_steps(criterion="legr", evaluations=1) == 2, "180 of 200 images make two batches of 64"
-    with pytest.raises(peel.PeelError, match="batch size 181 is larger than the training set of 180"):
+    with pytest.raises(peel.DataError, match="batch of 181 images exceeds the training set of 180"):
         small_run(stages=["backbone"], criterion="legr", train={"batch_size": 181})
 
 

@@ -27,7 +27,7 @@ SHORT: dict[str, Any] = {"train": {"epochs": 2}, "backbone": {"epochs": 1}}
 
 
 def run(data: Any = PAIR, model: nn.Module | None = None, **settings: Any) -> Result:
-    given = {"loss": bce, "metric": hits, **SHORT, **settings}
+    given = {"loss": bce, "metric": hits, "weights": "train", **SHORT, **settings}
     return peel.prune(model if model is not None else Small(3), data, **given)
 
 
@@ -44,14 +44,14 @@ def test_a_dataset_with_an_own_loss_metric_and_optimizer(tmp_path: Path) -> None
     assert "distillation" in result.history["peel"][-1].train
     stored = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (stored["metric"], stored["rows"][2]["metric"]) == ("hits", result.rows[2].metric)
-    assert "hits" in (tmp_path / "run" / "report.html").read_text()
+    assert "test hits" in (tmp_path / "run" / "report.html").read_text()
     loaded = peel.load(tmp_path / "run" / "slim", Small(3)).eval()
     images, targets = vectors(48, seed=5).tensors
     assert float(hits(loaded(images), targets)) == pytest.approx(result.rows[2].metric, abs=1e-6)
 
 
 def test_class_numbers_need_neither_loss_nor_metric() -> None:
-    result = peel.prune(Small(3), (numbered(96), numbered(48, seed=5)), **SHORT)
+    result = peel.prune(Small(3), (numbered(96), numbered(48, seed=5)), weights="train", **SHORT)
     assert all(row.top1 is not None for row in result.rows)
     assert not any("mean squared" in note for note in result.notes)
 
@@ -60,7 +60,7 @@ def test_images_by_name_with_an_own_loss() -> None:
     def smooth(output: Tensor, target: Tensor) -> Tensor:
         return nn.functional.cross_entropy(output, target, label_smoothing=0.3)
 
-    settings = {"train": {"epochs": 2, "batch_size": 64}, "backbone": {"epochs": 1}, "stages": ["original"]}
+    settings = {"train": {"epochs": 2, "batch_size": 64}, "weights": "train", "stages": ["original"]}
     plain = peel.prune(Small(), few_digits(), **settings).rows[0]
     own = peel.prune(Small(), few_digits(), loss=smooth, **settings).rows[0]
     assert own.top1 is not None
@@ -197,6 +197,28 @@ def test_a_detector_is_pruned_by_its_own_losses() -> None:
     assert result.model is not None
     assert "boxes" in result.model.eval()(IMAGES)[0]
     assert result.rows[2].macs <= result.rows[0].macs / 2
+    inherited = run((loader, loader), result.model, weights="pretrained", **{**settings, "graph": None})
+    assert inherited.rows[2].before_training
+
+
+@pytest.mark.parametrize("method", ["peel", "uniform", "magnitude", "taylor"])
+def test_a_trained_network_is_cut_repaired_and_fine_tuned(method: str) -> None:
+    data = vectors(192), vectors(48, seed=5)
+    torch.manual_seed(0)
+    trained = Small(3)
+    optimizer = torch.optim.Adam(trained.parameters(), lr=0.02)
+    for _ in range(6):
+        for images, targets in DataLoader(data[0], 32):
+            optimizer.zero_grad()
+            bce(trained(images), targets).backward()
+            optimizer.step()
+    result = run(data, trained, weights="pretrained", method=method, budget="60%", train={"epochs": 1})
+    original, slim = result.rows[0], result.rows[-1]
+    assert slim.before_training.keys() == {"cut", "recalibrated", "repaired"}
+    assert original.metric is not None
+    assert slim.metric is not None
+    assert slim.before_training["repaired"] >= slim.before_training["cut"] - 0.02
+    assert slim.metric > 0.75
 
 
 def test_two_inputs_in_a_dict() -> None:
@@ -217,7 +239,7 @@ def test_two_inputs_in_a_dict() -> None:
         ({"data": (PAIR[0],)}, r"a pair \(train, val\), not a tuple of 1"),
         ({"model": "resnet18"}, r"give the model itself instead of 'resnet18'"),
         ({"mean": 0.5}, r"the given data normalize themselves"),
-        ({"train": {"batch_size": 200}}, r"batch size 200 is larger than the training set of 96"),
+        ({"train": {"batch_size": 200}}, r"a batch of 200 .* exceeds the training set of 96"),
         ({"data": (PAIR[0], stream(PAIR[1], 5))}, r"validation data ended after 1 of 3 batches"),
         ({"train_fn": print, "distill": "in-place"}, r'with train_fn, distill is "teacher"'),
         ({"train_fn": print, "dry_run": True}, r"cannot time those of train_fn"),

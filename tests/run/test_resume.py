@@ -11,7 +11,7 @@ import pytest
 
 from helpers.folders import content, read
 from helpers.small import Counting, same_weights, small_run
-from peel.errors import CorruptFileError, RunError, StoreError
+from peel.errors import CorruptFileError
 from peel.run.folder import RunFolder
 from peel.run.result import Result, StageRecord
 from peel.run.resume import RunState
@@ -147,10 +147,10 @@ def test_corrupt_weights_and_records_are_named(own: Path) -> None:
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    with pytest.raises(StoreError, match=r"uniform.safetensors is corrupt"):
+    with pytest.raises(CorruptFileError, match=r"uniform.safetensors is corrupt"):
         small_run(output=own, seed=3)
     (own / "stages" / "original.record.json").write_text("{")
-    with pytest.raises(RunError, match=r"original.record.json is corrupt"):
+    with pytest.raises(CorruptFileError, match=r"original.record.json is corrupt"):
         small_run(output=own, seed=3)
 
 

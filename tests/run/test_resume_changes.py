@@ -285,6 +285,14 @@ def test_another_torch_may_capture_the_same_code_as_other_operators(own: Path) -
     assert counting.steps == {}
 
 
+def test_a_run_of_a_gpu_is_not_resumed_on_a_cpu(own: Path) -> None:
+    state = read(own / "state.json")
+    state["identity"]["device"] = "cuda"
+    (own / "state.json").write_text(json.dumps(state))
+    with pytest.raises(RunError, match=r"other settings:\n  device: 'cuda' -> 'cpu'\n"):
+        small_run(output=own, seed=3)
+
+
 def test_another_number_of_threads_is_logged(own: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Threads add sums in another order."""
     small_run(output=own, seed=3)

@@ -87,5 +87,5 @@ def test_a_saved_model_that_claims_to_be_huge_is_refused(tmp_path: Path) -> None
         json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()
     (tmp_path / "slim.json").write_text(json.dumps(document))
-    with pytest.raises(peel.StoreError, match=r"slim.safetensors is not a safetensors file"):
+    with pytest.raises(peel.CorruptFileError, match=r"slim.safetensors is not a safetensors file"):
         peel.load(tmp_path / "slim", model=Small())

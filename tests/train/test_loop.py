@@ -162,7 +162,7 @@ def test_a_batch_larger_than_the_training_set_is_refused() -> None:
     _, history = trained(replace(PLAIN, epochs=1, batch_size=200))
     assert len(history) == 1
     with pytest.raises(
-        DataError, match=r"a batch of 201 samples exceeds the training set: choose at most 200"
+        DataError, match=r"a batch of 201 images exceeds the training set of 200 images\. .*at most 200"
     ):
         trained(replace(PLAIN, batch_size=201))
 

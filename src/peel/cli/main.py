@@ -15,7 +15,7 @@ from typing import Any, get_args
 from cyclopts import App, CycloptsError, Parameter, Token, convert
 from cyclopts.config import Toml
 
-from ..errors import CorruptFileError, DataError, DivergedError, OutOfMemoryError, PeelError, StoreError
+from ..errors import DataError, DivergedError, OutOfMemoryError, PeelError, StoreError
 from ..utils.environment import PEER_LOST, is_main_process, is_peer_lost
 from ..version import __version__
 from .launch import command_line, set_arguments
@@ -126,7 +126,7 @@ def _report(error: PeelError) -> int:
         return DIVERGED
     if isinstance(error, OutOfMemoryError):
         return OUT_OF_MEMORY
-    return BAD_FILES if isinstance(error, DataError | StoreError | CorruptFileError) else WRONG_INPUT
+    return BAD_FILES if isinstance(error, DataError | StoreError) else WRONG_INPUT
 
 
 def _report_other(error: BaseException, arguments: Sequence[str]) -> int:

@@ -20,6 +20,9 @@ from .widths import Widths
 #: Rounding is good enough when it leaves this fraction of the budget unspent; the second for aligned widths.
 GAP, ALIGNED_GAP = 1e-3, 5e-3
 
+#: Aligned widths that leave more than this fraction unspent are replaced by less aligned ones.
+MAX_ALIGNED_GAP = 1e-2
+
 #: `divisor="auto"` takes multiples of the first of these that lie within this fraction of the ideal width.
 ALIGNMENTS, REACH = (8, 4, 2), 1 / 8
 
@@ -228,7 +231,8 @@ class _Rounding:
         graph = limits.graph
         frozen = name_set(freeze)
         for name in frozen - set(graph.widths):
-            raise BudgetError(f"freeze: no free tie is called {name!r}.{did_you_mean(name, graph.widths)}")
+            hint = did_you_mean(name, graph.widths)
+            raise BudgetError(f"freeze: no free tie is called {name!r}.{hint} peel inspect lists the ties.")
         self.graph, self.limits, self.divisor = graph, limits, divisor
         self.original = graph.units()
         smallest = graph.units(at_least) if at_least is not None else [0] * len(self.original)
@@ -280,20 +284,28 @@ class _Rounding:
         return ideal(solve_increasing(lambda factor: self.limits.load(ideal(factor)), 1.0, 0.0)[0])
 
     def widths(self, ideal: Sequence[float]) -> Widths:
-        """Whole widths near the ideal units, within the limits."""
-        around = [self._around(i, u) for i, u in enumerate(ideal)]
-        down, up = np.array(around).T
-        units = self._improve(self._fill(down, up, ideal), down, up, ideal)
+        """Whole widths near the ideal units, within the limits.
+
+        Where aligned widths leave too much of the budget, as in networks of few layers, finer ones are tried.
+        """
+        found = []
+        for first in range(len(ALIGNMENTS) if self.divisor == "auto" else 1):
+            around = [self._around(i, u, ALIGNMENTS[first:]) for i, u in enumerate(ideal)]
+            down, up = np.array(around).T
+            found.append(self._improve(self._fill(down, up, ideal), down, up, ideal))
+            if self.limits.cost(found[-1]) >= self.limits.target * (1 - MAX_ALIGNED_GAP):
+                break
+        units = max(found, key=self.limits.cost)
         return Widths({name: int(units[i]) * self.unit[i] for i, name in enumerate(self.graph.widths)})
 
-    def _around(self, i: int, ideal: float) -> tuple[int, int]:
+    def _around(self, i: int, ideal: float, alignments: Sequence[int]) -> tuple[int, int]:
         """The widths of a tie below and above its ideal, in units. The same where the ideal is whole."""
         low, high = self.low[i], self.high[i]
         if low == high:
             return low, low
         down, up = _multiples(ideal, self.step[i])
         if self.divisor == "auto" and down != up:
-            pairs = [_multiples(ideal, lcm(self.unit[i], n) // self.unit[i]) for n in ALIGNMENTS]
+            pairs = [_multiples(ideal, lcm(self.unit[i], n) // self.unit[i]) for n in alignments]
             least, most = max(low, ideal * (1 - REACH)), min(high, ideal * (1 + REACH))
             down = next((u for u, _ in pairs if u >= least), down)
             up = next((u for _, u in pairs if u <= most), up)

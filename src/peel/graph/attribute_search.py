@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from ..cost.polynomial import CostModel, Form, Term
 from ..errors import TraceError
-from .axes import Axis, Unit, axis_size, expand, fix, is_free, mark_inexact, units_of
+from .axes import Axis, Symbol, axis_size, expand, fix, is_free, mark_inexact, symbols_of
 from .call import module_of, results_of, values_in
 from .capture import TORCH, Capture, capture, with_batch
 from .channel_graph import ChannelGraph
@@ -281,8 +281,8 @@ class AttributeSearch:
 
     def _runs_at(self, node: Node, graph: ChannelGraph) -> bool:
         """Whether the code does what is predicted when only the ties at an operator change."""
-        units = {unit for axis in self._axes_at(node) for unit in units_of(axis)}
-        ties = [self.builder.index[unit] for unit in units if unit in self.builder.index]
+        symbols = {symbol for axis in self._axes_at(node) for symbol in symbols_of(axis)}
+        ties = [self.builder.index[symbol] for symbol in symbols if symbol in self.builder.index]
         several = (_with(graph.units(), other, ties) for other in probing_units(graph) if ties)
         return all(isinstance(self._probe(graph, units), Recording) for units in several)
 
@@ -366,11 +366,11 @@ class AttributeSearch:
 
         return smallest_cause(range(len(units)), differs)
 
-    def _axes_of(self, unit: Unit) -> Iterator[Axis]:
-        """The parts of parameters and buffers that have this unit."""
+    def _axes_of(self, symbol: Symbol) -> Iterator[Axis]:
+        """The parts of parameters and buffers that have this symbol."""
         for axes in self.interpreter.tensors.values():
             for axis in axes:
-                yield tuple(segment for segment in expand(axis) if segment.atom.unit is unit)
+                yield tuple(segment for segment in expand(axis) if segment.atom.symbol is symbol)
 
     # Widths that the code does not follow
 
@@ -382,8 +382,8 @@ class AttributeSearch:
             return isinstance(self._probe(graph, _with(graph.units(), units, ties)), Failure)
 
         for axes in self._suspects(failure):
-            suspects = dict.fromkeys(unit for axis in axes for unit in units_of(axis))
-            free = [self.builder.index[unit] for unit in suspects if unit in self.builder.index]
+            suspects = dict.fromkeys(symbol for axis in axes for symbol in symbols_of(axis))
+            free = [self.builder.index[symbol] for symbol in suspects if symbol in self.builder.index]
             if free and fails(free):
                 guilty = smallest_cause(free, fails) if self.trials > 0 else free
                 for tie in guilty:
@@ -424,7 +424,7 @@ class AttributeSearch:
         suspects = suspects or [axis for axis in self._axes_at(node) if is_free(axis)]
         for axis in suspects or [axis for _, _, axes in self.findings.lengths for axis in axes]:
             fix(axis, _reason(module_of(node), _line_of(node)))
-        return not any(unit.fixed is not None for unit in self.builder.free)
+        return not any(symbol.fixed is not None for symbol in self.builder.free)
 
     def _follows_at(self, node: Node, graph: ChannelGraph) -> bool:
         """Whether the code runs at other widths, and the result of an operator has the predicted shape."""

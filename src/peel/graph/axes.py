@@ -2,8 +2,8 @@
 
 Two questions about a channel axis are kept apart:
 
-* *how many* channels: a `Unit`, one unknown integer. Units that must be equal are merged. A unit becomes a
-  tie.
+* *how many* channels: a `Symbol`, one unknown integer. Symbols that must be equal are merged. A symbol
+  becomes a tie.
 * *which* channels: an `Atom`, a run of channels in a certain order. Atoms whose channels must be kept or cut
   together are merged.
 
@@ -12,7 +12,7 @@ An axis is a tuple of `Segment(atom, inner)`: the channels of the atom in order,
 falls inside an atom, the atom gets two parts, everywhere at once; a merged atom has one part, the other atom.
 `expand` replaces atoms by their parts. `unify` walks along two axes, cutting and merging as it goes.
 
-A unit may be *fixed*, with a reason. Constants are units that are fixed from the start.
+A symbol may be *fixed*, with a reason. Constants are symbols that are fixed from the start.
 
 An atom is *inexact* if cutting it is not exactly zeroing it: a channel shuffle interleaves it with
 others, a layer norm takes statistics over it. Its size is still free.
@@ -30,21 +30,21 @@ _MAX_SEGMENTS = 4096
 
 
 @dataclass(slots=True, eq=False)
-class Unit:
+class Symbol:
     """How many channels: one unknown integer, `size` in the original network."""
 
     size: int
     fixed: str | None = None
     causes: dict[str, None] = field(default_factory=dict)
-    parts: tuple[tuple[Unit, int], ...] = ()
-    """The units that this one is the sum of, with multiplicities. One part: the unit was merged into it."""
+    parts: tuple[tuple[Symbol, int], ...] = ()
+    """The symbols that this one is the sum of, with multiplicities. One part: it was merged into that."""
 
 
 @dataclass(slots=True, eq=False)
 class Atom:
-    """Which channels: a run of `unit` channels in a certain order."""
+    """Which channels: a run of `symbol` channels in a certain order."""
 
-    unit: Unit
+    symbol: Symbol
     inexact: str | None = None
     parts: tuple[Segment, ...] = ()
 
@@ -61,14 +61,14 @@ Value = tuple[Axis, ...]
 
 
 def expand(axis: Iterable[Segment]) -> Axis:
-    """The axis in terms of atoms without parts. Their units have no parts either."""
+    """The axis in terms of atoms without parts. Their symbols have no parts either."""
     done: list[Segment] = []
     stack = list(axis)[::-1]
     while stack:
         atom, inner = stack.pop()
         if not atom.parts:
-            # The unit may have been split or merged through another atom: do the same to this one.
-            atom.parts = tuple(Segment(Atom(part, atom.inexact), times) for part, times in atom.unit.parts)
+            # The symbol may have been split or merged through another atom: do the same to this one.
+            atom.parts = tuple(Segment(Atom(part, atom.inexact), times) for part, times in atom.symbol.parts)
         if atom.parts:
             stack.extend(Segment(part, times * inner) for part, times in reversed(atom.parts))
         else:
@@ -87,39 +87,39 @@ def replace_axis(value: Value, dim: int, axis: Axis) -> Value:
     return tuple(axes)
 
 
-def units_of(axis: Axis) -> list[Unit]:
-    """The distinct units of an axis, in order."""
-    return list(dict.fromkeys(atom.unit for atom, _ in expand(axis)))
+def symbols_of(axis: Axis) -> list[Symbol]:
+    """The distinct symbols of an axis, in order."""
+    return list(dict.fromkeys(atom.symbol for atom, _ in expand(axis)))
 
 
 def axis_size(axis: Iterable[Segment]) -> int:
     """The length of the axis in the original network."""
-    return sum(atom.unit.size * inner for atom, inner in axis)
+    return sum(atom.symbol.size * inner for atom, inner in axis)
 
 
 def is_free(axis: Axis) -> bool:
     """Whether any part of the axis can change."""
-    return any(atom.unit.fixed is None for atom, _ in expand(axis))
+    return any(atom.symbol.fixed is None for atom, _ in expand(axis))
 
 
 def constant(size: int, reason: str = "") -> Axis:
     """An axis that cannot change."""
-    return (Segment(Atom(Unit(size, fixed=reason)), 1),)
+    return (Segment(Atom(Symbol(size, fixed=reason)), 1),)
 
 
 def unknown(size: int) -> Axis:
     """An axis of which only the length is known."""
-    return (Segment(Atom(Unit(size)), 1),)
+    return (Segment(Atom(Symbol(size)), 1),)
 
 
-# What must be equal. These functions change the atoms and units of the axes in place.
+# What must be equal. These functions change the atoms and symbols of the axes in place.
 
 
 def fix(axis: Axis, reason: str) -> None:
     """The axis keeps its length. The first reason given is kept."""
-    for unit in units_of(axis):
-        if unit.fixed is None:
-            unit.fixed = reason
+    for symbol in symbols_of(axis):
+        if symbol.fixed is None:
+            symbol.fixed = reason
 
 
 def mark_inexact(axis: Axis, reason: str) -> None:
@@ -132,8 +132,8 @@ def mark_inexact(axis: Axis, reason: str) -> None:
 def same_size(first: Axis, second: Axis, cause: str) -> None:
     """The two axes keep the same length, but need not keep the same channels."""
     if is_free((*first, *second)):
-        # The same units, but atoms of their own.
-        a, b = (tuple(Segment(Atom(atom.unit), n) for atom, n in expand(axis)) for axis in (first, second))
+        # The same symbols, but atoms of their own.
+        a, b = (tuple(Segment(Atom(atom.symbol), n) for atom, n in expand(axis)) for axis in (first, second))
         unify(a, b, cause)
 
 
@@ -159,15 +159,15 @@ def _next(rest: list[Segment]) -> Segment:
 
 def _divide(segment: Segment, length: int, reason: str) -> Axis:
     """Cut a segment without parts after `length`. Where that is inside a channel, fix it, with the reason."""
-    unit, size = segment.atom.unit, axis_size((segment,))
+    symbol, size = segment.atom.symbol, axis_size((segment,))
     if length >= size:
         return (segment,)
-    if unit.fixed is None and length % segment.inner == 0:
+    if symbol.fixed is None and length % segment.inner == 0:
         sizes = (length // segment.inner, (size - length) // segment.inner)
-        unit.parts = tuple((Unit(part, causes=dict(unit.causes)), 1) for part in sizes)
+        symbol.parts = tuple((Symbol(part, causes=dict(symbol.causes)), 1) for part in sizes)
         return expand((segment,))
     fix((segment,), reason)
-    return (*constant(length, unit.fixed or ""), *constant(size - length, unit.fixed or ""))
+    return (*constant(length, symbol.fixed or ""), *constant(size - length, symbol.fixed or ""))
 
 
 def _match(x: Segment, y: Segment, cause: str) -> None:
@@ -180,7 +180,7 @@ def _match(x: Segment, y: Segment, cause: str) -> None:
     elif k % m == 0:
         _bind(a, b, k // m, cause)
     elif axis_size((x,)) % lcm(m, k) == 0:
-        common = Atom(Unit(axis_size((x,)) // lcm(m, k)))
+        common = Atom(Symbol(axis_size((x,)) // lcm(m, k)))
         _bind(a, common, lcm(m, k) // m, cause)
         _bind(b, common, lcm(m, k) // k, cause)
     else:
@@ -191,7 +191,7 @@ def _bind(atom: Atom, part: Atom, times: int, cause: str) -> None:
     """Each channel of `part`, repeated `times` times, is the channels of `atom`."""
     if atom is part:
         return
-    u, v = atom.unit, part.unit
+    u, v = atom.symbol, part.symbol
     if u is not v:
         u.parts = ((v, times),)
         if (u.fixed is None) != (v.fixed is None):
@@ -211,10 +211,10 @@ def cut(axis: Axis, lengths: Sequence[int], cause: str) -> list[Axis]:
     axis = expand(axis)
     if len(axis) == 1 and axis[0].atom.inexact and is_free(axis):
         atom, inner = axis[0]
-        size = atom.unit.size
+        size = atom.symbol.size
         if all(length % size == 0 for length in lengths) and inner > 1:
             # Halves of interleaved channels: each is as long as one of the interleaved parts was.
-            return [(Segment(Atom(atom.unit, atom.inexact), length // size),) for length in lengths]
+            return [(Segment(Atom(atom.symbol, atom.inexact), length // size),) for length in lengths]
     rest = list(axis)[::-1]
     return [_take(rest, length, cause) for length in lengths]
 
@@ -239,7 +239,7 @@ def merge(axes: Sequence[Axis], cause: str) -> Axis:
     sizes = [axis_size(axis) for axis in axes]
     free = [i for i, axis in enumerate(axes) if sizes[i] > 1 and is_free(axis)]
     if not free:
-        reasons = (unit.fixed for axis in axes for unit in units_of(axis))
+        reasons = (symbol.fixed for axis in axes for symbol in symbols_of(axis))
         return constant(prod(sizes), next(filter(None, reasons), ""))
     outer = prod(sizes[: free[0]])
     segments = repeat_each(axes[free[0]], prod(sizes[free[0] + 1 :]))
@@ -271,7 +271,7 @@ def unmerge(axis: Axis, dims: Sequence[int], cause: str, reading: int = 0) -> li
         return [constant(1), *unmerge(axis, dims[1:], cause, reading)]
     axis = expand(axis)
     if not is_free(axis):
-        reason = axis[0].atom.unit.fixed or ""
+        reason = axis[0].atom.symbol.fixed or ""
         return [constant(dim, reason) for dim in dims]
     trailing = prod(dims[1:])
     if all(inner % trailing == 0 for _, inner in axis):
@@ -300,4 +300,4 @@ def _row(axis: Axis, rows: int, length: int, cause: str) -> Axis:
     reason = f"{cause} interleaves channels of different layers"
     for piece in pieces:
         mark_inexact(piece, reason)
-    return tuple(Segment(Atom(atom.unit, reason), inner) for atom, inner in expand(pieces[0]))
+    return tuple(Segment(Atom(atom.symbol, reason), inner) for atom, inner in expand(pieces[0]))

@@ -196,7 +196,12 @@ def _explain(model: nn.Module, error: Exception, shapes: tuple[tuple[int, ...], 
     """Why the capture failed, with the line of the user's code and what to do about it."""
     summary = str(error).strip().split("\n")[0][:200] or type(error).__name__
     kind = type(error).__name__
-    if "DataDependent" in kind or "data-dependent" in str(error) or "Could not guard" in str(error):
+    frame = user_frame(error)
+    modules = model.named_modules()
+    scripted = next((name for name, part in modules if isinstance(part, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        advice = f"{scripted or 'It'} is a TorchScript module: give the module that it was made from instead."
+    elif "DataDependent" in kind or "data-dependent" in str(error) or "Could not guard" in str(error):
         advice = (
             "Its forward pass branches on the values of a tensor. Use torch.where or torch.cond there, "
             "or decide outside of forward."
@@ -205,7 +210,7 @@ def _explain(model: nn.Module, error: Exception, shapes: tuple[tuple[int, ...], 
         given = ", ".join(map(str, shapes))
         advice = f"Check that the model expects the example input ({given}): its forward pass raises {kind}."
     else:
-        advice = "torch.export does not support what this line does; rewrite it with torch operators."
-    frame = user_frame(error)
+        what = "this line" if frame else "it"
+        advice = f"torch.export does not support what {what} does; rewrite it with torch operators."
     where = f"\n  at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" if frame else ""
     return f"{type(model).__name__} cannot be captured: {summary}{where}\n  {advice}"

@@ -317,7 +317,10 @@ class ChannelGraph:
                 raise WidthsError(f"cannot put {tie!r} into a group: it is fixed: {self.fixed[tie]}.")
             if tie not in self.widths:
                 hint = did_you_mean(tie, self.widths)
-                raise WidthsError(f"cannot put {tie!r} into a group: no tie has that name.{hint}")
+                raise WidthsError(
+                    f"cannot put {tie!r} into a group: no tie has that name.{hint} "
+                    "peel inspect lists the ties."
+                )
             if listed.count(tie) > 1:
                 raise WidthsError(f"{tie} is in more than one group.")
         missing = [tie for tie in self.widths if tie not in listed]

@@ -11,7 +11,7 @@ from math import prod
 from torch import Tensor
 from torch.fx import Node
 
-from .axes import Unit, is_free
+from .axes import Symbol, is_free
 from .call import Producer, module_of, operator_of
 from .capture import Capture
 from .channel_graph import Tie
@@ -24,19 +24,19 @@ Size = tuple[int, ...]
 
 
 def spatial_sizes(
-    producers_of: Mapping[Unit, Sequence[Producer]], captured: Capture, interpreter: Interpreter
-) -> dict[Unit, Size]:
-    """The spatial size by which each unit is grouped."""
+    producers_of: Mapping[Symbol, Sequence[Producer]], captured: Capture, interpreter: Interpreter
+) -> dict[Symbol, Size]:
+    """The spatial size by which each symbol is grouped."""
     blocks = _blocks(captured, interpreter)
-    sizes: dict[Unit, Size] = {}
-    for unit, producers in producers_of.items():
+    sizes: dict[Symbol, Size] = {}
+    for symbol, producers in producers_of.items():
         modules = [_ancestors(module_of(producer.node)) for producer in producers]
         common = set(modules[0]).intersection(*modules[1:], blocks)
         if common:
             # The innermost block that adds or, if none adds, the innermost block.
-            sizes[unit] = blocks[max(common, key=lambda name: (blocks[name][0], len(name)))][1]
+            sizes[symbol] = blocks[max(common, key=lambda name: (blocks[name][0], len(name)))][1]
         else:
-            sizes[unit] = _most_common([producer.spatial for producer in producers])
+            sizes[symbol] = _most_common([producer.spatial for producer in producers])
     return sizes
 
 

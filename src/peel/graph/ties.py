@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from ..cost.activations import Activation, ActivationCost
 from ..cost.polynomial import CostModel, Form, Term, product
-from .axes import Atom, Axis, Unit, Value, axis_size, expand, units_of
+from .axes import Atom, Axis, Symbol, Value, axis_size, expand, symbols_of
 from .call import Producer, results_of, values_in
 from .capture import Capture
 from .channel_graph import ChannelGraph, Layout, Member, Run, Tie, stretches
@@ -32,48 +32,48 @@ class GraphBuilder:
         self.interpreter = interpreter
         self.findings = interpreter.findings
         self.captured = captured
-        self.producers: dict[Unit, list[Producer]] = {}
+        self.producers: dict[Symbol, list[Producer]] = {}
         for producer in self.findings.producers:
-            for unit in units_of(producer.axis):
-                self.producers.setdefault(unit, []).append(producer)
+            for symbol in symbols_of(producer.axis):
+                self.producers.setdefault(symbol, []).append(producer)
         self._fix_leftovers()
-        self.names, self.widths = self._name_units()
-        self.free = [unit for unit in self.names if unit.fixed is None]
-        self.index = {unit: i for i, unit in enumerate(self.free)}
+        self.names, self.widths = self._name_symbols()
+        self.free = [symbol for symbol in self.names if symbol.fixed is None]
+        self.index = {symbol: i for i, symbol in enumerate(self.free)}
         self.atoms: dict[Atom, int] = {}
         self._forms: dict[Axis, Form] = {}
 
     def _fix_leftovers(self) -> None:
-        """Fix units that no layer produces, and units of one channel."""
+        """Fix symbols that no layer produces, and symbols of one channel."""
         for axes in self.interpreter.tensors.values():
-            for unit in (unit for axis in axes for unit in units_of(axis)):
-                if unit.fixed is None and unit not in self.producers:
-                    unit.fixed = "no layer of the captured network produces it"
-                elif unit.fixed is None and unit.size == 1:
-                    unit.fixed = "a single channel, or channels that only stay or go as a whole"
+            for symbol in (symbol for axis in axes for symbol in symbols_of(axis)):
+                if symbol.fixed is None and symbol not in self.producers:
+                    symbol.fixed = "no layer of the captured network produces it"
+                elif symbol.fixed is None and symbol.size == 1:
+                    symbol.fixed = "a single channel, or channels that only stay or go as a whole"
 
-    def _name_units(self) -> tuple[dict[Unit, str], dict[Unit, int]]:
-        """Name each unit after the first layer that produces it, with a slice if that produces several."""
-        names: dict[Unit, str] = {}
-        widths: dict[Unit, int] = {}
+    def _name_symbols(self) -> tuple[dict[Symbol, str], dict[Symbol, int]]:
+        """Name each symbol after the first layer that produces it, with a slice if that produces several."""
+        names: dict[Symbol, str] = {}
+        widths: dict[Symbol, int] = {}
         for producer in self.findings.producers:
             segments = expand(producer.axis)
-            units = units_of(segments)
-            if all(unit.fixed is not None for unit in units):
-                if not any(unit in names for unit in units) and producer.layer not in names.values():
-                    names[units[0]], widths[units[0]] = producer.layer, axis_size(segments)
+            symbols = symbols_of(segments)
+            if all(symbol.fixed is not None for symbol in symbols):
+                if not any(symbol in names for symbol in symbols) and producer.layer not in names.values():
+                    names[symbols[0]], widths[symbols[0]] = producer.layer, axis_size(segments)
                 continue
-            parts = stretches((segment.atom.unit, axis_size((segment,))) for segment in segments)
-            for unit, (offset, size) in parts.items():
-                if unit not in names:
-                    part = f"[{offset}:{offset + size}]" if len(units) > 1 else ""
-                    names[unit], widths[unit] = f"{producer.layer}{part}", size
+            parts = stretches((segment.atom.symbol, axis_size((segment,))) for segment in segments)
+            for symbol, (offset, size) in parts.items():
+                if symbol not in names:
+                    part = f"[{offset}:{offset + size}]" if len(symbols) > 1 else ""
+                    names[symbol], widths[symbol] = f"{producer.layer}{part}", size
         # A layer that is called twice may produce two ties: number ties with the same name.
         taken = Counter[str]()
-        for unit, name in names.items():
+        for symbol, name in names.items():
             taken[name] += 1
             if taken[name] > 1:
-                names[unit] = f"{name}#{taken[name]}"
+                names[symbol] = f"{name}#{taken[name]}"
         return names, widths
 
     # Numbers in terms of ties
@@ -85,9 +85,9 @@ class GraphBuilder:
         constant = 0
         times: dict[int, int] = {}
         for atom, inner in expand(axis):
-            tie = self.index.get(atom.unit)
+            tie = self.index.get(atom.symbol)
             if tie is None:
-                constant += atom.unit.size * inner
+                constant += atom.symbol.size * inner
             else:
                 times[tie] = times.get(tie, 0) + inner
         found = self._forms[axis] = Form(constant, tuple(sorted(times.items())))
@@ -96,14 +96,14 @@ class GraphBuilder:
     def _runs(self, axis: Axis) -> tuple[Run, ...]:
         runs: list[Run] = []
         for atom, inner in expand(axis):
-            unit = atom.unit
-            if unit in self.index:
+            symbol = atom.symbol
+            if symbol in self.index:
                 number = self.atoms.setdefault(atom, len(self.atoms))
-                runs.append(Run(self.index[unit], number, inner, unit.size))
+                runs.append(Run(self.index[symbol], number, inner, symbol.size))
             elif runs and runs[-1].tie == -1:
-                runs[-1] = Run(-1, -1, 1, runs[-1].size + unit.size * inner)
+                runs[-1] = Run(-1, -1, 1, runs[-1].size + symbol.size * inner)
             else:
-                runs.append(Run(-1, -1, 1, unit.size * inner))
+                runs.append(Run(-1, -1, 1, symbol.size * inner))
         return tuple(runs)
 
     def _term(self, layer: str, axes: Value, charged: Iterable[Axis]) -> Term:
@@ -119,7 +119,7 @@ class GraphBuilder:
         ties = self._ties(layouts)
         return ChannelGraph(
             ties=ties,
-            groups=group_ties([ties[self.names[unit]] for unit in self.free]),
+            groups=group_ties([ties[self.names[symbol]] for symbol in self.free]),
             layouts=layouts,
             attributes=attributes,
             consumers={name: tuple(sorted(places)) for name, places in self.findings.consumers.items()},
@@ -141,24 +141,24 @@ class GraphBuilder:
         members = self._members(layouts)
         tensors = self.interpreter.tensors.values()
         atoms = [segment.atom for axes in tensors for axis in axes for segment in expand(axis)]
-        inexact = {atom.unit: atom.inexact for atom in reversed(atoms) if atom.inexact is not None}
+        inexact = {atom.symbol: atom.inexact for atom in reversed(atoms) if atom.inexact is not None}
         return {
             name: Tie(
                 name=name,
-                width=self.widths[unit],
-                step=self.widths[unit] // unit.size if unit.fixed is None else 1,
-                fixed=_NO_REASON if unit.fixed == "" else unit.fixed,
-                inexact=inexact.get(unit),
-                members=tuple(members.get(unit, ())),
-                causes=tuple(unit.causes)[:_MAX_CAUSES],
-                spatial=spatial.get(unit, ()),
-                layers=tuple(dict.fromkeys(producer.layer for producer in self.producers[unit])),
+                width=self.widths[symbol],
+                step=self.widths[symbol] // symbol.size if symbol.fixed is None else 1,
+                fixed=_NO_REASON if symbol.fixed == "" else symbol.fixed,
+                inexact=inexact.get(symbol),
+                members=tuple(members.get(symbol, ())),
+                causes=tuple(symbol.causes)[:_MAX_CAUSES],
+                spatial=spatial.get(symbol, ()),
+                layers=tuple(dict.fromkeys(producer.layer for producer in self.producers[symbol])),
             )
-            for unit, name in self.names.items()
+            for symbol, name in self.names.items()
         }
 
-    def _members(self, layouts: dict[str, Layout]) -> dict[Unit, list[Member]]:
-        members: dict[Unit, list[Member]] = {}
+    def _members(self, layouts: dict[str, Layout]) -> dict[Symbol, list[Member]]:
+        members: dict[Symbol, list[Member]] = {}
         seen: set[int] = set()
         for name, layout in layouts.items():
             axes = self.interpreter.tensors[name]
@@ -168,9 +168,9 @@ class GraphBuilder:
             for place, runs in enumerate(layout):
                 for tie, (offset, size) in stretches((run.tie, run.length) for run in runs).items():
                     if tie >= 0:
-                        unit = self.free[tie]
-                        multiplicity = str(Fraction(size, self.widths[unit]))
-                        members.setdefault(unit, []).append(Member(name, place, offset, size, multiplicity))
+                        symbol = self.free[tie]
+                        multiplicity = str(Fraction(size, self.widths[symbol]))
+                        members.setdefault(symbol, []).append(Member(name, place, offset, size, multiplicity))
         return members
 
     def _mac_cost(self) -> CostModel:

@@ -49,22 +49,50 @@ def render(record: RunRecord) -> str:
     template = environment.from_string(
         files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
     )
-    stages, rows = _stages(record), _rows(record)
+    stages, rows, scores = _stages(record), _rows(record), _scores(record)
     return template.render(
         title=_title(record),
         facts=_facts(record),
         missing=_missing(record, stages),
         notes=(record.result or {}).get("notes", []),
-        tiles=_tiles(rows, _slim_name(record)),
-        outcome=_outcome_table(rows),
-        comparison=_comparison(record, rows),
+        tiles=_tiles(rows, _slim_name(record), scores),
+        outcome=_outcome_table(rows, scores),
+        comparison=_comparison(record, rows, scores),
         plan=_plan(record.plan) if record.plan is not None else None,
         importance=_importance(stages),
-        training=_training(stages) if stages else None,
+        training=_training(stages, scores[0]) if stages else None,
         command=record.state.get("command", ""),
         given=_settings_table(record.config),
         resolved=_settings_table(record.state.get("identity", {})),
         environment=_settings_table(record.environment),
+    )
+
+
+@dataclass(frozen=True)
+class _Score:
+    """What networks are judged by: an accuracy, or a metric of the user's own."""
+
+    key: str
+    name: str
+
+    def show(self, value: float) -> str:
+        return _short(value) if self.key == "metric" else _percent(value)
+
+    def gain(self, row: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+        """The difference of two networks; None where one is unknown."""
+        if row.get(self.key) is None or other.get(self.key) is None:
+            return None
+        difference = row[self.key] - other[self.key]
+        text = f"{difference:+.4g}" if self.key == "metric" else f"{100 * difference:+.2f} points"
+        return text.replace("-", "−")
+
+
+def _scores(record: RunRecord) -> list[_Score]:
+    metric = record.state.get("identity", {}).get("task", {}).get("metric")
+    return (
+        [_Score("metric", metric.rpartition(".")[2])]
+        if metric
+        else [_Score("top1", "top-1"), _Score("top5", "top-5")]
     )
 
 
@@ -147,7 +175,9 @@ def _missing(record: RunRecord, stages: Mapping[str, list[dict[str, Any]]]) -> l
     return missing
 
 
-def _tiles(rows: Mapping[str, Mapping[str, Any]], name_of_slim: str) -> list[tuple[str, str, str]]:
+def _tiles(
+    rows: Mapping[str, Mapping[str, Any]], name_of_slim: str, scores: Sequence[_Score]
+) -> list[tuple[str, str, str]]:
     """The few figures that a reader looks for first: name, value, remark."""
     original, uniform, slim = (rows.get(name, {}) for name in ("original", "uniform", name_of_slim))
     tiles = []
@@ -156,16 +186,16 @@ def _tiles(rows: Mapping[str, Mapping[str, Any]], name_of_slim: str) -> list[tup
             remark = f"{_percent(slim[key] / max(1, original[key]), 1)} of the original"
             count = format_bytes if key == "memory" else format_count
             tiles.append((name, f"{count(original[key])} → {count(slim[key])}", remark))
-    if (loss := _points(slim, original, "top1")) is not None:
-        tiles.append(("Top-1", f"{_percent(original['top1'])} → {_percent(slim['top1'])}", f"{loss} points"))
-    if slim is not uniform and (gain := _points(slim, uniform, "top1")) is not None:
-        tiles.append(
-            (f"{label(name_of_slim)} against uniform", f"{gain} points", "one seed: no evidence by itself")
-        )
+    score = scores[0]
+    if (loss := score.gain(slim, original)) is not None:
+        values = f"{score.show(original[score.key])} → {score.show(slim[score.key])}"
+        tiles.append((score.name.capitalize(), values, loss))
+    if slim is not uniform and (gain := score.gain(slim, uniform)) is not None:
+        tiles.append((f"{label(name_of_slim)} against uniform", gain, "one seed: no evidence by itself"))
     return tiles
 
 
-def _outcome_table(rows: Mapping[str, Mapping[str, Any]]) -> Table | None:
+def _outcome_table(rows: Mapping[str, Mapping[str, Any]], scores: Sequence[_Score]) -> Table | None:
     if not rows:
         return None
     original = rows.get("original", {})
@@ -173,16 +203,15 @@ def _outcome_table(rows: Mapping[str, Mapping[str, Any]]) -> Table | None:
     def cost(row: Mapping[str, Any], key: str) -> str:
         return _cell(row, key, lambda count: f"{count:,} ({_percent_of(count, original.get(key))})")
 
-    accuracies = {"top1": "top-1", "top5": "top-5"}
-    shown = [key for key in accuracies if any(row.get(key) is not None for row in rows.values())]
+    shown = [score for score in scores if any(row.get(score.key) is not None for row in rows.values())]
     steps = list(next((row["before_training"] for row in rows.values() if row.get("before_training")), ()))
     latencies = {"predicted_latency": "latency (predicted)", "latency": "latency (measured)"}
     times = [key for key in latencies if any(row.get(key) is not None for row in rows.values())]
     cells = [
         [
             "uniform, same budget" if name == "uniform" else label(name),
-            *(_cell(row.get("before_training", {}), step, _percent) for step in steps),
-            *(_cell(row, key, _percent) for key in shown),
+            *(_cell(row.get("before_training", {}), step, scores[0].show) for step in steps),
+            *(_cell(row, score.key, score.show) for score in shown),
             *(cost(row, key) for key in ("macs", "params", "memory")),
             *(_cell(row, key, format_latency) for key in times),
             _cell(row, "seconds", format_duration),
@@ -192,17 +221,16 @@ def _outcome_table(rows: Mapping[str, Mapping[str, Any]]) -> Table | None:
         for name, row in rows.items()
     ]
     costs = ["MACs (of original)", "params", "bytes (one image)", *(latencies[key] for key in times)]
-    columns = [*(accuracies[key] for key in shown), *costs, "time", "image passes", "saved as"]
+    columns = [*(score.name for score in shown), *costs, "time", "image passes", "saved as"]
     return Table(["network", *steps, *columns], cells)
 
 
-def _comparison(record: RunRecord, rows: Mapping[str, Mapping[str, Any]]) -> str:
+def _comparison(record: RunRecord, rows: Mapping[str, Mapping[str, Any]], scores: Sequence[_Score]) -> str:
     name_of_slim = _slim_name(record)
     slim, uniform = rows.get(name_of_slim, {}), rows.get("uniform", {})
     if name_of_slim == "uniform":
         return "The method is the uniform network itself."
-    names = {"top1": "top-1", "top5": "top-5"}
-    gains = [f"{gain} points {name}" for key, name in names.items() if (gain := _points(slim, uniform, key))]
+    gains = [f"{gain} {score.name}" for score in scores if (gain := score.gain(slim, uniform))]
     if not gains:
         return f"{label(name_of_slim)} and the uniform network can be compared once both are trained."
     return (
@@ -309,11 +337,13 @@ def _importance(stages: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any] | 
     return {"svg": importance_chart(curves), "table": table}
 
 
-def _training(stages: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def _training(stages: Mapping[str, list[dict[str, Any]]], score: _Score) -> dict[str, Any]:
+    is_metric = score.key == "metric"
+    title = f"test {score.name}" if is_metric else f"test {score.name} (%)"
     quantities = {
         "training loss": ("train", "loss", 1),
         "test loss": ("test", "loss", 1),
-        "test top-1 (%)": ("test", "top1", 100),
+        title: ("test", score.key, 1 if is_metric else 100),
     }
     panels = {
         title: {
@@ -322,20 +352,21 @@ def _training(stages: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
         }
         for title, (part, key, scale) in quantities.items()
     }
-    rows = [_training_row(stage, epochs) for stage, epochs in stages.items()]
-    columns = "stage,loss terms,epochs,training loss,training top-1,test loss,test top-1,images/s,time"
-    return {"svg": curves_chart(panels), "table": Table(columns.split(","), rows, words=2)}
+    rows = [_training_row(stage, epochs, score) for stage, epochs in stages.items()]
+    names = ["training loss", f"training {score.name}", "test loss", f"test {score.name}"]
+    columns = ["stage", "loss terms", "epochs", *names, "images/s", "time"]
+    return {"svg": curves_chart(panels), "table": Table(columns, rows, words=2)}
 
 
-def _training_row(stage: str, epochs: Sequence[Mapping[str, Any]]) -> list[str]:
+def _training_row(stage: str, epochs: Sequence[Mapping[str, Any]], score: _Score) -> list[str]:
     last = epochs[-1]
     train, test = last.get("train", {}), last.get("test", {})
     terms = [f"{name} {_short(value)}" for name, value in train.items() if name not in ("loss", "top1")]
     metrics: list[tuple[Mapping[str, Any], str, Callable[[float], str]]] = [
         (train, "loss", _short),
-        (train, "top1", _percent),
+        (train, score.key, score.show),
         (test, "loss", _short),
-        (test, "top1", _percent),
+        (test, score.key, score.show),
     ]
     return [
         label(stage),
@@ -361,13 +392,6 @@ def _cell(row: Mapping[str, Any], key: str, words: Callable[[Any], str]) -> str:
 
 def _percent_of(part: float | None, whole: float | None) -> str:
     return NONE if part is None or not whole else _percent(part / whole, 1)
-
-
-def _points(row: Mapping[str, Any], other: Mapping[str, Any], key: str) -> str | None:
-    """The difference of two accuracies in percentage points; None where one is unknown."""
-    if row.get(key) is None or other.get(key) is None:
-        return None
-    return f"{100 * (row[key] - other[key]):+.2f}".replace("-", "−")
 
 
 def _percent(fraction: float, digits: int = 2) -> str:

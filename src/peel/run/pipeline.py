@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..cost.widths import Widths
 from ..data.datasets import Split, held_out_size
-from ..errors import BudgetError, ConfigError, DataError
+from ..errors import BudgetError, ConfigError
 from ..methods.method import Method
 from ..methods.peel import HELD_OUT, Peel, stage_of_round
 from ..methods.plan import Plan, assemble_plan
@@ -145,11 +145,7 @@ class Pipeline:
         for is_used, recipe, images in checks:
             if is_used:
                 local_batch_size(recipe, problem.engine)
-            if is_used and recipe.batch_size > images:
-                raise DataError(
-                    f"the batch size {recipe.batch_size} is larger than the training set of {images} images. "
-                    f"Choose at most {images}."
-                )
+                recipe.steps_per_epoch(images)
 
     def evaluate_teacher(self) -> None:
         """Evaluate a loaded teacher before anything is written or trained: one that fails stops the run."""

@@ -85,7 +85,7 @@ def run_identity(
         **({"task": task.names()} if task != Task() else {}),
         "processes": engine.world.size,
         "accumulate": engine.accumulation_steps,
-        "pad_channels": engine.pad_channels,
+        "device": engine.device.type,  # a GPU pads odd widths
         "sync_bn": engine.sync_bn,
     }
     return dict(json.loads(json.dumps(identity)))

@@ -218,9 +218,10 @@ def load_weights(path: Path, original: nn.Module) -> nn.Module:
     try:
         stored: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
+        reason = "without running code from it" if "weights_only" in str(error) else "by torch"
         raise StoreError(
-            f"{path} cannot be loaded without running code from it ({type(error).__name__}). Save the "
-            "model's state_dict() with torch.save, or the model with peel.save."
+            f"{path} cannot be loaded {reason} ({type(error).__name__}). Save the model's state_dict() with "
+            "torch.save, or the model with peel.save."
         ) from error
     return _with_weights(original, stored, str(path))
 

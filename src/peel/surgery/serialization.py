@@ -18,7 +18,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as dump_tensors
 from torch import Tensor, nn
 
-from ..errors import StoreError
+from ..errors import CorruptFileError, StoreError
 from ..graph.capture import computed_tensors
 from ..graph.rebuild import set_attributes, tensors_of
 from ..utils.files import parse_object, write_bytes
@@ -80,7 +80,7 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
         built = _build(original, document, tensors, json_path)
         kept = {key: document[key] for key in ("widths", "modules", "costs")}
     except (KeyError, TypeError, AttributeError) as error:
-        raise StoreError(f"{json_path} is malformed: {type(error).__name__}: {error}.") from error
+        raise CorruptFileError(f"{json_path} is malformed: {type(error).__name__}: {error}.") from error
     attach_info(built, SlimInfo(info_of(original).source, **kept, input=document.get("input")))
     return built
 
@@ -187,13 +187,13 @@ def _read_document(path: Path) -> dict[str, Any]:
     try:
         document = parse_object(_read(path))
     except ValueError as error:
-        raise StoreError(f"{path} is corrupt or is not a file of peel: {error}.") from error
+        raise CorruptFileError(f"{path} is corrupt or is not a file of peel: {error}.") from error
     if document.get("format") != FORMAT:
         raise StoreError(f"{path} is not a model saved by peel.")
     if document.get("version") != VERSION:
         raise StoreError(f"{path} has format version {document.get('version')!r}, not {VERSION}.")
     if document.get("checksum") != _checksum(document):
-        raise StoreError(f"{path} is corrupt: its checksum is wrong. Use another copy of the file.")
+        raise CorruptFileError(f"{path} is corrupt: its checksum is wrong. Use another copy of the file.")
     return document
 
 
@@ -209,8 +209,8 @@ def _read_weights(json_path: Path, name: str, sha256: str) -> dict[str, Tensor]:
             "yourself with torch.load(..., weights_only=True) and save the model with peel.save."
         )
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise StoreError(f"{path} is corrupt or belongs to another JSON file: its checksum is wrong.")
+        raise CorruptFileError(f"{path} is corrupt or belongs to another JSON file: its checksum is wrong.")
     try:
         return load_tensors(data)
     except safetensors.SafetensorError as error:
-        raise StoreError(f"{path} is not a safetensors file: {error}.") from error
+        raise CorruptFileError(f"{path} is not a safetensors file: {error}.") from error

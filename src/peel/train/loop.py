@@ -9,7 +9,7 @@ from torch import nn
 from ..data.augmentation import EVAL, View
 from ..data.batch import call_model
 from ..data.datasets import Split
-from ..errors import DataError, PeelError
+from ..errors import PeelError
 from ..utils.rng import derive_seed, seed_everything
 from .callbacks import Callback
 from .checkpoint import Checkpoints
@@ -49,11 +49,7 @@ def fit(
     epoch if the last checkpoint is `epoch_seconds` old. Training resumes from the newest checkpoint.
     A signal stops training after the current step, with a checkpoint, and raises `Interrupted`.
     """
-    steps_per_epoch = train.size // recipe.batch_size
-    if steps_per_epoch < 1:
-        raise DataError(
-            f"a batch of {recipe.batch_size} samples exceeds the training set: choose at most {train.size}."
-        )
+    steps_per_epoch = recipe.steps_per_epoch(train.size)
     engine.prepare(model)
     seed_everything(derive_seed("model", seed, engine.world.rank))
     task = task or Task()
@@ -164,8 +160,9 @@ def evaluate(
 @torch.inference_mode()
 def _evaluate(model: nn.Module, split: Split, engine: Engine, batch_size: int, task: Task) -> Metrics:
     scores = Scores(task, engine.device)
-    # Empty where there are more processes than images.
-    indices = torch.arange(min(engine.world.rank, split.size), split.size, engine.world.size)
+    # An accumulating metric has to see all samples. Else empty where there are more processes than images.
+    rank, processes = (0, 1) if task.is_accumulating else (engine.world.rank, engine.world.size)
+    indices = torch.arange(min(rank, split.size), split.size, processes)
     stop = None
     for batch in split.batches(indices, batch_size, EVAL, engine.device, engine.workers):
         with engine.autocast():

@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 from msgspec import Meta
 
-from ..errors import ConfigError, check_choice, did_you_mean
+from ..errors import ConfigError, DataError, check_choice, did_you_mean
 from ..utils.validation import check_value
 
 #: `auto` depends on the data: crop for digits, crop-flip for small photographs, imagenet for large ones.
@@ -50,6 +50,15 @@ class Recipe:
             raise ConfigError("nesterov needs a momentum above 0.")
         for name, known in (("augment", AUGMENTATIONS), ("schedule", SCHEDULES)):
             check_choice(name, getattr(self, name), known)
+
+    def steps_per_epoch(self, images: int) -> int:
+        """Whole batches in an epoch; an error if there is none."""
+        if images < self.batch_size:
+            raise DataError(
+                f"a batch of {self.batch_size} images exceeds the training set of {images} images. "
+                f"Choose a batch size of at most {images}."
+            )
+        return images // self.batch_size
 
     def lr_at(self, step: int, steps_per_epoch: int) -> float:
         """Learning rate of a step, counted from 0 over the whole training."""

@@ -61,7 +61,7 @@ def _window(call: Call, axis: Axis, place: int) -> Axis:
     strides = stride or kernel or [0]
     if is_free(axis) and strides[max(place, -len(strides))] == 1:
         segments = expand(axis)
-        free = [i for i, segment in enumerate(segments) if segment.atom.unit.fixed is None]
+        free = [i for i, segment in enumerate(segments) if segment.atom.symbol.fixed is None]
         channels = segments[free[0] : free[-1] + 1]
         if axis_size(channels) == call.shape[place]:
             call.mark_inexact(channels, f"{call} mixes neighboring channels")
