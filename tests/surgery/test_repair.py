@@ -7,6 +7,7 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import peel
@@ -26,6 +27,8 @@ from helpers.nets import (
     Signal,
     Standardized,
 )
+from peel.data.datasets import load_data
+from peel.surgery import lesson
 from peel.surgery.explain import explain_scores, greedy_order
 
 
@@ -101,6 +104,122 @@ def test_a_grouped_layer_is_repaired_in_each_group() -> None:
         assert difference(outputs(small, images), outputs(net, images)) < 1e-6
 
 
+class Sum(nn.Module):
+    """The first branch goes through 6 channels that span 3. The second runs last and reads the images."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.hidden = nn.Conv2d(3, 6, 1)
+        self.first = nn.Conv2d(6, 5, 1)
+        self.second = nn.Conv2d(3, 5, 1, bias=how != "norm")
+        self.norm = nn.BatchNorm2d(5) if how == "norm" else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        stream = self.first(self.hidden(x))
+        if self.how == "in place":
+            stream += F.dropout(self.second(x), 0.5, self.training)
+            return stream.flatten(1)
+        branch = self.norm(self.second(x))
+        return (torch.add(branch, stream) if self.how == "norm" else stream + branch).flatten(1)
+
+
+def cut_sum(how: str) -> tuple[nn.Module, nn.Module, Tensor, peel.ChannelGraph]:
+    torch.manual_seed(0)
+    net, images = Sum(how).eval(), torch.randn(64, 3, 5, 5)
+    if how == "norm":
+        nn.init.uniform_(net.norm.weight, 0.5, 2.0)
+        peel.recalibrate(net, images)
+    graph = peel.trace(net, images[:1])
+    return net, peel.slim(net, {"hidden": 2}, graph=graph, weights="inherit"), images, graph
+
+
+@pytest.mark.parametrize("memory", [2**32, 10_000])
+@pytest.mark.parametrize("how", ["norm", "bias", "in place"])
+def test_the_last_layer_of_a_sum_corrects_the_error_of_the_other_part(how: str, memory: int) -> None:
+    net, small, images, graph = cut_sum(how)
+    report = peel.repair(small, net, images, graph=graph, memory=memory)
+    assert report.errors["first"][1] > 0.05  # two channels do not span three
+    others = torch.randn(8, 3, 5, 5)
+    assert difference(outputs(small, others), outputs(net, others)) < 1e-5
+
+
+def test_a_branch_that_hardly_counts_in_the_sum_is_not_blown_up() -> None:
+    net, small, images, graph = cut_sum("norm")
+    with torch.no_grad():
+        for model in (net, small):
+            model.norm.weight[0], model.norm.weight[1] = 0.0, 1e-9
+    peel.repair(small, net, images, graph=graph)
+    assert small.second.weight.detach().abs().max() < 20 * net.second.weight.detach().abs().max()
+    own, wanted = (outputs(model, images).view(64, 5, -1)[:, 2:] for model in (small, net))
+    assert difference(own, wanted) < 1e-3
+
+
+class Blocks(nn.Module):
+    """A residual network without an activation in the stream; the second stage has a projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 12, 3, 1, 1)
+        self.project = nn.Conv2d(12, 16, 1, 2)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(inputs, 16, 3, stride, 1, bias=False),
+                nn.BatchNorm2d(16),
+                nn.ReLU(True),
+                nn.Conv2d(16, outputs, 3, 1, 1, bias=False),
+                nn.BatchNorm2d(outputs),
+            )
+            for inputs, outputs, stride in ((12, 12, 1), (12, 12, 1), (12, 16, 2), (16, 16, 1), (16, 16, 1))
+        )
+        self.fc = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            branch = block(x)
+            branch += x if branch.shape == x.shape else self.project(x)
+            x = branch
+        return self.fc(F.relu(x).mean((2, 3)))
+
+
+def test_corrected_sums_bring_a_trained_network_closer_to_the_original(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    digits = load_data("digits").train
+    images = digits.pixels[..., :1].movedim(3, 1).float() / 128 - 1
+    labels = digits.labels
+    torch.manual_seed(0)
+    net = Blocks()
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    for _ in range(40):
+        index = torch.randint(1200, (64,))
+        optimizer.zero_grad()
+        F.cross_entropy(net(images[index]), labels[index]).backward()
+        optimizer.step()
+    graph = peel.trace(net.eval(), images[:1])
+    scores = explain_scores(net, graph, images[:300])
+    wanted = outputs(net, images[1200:])
+    errors = []
+    for is_corrected in (True, False):
+        if not is_corrected:
+            monkeypatch.setattr(lesson._Teacher, "at_addition", lambda *_: None)
+        widths = peel.uniform(graph, "50%", divisor=1)
+        small = peel.slim(net, widths, graph=graph, weights="inherit", scores=scores)
+        peel.repair(small, net, images[:300], graph=graph)
+        errors.append(difference(outputs(small, images[1200:]), wanted))
+    assert errors[0] < errors[1]
+
+
+def test_images_are_not_marked() -> None:
+    net, graph = traced_net(Residual)
+    with torch.inference_mode():
+        images = torch.randn(8, *Residual.shape)
+    small = peel.slim(net, peel.uniform(graph, "60%"), graph=graph, weights="inherit")
+    assert peel.repair(small, net, images, graph=graph).refitted
+    assert not vars(images)
+
+
 @functools.cache
 def repaired(kind: type[Net], memory: int = 2**32) -> tuple[nn.Module, nn.Module, peel.RepairReport]:
     """The cut network, the repaired one and the report."""
@@ -134,7 +253,7 @@ def test_every_network_gets_closer_to_the_original(kind: type[Net]) -> None:
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", [Chain, Shared, Dense, Decoder], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Chain, Shared, Dense, Decoder, Residual], ids=lambda kind: kind.__name__)
 def test_several_batches_give_the_same_network_as_one(kind: type[Net]) -> None:
     graph = traced_net(kind)[1]
     whole, parts = repaired(kind)[1], repaired(kind, 20 * graph.activation_bytes())[1]

@@ -11,7 +11,7 @@ from ..graph.channel_graph import ChannelGraph
 from ..graph.parameters import spans
 from ..utils.rng import derive_seed
 from .calibration import BATCH, Images, evaluating, make_batches, run_model
-from .layer_calls import CallWatcher, LayerCall
+from .layer_calls import CallWatcher, LayerCall, Visitor
 
 #: Places of each image at which the channels are compared.
 PLACES = 16
@@ -38,7 +38,7 @@ def explain_scores(model: nn.Module, graph: ChannelGraph, images: Images) -> dic
     return {names[tie]: greedy_order(matrix) for tie, matrix in sorted(collector.covariances().items())}
 
 
-class _Collector:
+class _Collector(Visitor):
     """Sums of products of the channels of each tie, over the layers that read it."""
 
     def __init__(self, graph: ChannelGraph) -> None:
@@ -57,9 +57,6 @@ class _Collector:
             for part, span in spans(self.graph.layouts[name][axis]):
                 if part.tie >= 0 and part.size * self.steps[part.tie] == self.widths[part.tie]:
                     self._add((part.tie, name), rows[:, span].unflatten(1, (self.widths[part.tie], -1)))
-        return run()
-
-    def at_norm(self, name: str, index: int, inputs: Tensor, run: Callable[[], Tensor]) -> Tensor:
         return run()
 
     def _rows(self, name: str, index: int, call: LayerCall) -> Tensor:

@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,9 @@ LAYERS: Mapping[Any, tuple[str, ...]] = {
     **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), _CONV),
     **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), _TRANSPOSED),
 }
+
+#: Functions that add two tensors.
+ADDITIONS = frozenset((torch.add, Tensor.add, Tensor.add_))
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,11 @@ class LayerCall:
         return tuple(self.weight.shape[2:])
 
     @property
+    def axes(self) -> int:
+        """The number of spatial axes."""
+        return len(self.kernel)
+
+    @property
     def outputs(self) -> int:
         """The number of output channels."""
         return self.weight.shape[1] * self.groups if self.is_transposed else self.weight.shape[0]
@@ -67,14 +75,6 @@ class LayerCall:
             return matrix.reshape(self.weight.shape)
         parts = matrix.reshape(self.groups, self.weight.shape[1], len(self.weight) // self.groups, -1)
         return parts.transpose(1, 2).reshape(self.weight.shape)
-
-    def output_rows(self, output: Tensor, places: Tensor) -> Tensor:
-        """The output at some places: places x channels."""
-        if not self.kernel:
-            return output.reshape(-1, output.shape[-1])[places]
-        image, *position = torch.unravel_index(places, self.places_shape(output))
-        index: tuple[Any, ...] = (image, slice(None), *position)
-        return _batched(output, len(self.kernel))[index]
 
     def input_rows(self, shape: tuple[int, ...], places: Tensor) -> Tensor:
         """What the layer reads at some places of an output of this shape: groups x places x features."""
@@ -101,12 +101,42 @@ class LayerCall:
             index.append(place.clamp(0, size - 1))
         return torch.where(inside[:, None], self.inputs[tuple(index)], 0.0)
 
-    def places_shape(self, output: Tensor) -> tuple[int, ...]:
-        """Shape of an output (or input) without the channels."""
-        if not self.kernel:
-            return tuple(output.shape[:-1])
-        output = _batched(output, len(self.kernel))
-        return (len(output), *output.shape[2:])
+
+@dataclass(frozen=True)
+class NormCall:
+    """One call of a batch norm."""
+
+    inputs: Tensor
+    variance: Tensor
+    weight: Tensor | None
+    eps: float
+
+    def scale(self) -> Tensor:
+        """What the batch norm multiplies each channel by."""
+        scale = (self.variance.double() + self.eps).rsqrt()
+        return scale if self.weight is None else scale * self.weight
+
+
+def places_shape(values: Tensor, axes: int) -> tuple[int, ...]:
+    """Shape of the input or output of a layer with so many spatial axes, without the channels."""
+    if not axes:
+        return tuple(values.shape[:-1])
+    values = _batched(values, axes)
+    return (len(values), *values.shape[2:])
+
+
+def rows_at(values: Tensor, axes: int, places: Tensor) -> Tensor:
+    """The input or output of a layer with so many spatial axes at some places: places x channels."""
+    if not axes:
+        return values.reshape(-1, values.shape[-1])[places]
+    image, *position = torch.unravel_index(places, places_shape(values, axes))
+    index: tuple[Any, ...] = (image, slice(None), *position)
+    return _batched(values, axes)[index]
+
+
+def version_of(tensor: Tensor) -> int:
+    """Grows with each change in place. An inference tensor has none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def parse_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LayerCall | None:
@@ -146,18 +176,26 @@ def _batched(values: Tensor, axes: int) -> Tensor:
     return values[None] if values.ndim == axes + 1 else values
 
 
-class Visitor(Protocol):
+class Visitor:
     """What is done at the calls of a model. `run` makes the call."""
 
     def at_layer(self, name: str, index: int, call: LayerCall, run: Callable[[], Tensor]) -> Tensor:
         """A layer, by the name of its weight; `index` counts the calls of this layer in a forward pass."""
+        return run()
 
-    def at_norm(self, name: str, index: int, inputs: Tensor, run: Callable[[], Tensor]) -> Tensor:
+    def at_norm(self, name: str, index: int, call: NormCall, run: Callable[[], Tensor]) -> Tensor:
         """A batch norm, by the name of its running mean."""
+        return run()
+
+    def after(self, number: int, output: Tensor) -> None:
+        """Any call that made or changed a tensor; `number` counts all calls of a forward pass."""
+
+    def at_addition(self, first: Tensor, second: Tensor) -> None:
+        """Before two tensors of the same shape are added."""
 
 
 class CallWatcher(TorchFunctionMode):
-    """Shows the calls of layers and batch norms in a forward pass to a visitor."""
+    """Shows the calls in a forward pass of a model to a visitor."""
 
     def __init__(self, model: nn.Module, visitor: Visitor) -> None:
         super().__init__()
@@ -165,12 +203,24 @@ class CallWatcher(TorchFunctionMode):
         self.names = {id(tensor): name for name, tensor in tensors}
         self.visitor = visitor
         self.counts: Counter[str] = Counter()
+        self.number = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        number = self.number = self.number + 1
+        given = [(value, version_of(value)) for value in args if isinstance(value, Tensor)]
+        if func in ADDITIONS and not kwargs and len(given) == 2 and given[0][0].shape == given[1][0].shape:
+            self.visitor.at_addition(given[0][0], given[1][0])
+        output = self._run(func, args, kwargs)
+        if isinstance(output, Tensor):
+            is_given = any(output is value and version == version_of(value) for value, version in given)
+            if not is_given:
+                self.visitor.after(number, output)
+        return output
 
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         def run() -> Any:
             return func(*args, **kwargs)
 
@@ -180,7 +230,10 @@ class CallWatcher(TorchFunctionMode):
         if func is F.batch_norm:
             given = {**dict(zip(_NORM, args, strict=False)), **kwargs}
             if name := self.names.get(id(given.get("running_mean"))):
-                return self.visitor.at_norm(name, self._count(name), given["input"], run)
+                norm = NormCall(
+                    given["input"], given["running_var"], given.get("weight"), given.get("eps", 1e-5)
+                )
+                return self.visitor.at_norm(name, self._count(name), norm, run)
         return run()
 
     def _count(self, name: str) -> int:

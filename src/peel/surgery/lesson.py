@@ -1,10 +1,14 @@
-"""What a slim network is fitted to: the outputs of the original at sampled places and kept channels."""
+"""What a slim network is fitted to: the outputs of the original at sampled places and kept channels.
+
+Where the output is added to another tensor, the sum counts: the layer that runs last corrects what is wrong
+in the other tensor already.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -16,11 +20,33 @@ from ..graph.channel_graph import ChannelGraph
 from ..graph.rebuild import tensors_of
 from ..utils.rng import derive_seed
 from .calibration import count_images, device_of, run_model
-from .layer_calls import CallWatcher, LayerCall
+from .layer_calls import CallWatcher, LayerCall, NormCall, Visitor, places_shape, rows_at, version_of
+from .regression import TINY
 from .selection import KeptChannels
 
 #: Places of each image at which a layer is fitted, and rows per feature. The larger number counts.
 PLACES, ROWS_PER_FEATURE = 16, 8
+
+#: A batch norm that lets through less of a layer than this fraction of the sum gets less of the correction.
+MIN_SCALE = 0.02
+
+
+#: Layer, batch, number of the call of this layer in the forward pass.
+Key = tuple[str, int, int]
+
+
+@dataclass(frozen=True)
+class Partner:
+    """What is added to the output of a layer, or to that of the batch norm behind it."""
+
+    number: int
+    """Of the call that made it."""
+    rows: Tensor
+    """As those of the target."""
+    norm: str
+    """The batch norm behind the layer; empty if there is none."""
+    gain: Tensor
+    """Change of the layer's output for a change of the sum, for each channel."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +60,22 @@ class Target:
     """Places x channels of the slim network; zero for new channels."""
     shape: tuple[int, ...]
     """Of the whole output, without the channels."""
+    axes: int
+    """The number of spatial axes."""
     input_shape: tuple[int, ...]
+    partner: Partner | None = None
+    """What the output is added to, if it was there before the layer was called."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Where a tensor comes from: a call of a layer, and perhaps a batch norm."""
+
+    key: Key
+    start: int
+    """The last call before that of the layer."""
+    norm: str = ""
+    scale: Tensor | None = None
 
 
 @dataclass
@@ -66,8 +107,7 @@ class Lesson:
 
     channels: dict[str, Tensor] = field(default_factory=dict)
     """Layer or batch norm -> for each channel of the slim network that of the original; -1 if it is new."""
-    targets: dict[tuple[str, int, int], Target] = field(default_factory=dict)
-    """Layer, batch, call -> output."""
+    targets: dict[Key, Target] = field(default_factory=dict)
     sums: dict[str, Sums] = field(default_factory=dict)
     """Batch norm -> its input."""
     order: list[str] = field(default_factory=list)
@@ -84,6 +124,23 @@ class Lesson:
         is_alone = all(self.read_by_norm[layer, norm] == self.calls[norm, 0] for norm in norms)
         return tuple(norms) if is_alone and reads == self.calls[layer, 0] else ()
 
+    def targets_of(self, layer: str) -> list[Target]:
+        return [target for key, target in self.targets.items() if key[0] == layer]
+
+    def drop_partners(self) -> None:
+        """Forget the partners of layers whose batch norm reads something else too: its scale will change."""
+        for key, target in self.targets.items():
+            if target.partner and target.partner.norm not in ("", *self.absorbers(key[0])):
+                self.targets[key] = replace(target, partner=None)
+
+    def uses(self) -> dict[tuple[int, int], list[Key]]:
+        """Batch and number of a call -> the targets that its output is the partner of."""
+        found: dict[tuple[int, int], list[Key]] = {}
+        for key, target in self.targets.items():
+            if target.partner:
+                found.setdefault((key[1], target.partner.number), []).append(key)
+        return found
+
     def free_norms(self) -> set[str]:
         """Batch norms that are no absorbers."""
         taken = {norm for layer in set(self.order) for norm in self.absorbers(layer)}
@@ -96,16 +153,17 @@ def teach(
     """Run the original on all batches."""
     teacher = _Teacher(original, slim, graph, kept, sum(map(count_images, batches)))
     for number, batch in enumerate(batches):
-        teacher.batch, teacher.batch_images = number, count_images(batch)
+        teacher.batch, teacher.batch_images, teacher.last = number, count_images(batch), 0
         with CallWatcher(original, teacher):
             try:
                 run_model(original, batch)
             except (RuntimeError, ValueError, TypeError) as error:
                 raise DataError(f"the original cannot take these images: {error}") from error
+    teacher.lesson.drop_partners()
     return teacher.lesson
 
 
-class _Teacher:
+class _Teacher(Visitor):
     """Collects the lesson during forward passes of the original."""
 
     def __init__(
@@ -116,37 +174,63 @@ class _Teacher:
         self.sizes = {name: tensor.numel() for name, tensor in tensors_of(slim).items()}
         self.lesson = Lesson()
         self.batch = self.batch_images = 0
+        self.last = 0
 
     def at_layer(self, name: str, index: int, call: LayerCall, run: Callable[[], Tensor]) -> Tensor:
         output = run()
         channels = self.lesson.channels.setdefault(name, self._output_channels(name, call))
-        shape = call.places_shape(output)
+        shape = places_shape(output, call.axes)
         count = prod(shape)
         features = self.sizes[name] // max(1, len(channels))
         wanted = max(PLACES * self.images, ROWS_PER_FEATURE * features)
         places = self._sample(name, index, count, -(-wanted * self.batch_images // self.images))
-        rows = call.output_rows(output, places.to(output.device))
-        self.lesson.targets[name, self.batch, index] = Target(
+        key = name, self.batch, index
+        self.lesson.targets[key] = Target(
             places=places.to(self.device),
             images=(places * self.batch_images // count).to(self.device),
-            rows=rows[:, channels.clamp_min(0).to(rows.device)].to(self.device),
+            rows=self._rows(name, output, call.axes, places),
             shape=shape,
-            input_shape=call.places_shape(call.inputs),
+            axes=call.axes,
+            input_shape=places_shape(call.inputs, call.axes),
         )
         self._note(name)
-        output.peel_layer = name, output._version  # type: ignore[attr-defined]
+        _mark(output, "peel_branch", Branch(key, self.last))
         return output
 
-    def at_norm(self, name: str, index: int, inputs: Tensor, run: Callable[[], Tensor]) -> Tensor:
+    def at_norm(self, name: str, index: int, call: NormCall, run: Callable[[], Tensor]) -> Tensor:
+        inputs = call.inputs
         channels = self.kept.positions(self.graph.layouts[name][0])
         self.lesson.channels[name] = channels
         rows = inputs.index_select(1, channels.clamp_min(0).to(inputs.device))
         self.lesson.sums.setdefault(name, Sums()).add(rows.to(self.device))
-        layer, version = getattr(inputs, "peel_layer", ("", -1))
-        if self.batch == 0 and version == inputs._version:
-            self.lesson.read_by_norm[layer, name] += 1
+        branch = _mark_of(inputs, "peel_branch")
+        if self.batch == 0 and branch and not branch.norm:
+            self.lesson.read_by_norm[branch.key[0], name] += 1
         self._note(name)
-        return run()
+        output = run()
+        if branch and not branch.norm:
+            scale = call.scale()[channels.clamp_min(0).to(inputs.device)].to(self.device)
+            _mark(output, "peel_branch", replace(branch, norm=name, scale=scale))
+        return output
+
+    def after(self, number: int, output: Tensor) -> None:
+        self.last = number
+        _mark(output, "peel_number", number)
+
+    def at_addition(self, first: Tensor, second: Tensor) -> None:
+        for output, other in ((first, second), (second, first)):
+            branch, number = _mark_of(output, "peel_branch"), _mark_of(other, "peel_number")
+            if branch and number and number <= branch.start:
+                target = self.lesson.targets[branch.key]
+                rows = self._rows(branch.key[0], other, target.axes, target.places)
+                gain = _gain(branch.scale, rows, target.rows)
+                partner = Partner(number, rows, branch.norm, gain)
+                self.lesson.targets[branch.key] = replace(target, partner=partner)
+
+    def _rows(self, name: str, values: Tensor, axes: int, places: Tensor) -> Tensor:
+        """Values of the original at some places and the kept outputs of a layer."""
+        rows = rows_at(values, axes, places.to(values.device))
+        return rows[:, self.lesson.channels[name].clamp_min(0).to(rows.device)].to(self.device)
 
     def _note(self, name: str) -> None:
         self.lesson.calls[name, self.batch] += 1
@@ -172,3 +256,22 @@ class _Teacher:
         groups = torch.unique_consecutive(numbers)[:, None]
         found = groups * call.weight.shape[1] + outputs
         return torch.where((groups >= 0) & (outputs >= 0), found, -1).flatten()
+
+
+def _gain(scale: Tensor | None, partner: Tensor, output: Tensor) -> Tensor:
+    """One over the scale of a batch norm, and no more than the output can bear."""
+    if scale is None:
+        return torch.ones(partner.shape[1], dtype=torch.float64, device=partner.device)
+    spread, own = partner.double().std(0, correction=0), output.double().std(0, correction=0)
+    floor = MIN_SCALE * spread / own.clamp_min(TINY)
+    return scale / (scale.square() + floor.square()).clamp_min(TINY)
+
+
+def _mark(tensor: Tensor, name: str, value: Any) -> None:
+    setattr(tensor, name, (value, version_of(tensor)))
+
+
+def _mark_of(tensor: Tensor, name: str) -> Any:
+    """What a tensor was marked with; None if it has changed since."""
+    value, version = getattr(tensor, name, (None, -1))
+    return value if version == version_of(tensor) else None

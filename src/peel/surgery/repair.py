@@ -1,8 +1,9 @@
 """Repair without training: the layers of a cut network are refitted, one after the other, in closed form.
 
 Each convolution and linear layer is fitted by ridge regression: from its input in the slim network, whose
-earlier layers are repaired already, to its output in the original at the kept channels. A batch norm behind
-it takes the intercept that the layer cannot have.
+earlier layers are repaired already, to its output in the original at the kept channels. Where that is added
+to another tensor (the stream of a residual block), it is fitted so that the sum is right. A batch norm behind
+the layer takes the intercept that it cannot have.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from ..graph.rebuild import new_shapes, tensors_of
 from ..graph.trace import trace
 from .calibration import MEMORY, Images, count_images, evaluating, make_batches, run_model
 from .info import info_of
-from .layer_calls import CallWatcher, LayerCall
-from .lesson import PLACES, Lesson, Sums, Target, teach
+from .layer_calls import CallWatcher, LayerCall, NormCall, Visitor, places_shape, rows_at
+from .lesson import PLACES, Key, Lesson, Sums, Target, teach
 from .regression import CHUNK_BYTES, TINY, Regression
 from .selection import KeptChannels
 
@@ -148,16 +149,16 @@ def _check_fits(slim: nn.Module, original: nn.Module, graph: ChannelGraph, kept:
 
 
 def _bytes_per_image(slim: nn.Module, graph: ChannelGraph) -> int:
-    """Activations of the original, and its outputs at the sampled places."""
+    """Activations of the original, its outputs at the sampled places, and what they are added to."""
     outputs = sum(max(weight.shape[:2]) for weight in slim.parameters() if weight.ndim > 1)
-    return max(1, graph.activation_bytes() + 4 * PLACES * outputs)
+    return max(1, graph.activation_bytes() + 8 * PLACES * outputs)
 
 
 class _StopPassError(Exception):
     """The rest of a forward pass is not needed."""
 
 
-class _Student:
+class _Student(Visitor):
     """Refits the layers of the slim network while it runs."""
 
     def __init__(
@@ -170,6 +171,8 @@ class _Student:
         self.batch = 0
         self.regressions: dict[str, Regression] = {}
         self.sums: dict[str, Sums] = {}
+        self.uses = lesson.uses()
+        self.partner_rows: dict[Key, Tensor] = {}
         self.errors: dict[str, tuple[float, float]] = {}
         self.norms: list[str] = []
         self.left_alone: dict[str, str] = {}
@@ -191,7 +194,7 @@ class _Student:
         while self.pending:
             before = len(self.pending)
             self.active = set(self.pending if len(self.batches) == 1 else self.pending[:1])
-            self.regressions, self.sums = {}, {}
+            self.regressions, self.sums, self.partner_rows = {}, {}, {}
             for number, batch in enumerate(self.batches):
                 self.batch = number
                 with contextlib.suppress(_StopPassError), CallWatcher(self.slim, self):
@@ -204,25 +207,34 @@ class _Student:
     def at_layer(self, name: str, index: int, call: LayerCall, run: Callable[[], Tensor]) -> Tensor:
         if name in self.active:
             target = self.lesson.targets.get((name, self.batch, index))
-            is_same = target is not None and target.input_shape == call.places_shape(call.inputs)
+            is_same = target is not None and target.input_shape == places_shape(call.inputs, call.axes)
             if target is None or not is_same or len(self.lesson.channels[name]) != call.outputs:
                 self._leave(name, "it is called otherwise than in the original")
             elif call.bias is not None and not any(call.bias is own for own in self.tensors.values()):
                 self._leave(name, "its bias is computed")
             else:
-                self._add(name, call, target)
+                self._add((name, self.batch, index), call, target)
                 if self._is_complete(name, index):
                     self._refit(name, call)
                     self._finish(name)
         return run()
 
-    def at_norm(self, name: str, index: int, inputs: Tensor, run: Callable[[], Tensor]) -> Tensor:
+    def at_norm(self, name: str, index: int, call: NormCall, run: Callable[[], Tensor]) -> Tensor:
         if name in self.active:
-            self.sums.setdefault(name, Sums()).add(inputs)
+            self.sums.setdefault(name, Sums()).add(call.inputs)
             if self._is_complete(name, index):
                 self._set_statistics(name)
                 self._finish(name)
         return run()
+
+    def after(self, number: int, output: Tensor) -> None:
+        """Keep what the output of a layer will be added to."""
+        for key in self.uses.get((self.batch, number), ()):
+            target = self.lesson.targets[key]
+            if key[0] in self.active and places_shape(output, target.axes) == target.shape:
+                rows = rows_at(output, target.axes, target.places)
+                if rows.shape == target.rows.shape:
+                    self.partner_rows[key] = rows
 
     def _is_complete(self, name: str, index: int) -> bool:
         """Whether this is the last call of the layer in the last batch."""
@@ -244,17 +256,27 @@ class _Student:
         if len(self.batches) > 1 or self.lesson.calls[name, self.batch] > 1 or not self.active:
             raise _StopPassError
 
-    def _add(self, name: str, call: LayerCall, target: Target) -> None:
+    def _add(self, key: Key, call: LayerCall, target: Target) -> None:
+        name = key[0]
         regression = self.regressions.get(name)
         if regression is None:
-            rows = sum(len(some.places) for key, some in self.lesson.targets.items() if key[0] == name)
+            rows = sum(len(some.places) for some in self.lesson.targets_of(name))
             regression = self.regressions[name] = Regression(call.matrix(), rows)
         size = max(1, CHUNK_BYTES // (4 * max(1, call.weight[0].numel() * call.groups)))
         for start in range(0, len(target.places), size):
             some = slice(start, start + size)
             x = call.input_rows(target.shape, target.places[some])
-            y = target.rows[some].reshape(x.shape[1], call.groups, -1).transpose(0, 1)
+            y = self._wanted(key, target, some).reshape(x.shape[1], call.groups, -1).transpose(0, 1)
             regression.add(x, y, target.images[some])
+        self.partner_rows.pop(key, None)
+
+    def _wanted(self, key: Key, target: Target, some: slice) -> Tensor:
+        """The output of the original, and what makes the sum right that it goes into."""
+        partner, own = target.partner, self.partner_rows.get(key)
+        if partner is None or own is None:
+            return target.rows[some]
+        missing = partner.rows[some].double() - own[some]
+        return target.rows[some] + missing * partner.gain
 
     def _refit(self, name: str, call: LayerCall) -> None:
         norms = self.lesson.absorbers(name)
@@ -268,11 +290,13 @@ class _Student:
         changes = [(call.weight, call.from_matrix(weight))]
         if call.bias is not None:
             changes.append((call.bias, torch.where(is_known, intercept, call.bias.double())))
+        is_added = any(target.partner for target in self.lesson.targets_of(name))
         for norm in norms:
-            # A fit has less variance than its target. The batch norm restores it for the layers behind.
+            # A fit has less variance than its target. The batch norm restores it for the layers behind, but
+            # not within a sum, where that part of the fit would be wrong.
             mean, variance = self.tensors[norm], self.tensors[_variance(norm)]
             shift = intercept if call.bias is None else torch.zeros_like(intercept)
-            ratio = solution.variance_ratio.flatten()
+            ratio = solution.variance_ratio.flatten() if not is_added else torch.ones_like(intercept)
             changes.append((mean, torch.where(is_known, mean - shift, mean.double())))
             changes.append((variance, torch.where(is_known, variance * ratio, variance.double())))
         if not _write(changes):
