@@ -1,6 +1,7 @@
 from . import graph as graph
 from . import zoo as zoo
 from .cost.budget import parse_budget as parse_budget
+from .cost.latency import LatencyModel as LatencyModel
 from .cost.rounding import round_to_budget as round_to_budget
 from .cost.rounding import uniform as uniform
 from .cost.widths import Widths as Widths
@@ -10,6 +11,7 @@ from .deploy.bench import Benchmark as Benchmark
 from .deploy.bench import bench as bench
 from .deploy.export import Exported as Exported
 from .deploy.export import export as export
+from .deploy.latency import measure_latency as measure_latency
 from .errors import BudgetError as BudgetError
 from .errors import ConfigError as ConfigError
 from .errors import CorruptFileError as CorruptFileError

@@ -50,7 +50,7 @@ def test_a_curve_is_printed_and_written(
     [
         (("--budgets", "1.5"), "budgets are fractions of the MACs"),
         (("--images", "0"), "images must be at least 1"),
-        (("--weights", "nowhere.pt"), "there is no teacher at nowhere.pt"),
+        (("--weights", "nowhere.pt"), "there are no weights at nowhere.pt"),
     ],
 )
 def test_wrong_settings_are_refused(

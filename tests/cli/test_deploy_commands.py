@@ -70,7 +70,7 @@ def test_a_run_of_your_own_network_becomes_a_python_file(
     (tmp_path / "net_of_mine.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     model = "net_of_mine.py:Net"
-    settings = {"distill": "none", "stages": ["peel"], "plan": {"conv1": 3, "conv2": 7}, "budget": "100%"}
+    settings = {"distill": "none", "stages": ["final"], "plan": {"conv1": 3, "conv2": 7}, "budget": "100%"}
     prune(model, few_digits(), train={"epochs": 1, "batch_size": 64}, output="run", **settings)  # type: ignore[arg-type]
     assert main(["export", "run", "--to", "mine.py"]) == 0
     assert "exported mine.json" in capsys.readouterr().out

@@ -13,7 +13,6 @@ import peel
 from helpers.graphs import traced_net, traced_zoo
 from helpers.nets import Chain, Grouped
 from helpers.rounding import step_of
-from peel.cost.budget import RESOURCES
 from peel.cost.rounding import cost_of, round_to_budget
 
 
@@ -293,7 +292,7 @@ def test_invalid_options_are_refused(options: dict[str, object], message: str) -
 
 def test_every_resource_has_a_cost() -> None:
     _, graph = traced_net(Chain)
-    assert all(cost_of(graph, resource)(graph.units()) > 0 for resource in RESOURCES)
+    assert all(cost_of(graph, resource)(graph.units()) > 0 for resource in graph.resources)
 
 
 def test_a_network_without_a_free_tie_is_refused_with_the_reason() -> None:

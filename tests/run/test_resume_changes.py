@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         ({"groups": {"all": ["conv1", "conv2", "conv3", "conv4"]}}, ["groups.all: None -> ['conv1'"]),
         ({"data": few_digits(199)}, ["data.images: '"]),
         ({"plan": {"conv1": 4, "conv2": 4, "conv3": 8, "conv4": 8}}, ["plan.conv1: None -> 4"]),
-        ({"teacher": taught()}, ["teacher: 'train' -> 'given module'"]),
+        ({"weights": taught()}, ["weights: 'train' -> 'given module'"]),
     ],
 )
 def test_other_settings_are_refused_with_the_difference(

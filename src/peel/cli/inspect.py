@@ -51,7 +51,7 @@ def inspect(
 
     console, notes = make_console(), make_console(stderr=True)
     with show_status(notes, f"building {model}"):
-        shape = _parse_shape(input) or zoo.find(model).input_size
+        shape = parse_shape(input) or zoo.find(model).input_size
         network = zoo.create(model, num_classes=num_classes)
     with show_status(notes, f"tracing {model}"):
         graph = trace(network, torch.zeros(1, *shape))
@@ -77,7 +77,7 @@ def inspect(
     return 0 if verification is None or verification.passed else 1
 
 
-def _parse_shape(text: str | None) -> tuple[int, ...] | None:
+def parse_shape(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     try:

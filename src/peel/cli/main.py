@@ -64,6 +64,11 @@ app.command(
     help="Latency and throughput of runs, saved models, files .onnx and models, side by side.",
 )
 app.command(
+    "peel.cli.latency:latency",
+    name="latency",
+    help="Time a model at many widths on this machine: a file that makes latency a budget.",
+)
+app.command(
     "peel.cli.export:export",
     name="export",
     help="A network as .onnx, .pt2, .safetensors or .py, checked by running it; int8 with --int8.",

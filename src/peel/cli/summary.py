@@ -1,12 +1,13 @@
 """The end of a run on the terminal: the table, the notes, the files."""
 
 import json
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
 
-from ..cost.budget import format_bytes, format_cost, format_count
-from ..run.result import Result
+from ..cost.budget import format_bytes, format_count, format_exact, format_latency
+from ..run.result import Result, Row
 from ..utils.text import format_duration
 from .terminal import make_table
 
@@ -21,7 +22,9 @@ def draw_result(result: Result, console: Console, *, with_notes: bool = False) -
         full = result.rows[0]
         top5 = ["top-5"] if full.top5 is not None else []
         steps = list(result.rows[-1].before_training)
-        table = make_table("", *steps, "top-1", *top5, "MACs", "params", "memory, 1 image", "time")
+        latency = _latency_columns(result.rows)
+        costs = ("MACs", "params", "memory, 1 image", *latency)
+        table = make_table("", *steps, "top-1", *top5, *costs, "time")
         for row in result.rows:
             is_compared = row is not full and full.name == "original"
             table.add_row(
@@ -35,6 +38,7 @@ def draw_result(result: Result, console: Console, *, with_notes: bool = False) -
                 format_count(row.macs) + (f" ({row.macs / full.macs:.0%})" if is_compared else ""),
                 format_count(row.params),
                 format_bytes(row.memory),
+                *(_latency(getattr(row, field)) for field in latency.values()),
                 format_duration(row.seconds),
             )
         console.print(table)
@@ -49,6 +53,17 @@ def draw_result(result: Result, console: Console, *, with_notes: bool = False) -
         console.print(f"the slim network: {load}", markup=False)
 
 
+def _latency_columns(rows: Sequence[Row]) -> dict[str, str]:
+    """Title -> field of a row, for what is known of the latency."""
+    columns = {"latency, predicted": "predicted_latency", "measured": "latency"}
+    known = columns.items()
+    return {title: name for title, name in known if any(getattr(row, name) is not None for row in rows)}
+
+
+def _latency(nanoseconds: float | None) -> str:
+    return "" if nanoseconds is None else format_latency(nanoseconds)
+
+
 def draw_estimate(result: Result, console: Console) -> None:
     plan, estimate = result.plan, result.estimate
     assert plan is not None
@@ -60,8 +75,12 @@ def draw_estimate(result: Result, console: Console) -> None:
     table.add_row("macs", *(format_count(network.macs) for network in networks.values()))
     table.add_row("params", *(format_count(network.params) for network in networks.values()))
     table.add_row("memory, 1 image", *(format_bytes(network.memory) for network in networks.values()))
+    if plan.original.latency is not None:
+        table.add_row("latency", *(_latency(network.latency) for network in networks.values()))
     console.print(table)
-    console.print(f"\nbudget: {format_cost(plan.budget, plan.resource)} ({plan.budget:,})")
+    console.print(f"\nbudget: {format_exact(plan.budget, plan.resource)}")
+    for name, amount in plan.limits.items():
+        console.print(f"limit: {format_exact(amount, name)}")
     for name, seconds in estimate.items():
         console.print(f"about {format_duration(seconds)} for {name}")
     console.print(f"about {format_duration(sum(estimate.values()))} in all; nothing was trained")

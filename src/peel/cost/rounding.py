@@ -6,14 +6,14 @@ the original in any resource.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import floor, inf, lcm
-from typing import Any, Literal, Protocol, runtime_checkable
+from math import ceil, floor, inf, lcm
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from ..errors import BudgetError, check_choice, did_you_mean
 from ..utils.bisection import solve_increasing
-from .budget import RESOURCES, Budget, format_cost, parse_budget
+from .budget import RESOURCES, Budget, format_cost, format_exact, parse_budget, parse_limits
 from .polynomial import IntArray
 from .widths import Widths
 
@@ -46,6 +46,8 @@ class Costed(Protocol):
     def steps(self) -> Mapping[str, int]: ...
     @property
     def fixed(self) -> Mapping[str, str]: ...
+    @property
+    def resources(self) -> tuple[str, ...]: ...
     def units(self, widths: Mapping[str, int] | None = None) -> list[int]: ...
     def cost(self, resource: str) -> Cost: ...
 
@@ -60,33 +62,70 @@ def cost_of(graph: Costed, resource: str) -> Cost:
     return graph.cost(resource)
 
 
-def resolve_budget(graph: Costed, budget: Budget, resource: str = "macs", grow: bool = False) -> int:
-    """The budget as a whole number of the resource. A budget above the original needs `grow`."""
-    cost = cost_of(graph, resource)
+class Target(NamedTuple):
+    """What a network may cost, in whole numbers: `budget` of one resource and `limits` of others."""
+
+    resource: str
+    budget: int
+    limits: dict[str, int]
+
+
+def resolve_budget(
+    graph: Costed,
+    budget: Budget,
+    resource: str = "macs",
+    grow: bool = False,
+    limits: Mapping[str, Budget] | None = None,
+) -> Target:
+    """The budget in whole numbers. A budget above the original needs `grow`.
+
+    Where the budget is several limits, the resource is the one that allows the narrowest uniform network.
+    """
+    cost_of(graph, resource)
     if not graph.widths:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(graph.fixed.items())[:3])
         raise BudgetError(
             f"no channel of this network can be removed. Its ties are fixed: {reasons or 'none'}."
         )
-    original = int(cost(graph.units()))
-    target = parse_budget(budget, original, resource)
+    several = parse_limits(budget) if isinstance(budget, str) else {}
+    given = {**(limits or {}), **(several or {resource: budget})}
+    originals = {name: ceil(cost_of(graph, name)(graph.units())) for name in given}
+    amounts = {name: parse_budget(given[name], originals[name], name) for name in given}
+    if several:
+        resource = binding_limit(graph, graph.widths, {name: amounts[name] for name in several})
+    target, original = amounts.pop(resource), originals[resource]
     if target > original and not grow:
         raise BudgetError(
             f"a budget of {format_cost(target, resource)} is above the original network: "
-            f"{format_cost(original, resource)} ({original:,}). "
-            "To make the network larger, set grow=True (--grow)."
+            f"{format_exact(original, resource)}. To make the network larger, set grow=True (--grow)."
         )
-    return target
+    return Target(resource, target, amounts)
+
+
+def binding_limit(graph: Costed, widths: Mapping[str, float], amounts: Mapping[str, int]) -> str:
+    """The resource that is used up first as all widths grow by one factor."""
+    units = fractional_units(graph, widths)
+
+    def factor(resource: str) -> float:
+        cost = cost_of(graph, resource)
+        return solve_increasing(lambda f: float(cost([u * f for u in units])), amounts[resource], 1e-6)[0]
+
+    return min(amounts, key=factor)
 
 
 class Limits:
-    """What a network may cost: `target` of one resource and, if `bounded`, the original in the others."""
+    """What a network may cost: the target and, if `bounded`, no more than the original in any resource."""
 
-    def __init__(self, graph: Costed, target: int, resource: str, *, bounded: bool) -> None:
-        self.graph, self.target, self.resource = graph, target, resource
-        self.cost = cost_of(graph, resource)
-        others = [name for name in RESOURCES if name != resource and bounded]
-        self.others = [_relative(graph.cost(name), graph.units()) for name in others]
+    def __init__(self, graph: Costed, target: Target, *, bounded: bool) -> None:
+        self.graph, self.target, self.resource = graph, target.budget, target.resource
+        self.cost = cost_of(graph, target.resource)
+        self.amounts = dict(target.limits)
+        """What it may cost in other resources."""
+        for name in graph.resources if bounded else ():
+            original = max(1, ceil(graph.cost(name)(graph.units())))
+            self.amounts[name] = min(self.amounts.get(name, original), original)
+        self.amounts.pop(self.resource, None)
+        self.others = [_relative(graph.cost(name), amount) for name, amount in self.amounts.items()]
         """What is used of the other limits; at most 1 each."""
 
     def load(self, units: Any) -> Any:
@@ -96,10 +135,19 @@ class Limits:
             load = np.maximum(load, other(units))
         return load
 
+    def exceeded(self, units: Any) -> str | None:
+        """The first resource of which these units use more than allowed."""
+        if int(self.cost(units)) > self.target:
+            return self.resource
+        pairs = zip(self.amounts, self.others, strict=True)
+        return next((name for name, other in pairs if other(units) > 1 + 1e-12), None)
 
-def _relative(cost: Cost, original: Sequence[float]) -> Cost:
-    limit = max(1, cost(original))
-    return lambda units: cost(units) / limit
+    def amount(self, resource: str) -> int:
+        return self.target if resource == self.resource else self.amounts[resource]
+
+
+def _relative(cost: Cost, amount: int) -> Cost:
+    return lambda units: cost(units) / amount
 
 
 def fractional_units(graph: Costed, widths: Mapping[str, float]) -> list[float]:
@@ -117,6 +165,7 @@ def uniform(
     budget: Budget,
     *,
     resource: str = "macs",
+    limits: Mapping[str, Budget] | None = None,
     divisor: Divisor = "auto",
     freeze: Iterable[str] = (),
     grow: bool = False,
@@ -124,15 +173,17 @@ def uniform(
     """Scale all ties by one factor, so that the network meets the budget.
 
     `budget` is `"1.1G"`, `"87M"`, `"50%"`, a fraction or a whole number of the `resource` (`"macs"`,
-    `"params"` or `"memory"`). Widths are multiples of `divisor`; `"auto"` is 8, and finer in narrow layers.
-    Ties in `freeze` keep their width. With `grow`, the budget may be above the original's cost.
+    `"params"`, `"memory"` or `"latency"`, which needs `graph.with_latency`). `limits` are budgets of other
+    resources; `"macs<=1.1G, params<=8M"` gives all in one text. Widths are multiples of `divisor`; `"auto"`
+    is 8, and finer in narrow layers. Ties in `freeze` keep their width. With `grow`, the budget may be above
+    the original's cost.
 
     >>> peel.uniform(graph, "50%")
     Widths(conv1=48, layer1.0.conv1=40, ...)
     """
     # Where no tie becomes wider, no other resource exceeds the original.
-    limits = Limits(graph, resolve_budget(graph, budget, resource, grow), resource, bounded=False)
-    rounding = _Rounding(limits, divisor, freeze, max_width=None if grow else 1.0)
+    allowed = Limits(graph, resolve_budget(graph, budget, resource, grow, limits), bounded=False)
+    rounding = _Rounding(allowed, divisor, freeze, max_width=None if grow else 1.0)
     return rounding.widths(rounding.scaled(graph.units()))
 
 
@@ -142,6 +193,7 @@ def round_to_budget(
     budget: Budget,
     *,
     resource: str = "macs",
+    limits: Mapping[str, Budget] | None = None,
     divisor: Divisor = "auto",
     at_least: Mapping[str, int] | None = None,
     freeze: Iterable[str] = (),
@@ -154,10 +206,10 @@ def round_to_budget(
     `at_least`, or the original one. No tie becomes wider than `max_width` times its original width. Other
     options as in `uniform`.
     """
-    limits = Limits(graph, resolve_budget(graph, budget, resource, grow), resource, bounded=not grow)
-    rounding = _Rounding(limits, divisor, freeze, max_width, at_least)
+    allowed = Limits(graph, resolve_budget(graph, budget, resource, grow, limits), bounded=not grow)
+    rounding = _Rounding(allowed, divisor, freeze, max_width, at_least)
     units = rounding.clamp(fractional_units(graph, ideal))
-    return rounding.widths(units if limits.load(units) <= 1 else rounding.scaled(units))
+    return rounding.widths(units if allowed.load(units) <= 1 else rounding.scaled(units))
 
 
 class _Rounding:
@@ -203,20 +255,21 @@ class _Rounding:
 
     def _check_reachable(self, max_width: float | None) -> None:
         resource, cost = self.limits.resource, self.limits.cost
-        target, smallest = format_cost(self.limits.target, resource), int(cost(self.low))
-        if self.limits.target < smallest:
+        if (exceeded := self.limits.exceeded(self.low)) is not None:
             divisor = "" if self.divisor in (1, "auto") else " at multiples of the divisor"
+            smallest = int(self.graph.cost(exceeded)(self.low))
             raise BudgetError(
-                f"a budget of {target} cannot be reached: the smallest network has "
-                f"{format_cost(smallest, resource)} ({smallest:,}){divisor}."
+                f"a budget of {format_cost(self.limits.amount(exceeded), exceeded)} cannot be reached: the "
+                f"smallest network has {format_exact(smallest, exceeded)}{divisor}."
             )
         if max_width is None:
             return
+        target = format_cost(self.limits.target, resource)
         widest = [max(low, floor(max_width * u)) for low, u in zip(self.low, self.original, strict=True)]
         if self.limits.target > (largest := int(cost(widest))):
             raise BudgetError(
                 f"a budget of {target} is more than these widths can use: "
-                f"{format_cost(largest, resource)} ({largest:,}). Choose a larger max_width."
+                f"{format_exact(largest, resource)}. Choose a larger max_width."
             )
 
     def clamp(self, units: Sequence[float]) -> list[float]:

@@ -116,7 +116,7 @@ def bench(
             reasons = " ".join([f"None of {', '.join(chosen)} can run these networks.", *notes])
             raise ConfigError(reasons)
         notes[:0] = filter(None, [load_note(load, threads)])
-        return Benchmark(entries, _conditions(place, threads, batch, seconds, load), notes)
+        return Benchmark(entries, conditions_of(place, threads, batch, seconds, load), notes)
 
 
 def _choose_backends(backends: Sequence[str] | None, device: torch.device) -> list[str]:
@@ -188,9 +188,10 @@ def _entries(
     return entries
 
 
-def _conditions(
+def conditions_of(
     device: torch.device, threads: int, batch: int, seconds: float, load: float
 ) -> dict[str, Any]:
+    """What the times depend on, beside the network and the backend."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -198,7 +199,7 @@ def _conditions(
     except PackageNotFoundError:
         runtime = None
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
+        "device": device_name(device),
         "cores": count_cores(),
         "threads": threads,
         "batch": batch,
@@ -206,11 +207,15 @@ def _conditions(
         "seconds": seconds,
         "load_before": round(load, 2),
         "peel": __version__,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "onnxruntime": runtime,
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
 def processor_name() -> str:

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cost.activations import ActivationCost
+from ..cost.latency import LatencyModel
 from ..cost.polynomial import CostModel, IntArray
 from ..cost.widths import Widths
-from ..errors import WidthsError, did_you_mean
+from ..errors import BudgetError, WidthsError, did_you_mean
 from .program import Program
 from .submodules import ModuleCalls
 
@@ -121,6 +122,8 @@ class ChannelGraph:
     """What the code does at any widths; None if no tie is free."""
     module_calls: ModuleCalls | None = field(default=None, compare=False)
     """The calls of submodules that were captured, where the whole model was not."""
+    latency_model: LatencyModel | None = field(default=None, compare=False)
+    """Measured; see `with_latency`."""
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -213,10 +216,32 @@ class ChannelGraph:
     # Costs
 
     def cost(self, resource: str) -> Callable[[Sequence[float]], float]:
-        """The cost function of a resource (`macs`, `params` or `memory`), in units of the ties."""
+        """The cost function of a resource (`macs`, `params`, `memory`, `latency`), in units of the ties."""
         if resource == "memory":
             return self.activation_cost.total
+        if resource == "latency":
+            if self.latency_model is None:
+                raise BudgetError(
+                    "no latency is known: measure it with `peel latency MODEL --output FILE`, and give it as "
+                    "--latency FILE, or as graph.with_latency(model)."
+                )
+            return self.latency_model.total
         return {"macs": self.mac_cost, "params": self.param_cost}[resource].total
+
+    @property
+    def resources(self) -> tuple[str, ...]:
+        """The resources whose costs are known."""
+        known = ("macs", "params", "memory")
+        return known if self.latency_model is None else (*known, "latency")
+
+    def with_latency(self, model: LatencyModel) -> ChannelGraph:
+        """The same graph with measured latency as a resource. A model of another network is refused."""
+        model.check(self)
+        return replace(self, latency_model=model)
+
+    def latency(self, widths: Mapping[str, int] | None = None) -> float:
+        """Predicted seconds of a batch; needs `with_latency`."""
+        return float(self.cost("latency")(self.units(widths))) / 1e9
 
     def macs(self, widths: Mapping[str, int] | None = None) -> int:
         """Multiply-adds of one sample: convolutions, linear layers and matrix products."""

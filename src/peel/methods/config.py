@@ -21,9 +21,9 @@ class MethodConfig:
     """PEEL as published, unless changed. docs/paper.md names the section of the paper for each setting."""
 
     budget: str | int | float = "50%"
-    """What the slim network may cost: 1.1G, 87M, 50%, 0.5 or a whole number; 8MB of memory."""
+    """What the slim network may cost: 1.1G, 50%, 8MB, 8ms; or several limits: macs<=1.1G, params<=8M."""
     resource: str = "macs"
-    """What the budget counts: macs, params or memory (bytes of activations, one image, no gradients)."""
+    """What the budget counts: macs, params, memory (bytes of activations of one image), latency."""
     method: str = "peel"
     """peel, uniform, magnitude, taylor, or your own as path/file.py:Name."""
     backbone_ratio: Annotated[float, Meta(gt=0, le=1)] = 0.8

@@ -129,6 +129,7 @@ class _Planner:
             problem.budget,
             config.backbone_ratio,
             resource=problem.resource,
+            limits=problem.limits,
             init=config.backbone_init,
             divisor=problem.divisor,
             freeze=problem.freeze,
@@ -233,7 +234,14 @@ class _Planner:
         problem, config = self.problem, self.config
         freeze = frozenset(problem.freeze)
         growth = Growth(
-            problem.graph, widths, problem.resource, problem.divisor, freeze, config.max_width, problem.grow
+            problem.graph,
+            widths,
+            problem.resource,
+            problem.divisor,
+            freeze,
+            config.max_width,
+            problem.grow,
+            problem.limits,
         )
         if config.policy == "equal":
             return grow_equally(growth, budget)

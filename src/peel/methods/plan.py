@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -26,6 +26,8 @@ class Architecture:
     cost: int
     """In units of the budget's resource."""
     macs_by_group: dict[str, int]
+    latency: float | None = None
+    """Predicted nanoseconds of a batch, where a latency model is given."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Plan:
     l1_coefficient: float | None = None
     """As it was used, also where it follows from `l1_strength`."""
     method: MethodConfig | None = None
+    limits: dict[str, int] = field(default_factory=dict)
+    """What the network may cost in other resources."""
     name: str = "peel"
     """The method, as the row of its network is called."""
     format: str = "peel-plan"
@@ -93,7 +97,8 @@ def assemble_plan(
 
     def architecture(chosen: Mapping[str, int]) -> Architecture:
         costs = graph.macs(chosen), graph.params(chosen), graph.activation_bytes(chosen), problem.cost(chosen)
-        return Architecture(dict(chosen), *costs, graph.macs_by_group(chosen))
+        latency = graph.latency(chosen) * 1e9 if graph.latency_model is not None else None
+        return Architecture(dict(chosen), *costs, graph.macs_by_group(chosen), latency)
 
     return Plan(
         problem.resource,
@@ -105,6 +110,7 @@ def assemble_plan(
         backbone=architecture(backbone) if backbone is not None else None,
         rounds=rounds,
         l1_coefficient=l1_coefficient,
+        limits=dict(problem.limits),
         method=config.method_config() if config is not None else None,
         name=config.method_name if config is not None else "peel",
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ..cost.rounding import Divisor, cost_of, uniform
+from ..cost.rounding import Divisor, cost_of, fractional_units, uniform
 from ..cost.widths import Widths
 from ..data.datasets import Data
 from ..graph import ChannelGraph
@@ -38,9 +38,21 @@ class Problem:
     """Whether networks are cut from the trained original; else they start from fresh weights."""
     task: Task = field(default_factory=Task)
     """Loss, metric, optimizer and training function of the user's own."""
+    limits: Mapping[str, int] = field(default_factory=dict)
+    """What the network may cost in other resources."""
 
     def cost(self, widths: Mapping[str, int]) -> int:
         return int(cost_of(self.graph, self.resource)(self.graph.units(widths)))
+
+    def allows(self, widths: Mapping[str, float]) -> bool:
+        """Whether a network of these widths, which need not be whole, meets the budget and the limits."""
+        return max(self.used(widths).values()) <= 1
+
+    def used(self, widths: Mapping[str, float]) -> dict[str, float]:
+        """Resource -> the fraction of its budget that these widths cost."""
+        units = fractional_units(self.graph, widths)
+        allowed = {self.resource: self.budget, **self.limits}
+        return {name: float(cost_of(self.graph, name)(units)) / most for name, most in allowed.items()}
 
     def evaluate(self, model: nn.Module) -> Metrics:
         """Loss and accuracies, or the metric of the task, over the test images."""
@@ -52,6 +64,7 @@ class Problem:
             self.graph,
             self.budget,
             resource=self.resource,
+            limits=self.limits,
             divisor=self.divisor,
             freeze=self.freeze,
             grow=self.grow and self.budget > self.cost(self.graph.widths),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..cost.rounding import cost_of, fractional_units, round_to_budget
+from ..cost.rounding import round_to_budget
 from ..cost.widths import Widths
 from ..graph.parameters import ChannelAxis
 from ..steps.criteria.gradient import mean_effects
@@ -95,10 +95,10 @@ def widths_by_rank(problem: Problem, scores: ChannelScores) -> Widths:
         # Ties without a score, such as squeeze-excite layers, follow the uniform network.
         return {**uniform, **{tie: graph.widths[tie] for tie in problem.freeze}, **chosen}
 
-    cost, last = cost_of(graph, problem.resource), len(thresholds) - 1
+    last = len(thresholds) - 1
 
     def fits(place: int) -> bool:
-        return place == last or cost(fractional_units(graph, kept(place))) <= problem.budget
+        return place == last or problem.allows(kept(place))
 
     ideal = kept(bisect_left(range(last), True, key=fits))
     return round_to_budget(
@@ -106,6 +106,7 @@ def widths_by_rank(problem: Problem, scores: ChannelScores) -> Widths:
         ideal,
         problem.budget,
         resource=problem.resource,
+        limits=problem.limits,
         divisor=problem.divisor,
         freeze=problem.freeze,
         grow=problem.grow,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from ..cost.budget import format_bytes, format_count
+from ..cost.budget import format_bytes, format_cost, format_count, format_latency
 from ..errors import PeelError
 from ..methods.plan import Plan
 from ..steps.reallocation import Round
@@ -15,7 +15,12 @@ from ..utils.text import flatten, format_duration
 from .charts import curves_chart, groups_chart, importance_chart, label, widths_chart
 from .record import RunRecord
 
-RESOURCE_NAMES = {"macs": "MACs", "params": "parameters", "memory": "bytes of activations of one image"}
+RESOURCE_NAMES = {
+    "macs": "MACs",
+    "params": "parameters",
+    "memory": "bytes of activations of one image",
+    "latency": "ns of a batch",
+}
 NONE = "–"
 
 
@@ -103,7 +108,12 @@ def _rows(record: RunRecord) -> dict[str, dict[str, Any]]:
     """What is known of each network: its costs once there is a plan, its accuracy once there is a result."""
     networks = record.plan.networks if record.plan is not None else {}
     rows = {
-        name: {"macs": network.macs, "params": network.params, "memory": network.memory}
+        name: {
+            "macs": network.macs,
+            "params": network.params,
+            "memory": network.memory,
+            "predicted_latency": network.latency,
+        }
         for name, network in networks.items()
         if name != "backbone"
     }
@@ -125,6 +135,9 @@ def _budget(record: RunRecord) -> str:
     if plan is None:
         given, resource = record.config.get("budget", "?"), record.config.get("resource", "macs")
         return f"{given} ({RESOURCE_NAMES.get(resource, '')})"
+    if plan.limits or plan.resource == "latency":
+        allowed = {plan.resource: plan.budget, **plan.limits}
+        return ", ".join(format_cost(amount, name) for name, amount in allowed.items())
     return f"{format_count(plan.budget)} {RESOURCE_NAMES.get(plan.resource, plan.resource)}"
 
 
@@ -192,20 +205,24 @@ def _outcome_table(rows: Mapping[str, Mapping[str, Any]], scores: Sequence[_Scor
 
     shown = [score for score in scores if any(row.get(score.key) is not None for row in rows.values())]
     steps = list(next((row["before_training"] for row in rows.values() if row.get("before_training")), ()))
+    latencies = {"predicted_latency": "latency (predicted)", "latency": "latency (measured)"}
+    times = [key for key in latencies if any(row.get(key) is not None for row in rows.values())]
     cells = [
         [
             "uniform, same budget" if name == "uniform" else label(name),
             *(_cell(row.get("before_training", {}), step, scores[0].show) for step in steps),
             *(_cell(row, score.key, score.show) for score in shown),
             *(cost(row, key) for key in ("macs", "params", "memory")),
+            *(_cell(row, key, format_latency) for key in times),
             _cell(row, "seconds", format_duration),
             _cell(row, "image_passes", format_count),
             row.get("file") or NONE,
         ]
         for name, row in rows.items()
     ]
-    columns = "MACs (of original),params,bytes (one image),time,image passes,saved as"
-    return Table(["network", *steps, *(score.name for score in shown), *columns.split(",")], cells)
+    costs = ["MACs (of original)", "params", "bytes (one image)", *(latencies[key] for key in times)]
+    columns = [*(score.name for score in shown), *costs, "time", "image passes", "saved as"]
+    return Table(["network", *steps, *columns], cells)
 
 
 def _comparison(record: RunRecord, rows: Mapping[str, Mapping[str, Any]], scores: Sequence[_Score]) -> str:

@@ -50,6 +50,8 @@ class Config(MethodConfig):
     """The model: a name, or a reference to a callable."""
     data: str | None = None
     """digits (the default of models by name), cifar10, cifar100, fashion-mnist, or a folder of images."""
+    latency: str | None = None
+    """A latency model: the file that `peel latency` wrote. Latency can then be a budget or a limit."""
     recipe: str = "auto"
     """The training recipe: auto, imagenet-resnet, imagenet-mobilenet, cifar, cifar-fast, digits, ..."""
     train: RecipeOverrides = field(default_factory=RecipeOverrides)
@@ -146,7 +148,7 @@ def make_config(given: Mapping[str, Any]) -> Config:
     for name in ("freeze", "ignore", "stages", "mean", "std"):
         if isinstance(values.get(name), str | int | float):
             values[name] = (values[name],)
-    for name in ("data", "weights", "plan", "data_root", "backbone_init"):
+    for name in ("data", "weights", "plan", "data_root", "backbone_init", "latency"):
         if isinstance(values.get(name), Path):
             values[name] = str(values[name])
     try:

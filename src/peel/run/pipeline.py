@@ -28,6 +28,7 @@ from ..utils.rng import derive_seed, seed_everything
 from .config import Config
 from .estimate import estimate_work, seconds_per_mac
 from .folder import RunFolder
+from .latency import budget_notes, with_latency
 from .result import Result, Row, StageRecord
 from .resume import RunState, refuse_changes
 from .teacher import Teacher, check_accuracy, find_teacher, weights_hash
@@ -87,16 +88,26 @@ class Pipeline:
         if config.inherits and config.distill == "in-place":
             raise ConfigError('in-place distillation trains from scratch: set init="scratch", or distill.')
         self._load_teacher()
-        if self.given_widths is not None and problem.cost(self.given_widths) > problem.budget:
-            raise BudgetError(
-                f"the given plan costs {problem.cost(self.given_widths):,} {problem.resource}, more than the "
-                f"budget of {problem.budget:,}. Set budget={problem.cost(self.given_widths)}."
-            )
+        self._check_given_plan()
         self._check_batch_sizes(bool(self.networks) or ("original" in stages and self.loaded_teacher is None))
         uniform = problem.uniform()
         self._check_networks(uniform if "uniform" in stages else None, self.given_widths)
         if self.given_widths is None and "backbone" in stages:
             self.method.check(self.problem, config)
+
+    def _check_given_plan(self) -> None:
+        problem, widths = self.problem, self.given_widths
+        if widths is None:
+            return
+        if problem.cost(widths) > problem.budget:
+            raise BudgetError(
+                f"the given plan costs {problem.cost(widths):,} {problem.resource}, more than the "
+                f"budget of {problem.budget:,}. Set budget={problem.cost(widths)}."
+            )
+        if not problem.allows(widths):
+            used = problem.used(widths)
+            worst = max(used, key=lambda name: used[name])
+            raise BudgetError(f"the given plan uses {used[worst]:.1%} of the limit of {worst}: raise it.")
 
     def _load_teacher(self) -> None:
         """Load the trained original, if it is given and something needs it."""
@@ -372,13 +383,19 @@ class Pipeline:
 
     def _finish(self, plan: Plan | None, slimmed: nn.Module | None) -> Result:
         networks = {"original": self.problem.graph.widths, "uniform": self.problem.uniform()}
-        for name, widths in {**networks, **({plan.name: plan.widths} if plan is not None else {})}.items():
+        if plan is not None:
+            networks[plan.name] = plan.widths
+            self.notes += budget_notes(self.problem, plan.widths)
+        for name, widths in networks.items():
             if name not in self.rows and self.folder is not None and self.folder.stage_record(name):
                 # A stage that an earlier start finished, and that this one leaves out.
                 self.trainer.load_record(name)
                 self._add_row(name, widths)
         order = dict.fromkeys(("original", "uniform", self.config.method_name))
         rows = [self.rows[name] for name in order if name in self.rows]
+        if self.world.is_main_process:
+            rows, missed = with_latency(self.problem, rows, networks)
+            self.notes += missed
         found = [note for record in self.trainer.records.values() for note in record.notes]
         self.notes = list(dict.fromkeys([*self.notes, *found]))
         self._tell(self.notes)
@@ -409,6 +426,7 @@ class Pipeline:
             "rows": [asdict(row) for row in rows],
             "budget": self.problem.budget,
             "resource": self.problem.resource,
+            **({"limits": dict(self.problem.limits)} if self.problem.limits else {}),
             "seed": self.problem.seed,
             "metric": self.problem.task.metric_name,
             "search": search,

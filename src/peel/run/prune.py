@@ -25,6 +25,7 @@ from ..utils.process_state import preserve_process_state
 from ..utils.rng import derive_seed, seed_everything
 from .config import Config, make_config
 from .folder import RunFolder
+from .latency import attach_latency, latency_notes
 from .loading import (
     check_model,
     frozen_ties,
@@ -137,6 +138,8 @@ def _prepare(
     if graph is not None and config.groups is not None:
         raise ConfigError("the given graph has its groups already: call graph.regroup(groups) yourself.")
     graph = graph or trace(network, loaded.example(), groups=config.groups)
+    graph = attach_latency(graph, config.latency)
+    target = resolve_budget(graph, config.budget, config.resource, config.grow)
     config, own_notes = restrict_settings(config, loaded, task)
     recipes = resolve_recipes(config, loaded, network, task)
     init = config.backbone_init
@@ -149,8 +152,8 @@ def _prepare(
     problem = Problem(
         network,
         graph,
-        resolve_budget(graph, config.budget, config.resource, config.grow),
-        config.resource,
+        target.budget,
+        target.resource,
         config.divisor,
         resolved.freeze or (),
         loaded.to(engine.device),
@@ -160,7 +163,9 @@ def _prepare(
         config.grow,
         inherits=config.inherits,
         task=task,
+        limits=target.limits,
     )
+    told = [*loaded.notes, *notes, *own_notes, *model_notes(model, network, config, new_classifier)]
     return Pipeline(
         problem,
         resolved,
@@ -170,7 +175,7 @@ def _prepare(
         weights,
         new_classifier,
         given_widths=plan,
-        notes=[*loaded.notes, *notes, *own_notes, *model_notes(model, network, config, new_classifier)],
+        notes=[*told, *latency_notes(graph)],
     )
 
 

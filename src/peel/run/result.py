@@ -20,8 +20,13 @@ class Row:
     memory: int
     """Bytes of activations of one image, without gradients (an estimate)."""
     seconds: float
+    """Of the training."""
     image_passes: int
     file: str
+    predicted_latency: float | None = None
+    """Nanoseconds of a batch, where a latency model is given."""
+    latency: float | None = None
+    """Measured, where this is the machine of the latency model."""
     loss: float | None = None
     top1: float | None = None
     top5: float | None = None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ..cost.latency import LatencyModel
 from ..cost.widths import Widths
 from ..data.datasets import Data, first_batch
 from ..data.image_folder import ImageFolder, fingerprint_of
@@ -66,6 +67,7 @@ def run_identity(
         "weights": config.weights if config.weights in ("train", "pretrained", "given module") else "path",
         "inherits": config.inherits,
         "plan": dict(plan) if plan is not None else None,
+        **({"latency": _latency_key(graph.latency_model)} if graph.latency_model is not None else {}),
         "groups": {name: list(ties) for name, ties in graph.groups.items()},
         "backbone": asdict(recipes[1]),
         "deterministic": config.deterministic,
@@ -87,6 +89,10 @@ def run_identity(
         "sync_bn": engine.sync_bn,
     }
     return dict(json.loads(json.dumps(identity)))
+
+
+def _latency_key(model: LatencyModel) -> str:
+    return fingerprint([repr((model.constant, model.terms, model.kernel_step))])
 
 
 def _fingerprint_images(data: Data) -> str:

@@ -72,6 +72,8 @@ class Growth:
     max_width: float | None = None
     grow: bool = False
     """Whether the network may cost more than the original."""
+    other_limits: Mapping[str, Budget] = field(default_factory=dict)
+    """Budgets of other resources."""
 
     def cost(self, widths: Numbers) -> float:
         return self.graph.cost(self.resource)(fractional_units(self.graph, widths))
@@ -94,8 +96,8 @@ class Growth:
 
     def limits(self, budget: Budget) -> Limits:
         """What the grown network may cost; an error where the backbone costs more."""
-        target = resolve_budget(self.graph, budget, self.resource, self.grow)
-        limits = Limits(self.graph, target, self.resource, bounded=not self.grow)
+        target = resolve_budget(self.graph, budget, self.resource, self.grow, self.other_limits)
+        limits = Limits(self.graph, target, bounded=not self.grow)
         refuse_above(limits, self.base)
         return limits
 
@@ -109,6 +111,7 @@ class Growth:
             ideal,
             target,
             resource=self.resource,
+            limits=self.other_limits,
             divisor=self.divisor,
             at_least=at_least,
             freeze=self.freeze,
@@ -135,6 +138,7 @@ def reallocate(
     budget: Budget,
     *,
     resource: str = "macs",
+    limits: Mapping[str, Budget] | None = None,
     solver: Literal["telescoped", "triangular"] = "telescoped",
     divisor: Divisor = "auto",
     freeze: Iterable[str] = (),
@@ -149,8 +153,10 @@ def reallocate(
 
     >>> peel.reallocate(graph, backbone, {"56x56": 0.4, "28x28": 0.3, "14x14": 0.2, "7x7": 0.1}, "50%")
     """
-    growth = Growth(graph, graph.check(backbone), resource, divisor, name_set(freeze), max_width, grow)
-    return Widths(grow_by_shares(growth, shares, budget, solver).widths)
+    resource, amount, others = resolve_budget(graph, budget, resource, grow, limits)
+    base = graph.check(backbone)
+    growth = Growth(graph, base, resource, divisor, name_set(freeze), max_width, grow, others)
+    return Widths(grow_by_shares(growth, shares, amount, solver).widths)
 
 
 def grow_by_shares(growth: Growth, shares: Numbers, budget: Budget, solver: str = "telescoped") -> Round:

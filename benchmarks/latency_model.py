@@ -1,0 +1,121 @@
+"""How well a latency model predicts networks that it has not seen, and whether latency budgets are met.
+
+    pip install "peel-pruning[deploy,vision]"
+    python benchmarks/latency_model.py [NETWORK ...] [--backends eager onnxruntime] [--output FILE.json]
+    python benchmarks/latency_model.py --device cuda --batch 256 --backends eager compile
+
+For each network and backend: `--fit` networks of other widths are timed and the model is fitted to them; then
+`--unseen` networks with other random widths are timed, and the uniform networks at 75, 50 and 35 % of the
+latency. Run it on an idle machine: the last column says what `peel` noticed. The output file gets all widths
+and times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import peel
+from peel import zoo
+from peel.cost.latency import Accuracy, fit_latency
+from peel.deploy.latency import FACTORS, LatencyTimer, design
+
+NETWORKS = ["resnet18", "mobilenet_v2", "efficientnet_b0"]
+BUDGETS = ["75%", "50%", "35%"]
+
+
+def main() -> None:
+    options = _options()
+    print(
+        "| network | backend | batch | original | median | 95th percentile | own estimate | budgets | notes |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    found = []
+    for name in options.networks:
+        for backend in options.backends:
+            found.append(_validate(name, backend, options))
+            print(_line(found[-1]), flush=True)
+            if options.output is not None:
+                options.output.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("networks", nargs="*", default=NETWORKS)
+    parser.add_argument("--backends", nargs="+", default=["eager", "onnxruntime"])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--size", type=int, default=None, help="side of the images in pixels")
+    parser.add_argument("--fit", type=int, default=64, help="networks that the model is fitted to")
+    parser.add_argument("--unseen", type=int, default=30, help="networks that it is judged on")
+    parser.add_argument("--seconds", type=float, default=0.5, help="for each network")
+    parser.add_argument("--output", type=Path, default=None)
+    return parser.parse_args()
+
+
+def _validate(name: str, backend: str, options: argparse.Namespace) -> dict[str, Any]:
+    torch.manual_seed(0)
+    channels, height, width = zoo.find(name).input_size
+    model = zoo.create(name).eval()
+    example = torch.randn(1, channels, options.size or height, options.size or width)
+    graph = peel.trace(model, example)
+    timer = LatencyTimer(
+        model,
+        graph,
+        backend=backend,
+        batch=options.batch,
+        threads=options.threads,
+        device=options.device,
+        seconds=options.seconds,
+    )
+    fitted = design(graph, options.fit)
+    times = timer(fitted)
+    notes = list(timer.notes)
+    latency = fit_latency(graph, fitted, times, timer.conditions)
+    graph = graph.with_latency(latency)
+    unseen = design(graph, options.unseen + len(FACTORS), seed=1)[len(FACTORS) :]
+    budgets = [peel.uniform(graph, budget, resource="latency") for budget in BUDGETS]
+    measured = timer([graph.widths, *unseen, *budgets])
+    original, judged = measured[0], measured[1 : 1 + len(unseen)]
+    accuracy = Accuracy.of((graph.latency(widths) * 1e9 for widths in unseen), judged)
+    return {
+        "network": name,
+        "backend": backend,
+        "conditions": latency.conditions,
+        "kernel_step": latency.kernel_step,
+        "original_ms": original / 1e6,
+        "median": accuracy.median,
+        "p95": accuracy.p95,
+        "own_median": latency.accuracy.median,
+        "own_p95": latency.accuracy.p95,
+        "budgets": {b: t / original for b, t in zip(BUDGETS, measured[1 + len(unseen) :], strict=True)},
+        "notes": list(dict.fromkeys([*notes, *timer.notes])),
+        "fit": [[dict(widths), time] for widths, time in zip(fitted, times, strict=True)],
+        "unseen": [[dict(widths), time] for widths, time in zip(unseen, judged, strict=True)],
+    }
+
+
+def _line(found: dict[str, Any]) -> str:
+    cells = [
+        found["network"],
+        found["backend"],
+        str(found["conditions"]["batch"]),
+        f"{found['original_ms']:.3g} ms",
+        f"{found['median']:.1%}",
+        f"{found['p95']:.1%}",
+        f"{found['own_median']:.1%}, {found['own_p95']:.1%}",
+        ", ".join(f"{budget}: {used:.1%}" for budget, used in found["budgets"].items()),
+        " ".join(found["notes"]) or "idle",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()

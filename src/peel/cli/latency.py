@@ -1,0 +1,120 @@
+"""`peel latency`: a latency model, which makes latency a resource like MACs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from ..cost.budget import format_latency
+from ..cost.rounding import Divisor
+from .inspect import parse_shape
+from .terminal import make_console, print_json, show_status
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..cost.latency import LatencyModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencySettings:
+    """The conditions of deployment, and how much is measured."""
+
+    backend: str = "eager"
+    """What runs the network in deployment: eager, compile or onnxruntime."""
+    batch: int = 1
+    """Samples per batch in deployment."""
+    threads: int | None = None
+    """CPU threads in deployment. Default: one per core."""
+    device: str = "cpu"
+    """cpu, cuda, cuda:1, ..."""
+    networks: int = 64
+    """How many networks of other widths are timed. A quarter of them judges the model."""
+    divisor: Divisor = "auto"
+    """Widths are multiples of this: give the divisor of the later run."""
+    seconds: float = 0.5
+    """About this long for each network."""
+    seed: int = 0
+    """Seed of the widths."""
+
+
+def latency(
+    model: str,
+    /,
+    *,
+    output: Path,
+    settings: Annotated[LatencySettings | None, Parameter(name="*")] = None,
+    input: str | None = None,
+    num_classes: int | None = None,
+    json: bool = False,
+) -> int:
+    """Time a model at many widths on this machine, and write a latency model for `peel run --latency`.
+
+    Parameters
+    ----------
+    model
+        Name or reference of the model.
+    output
+        The file to write, such as latency.json.
+    input
+        Shape of one input: channels,height,width. Default: what the model was made for.
+    num_classes
+        Number of classes, where the model takes that argument.
+    json
+        Print JSON instead of text.
+    """
+    import torch
+
+    from .. import zoo
+    from ..deploy.latency import measure_latency
+
+    console, notes = make_console(), make_console(stderr=True)
+    with show_status(notes, f"building {model}") as status:
+        shape = parse_shape(input) or zoo.find(model).input_size
+        network, example = zoo.create(model, num_classes=num_classes), torch.zeros(1, *shape)
+        chosen = vars(settings or LatencySettings())
+        found = measure_latency(network, example, progress=status.update, **chosen)
+    path = found.save(output)
+    if json:
+        print_json(_as_dict(found, path))
+    else:
+        _draw(found, path, console)
+    return 0
+
+
+def _original(model: LatencyModel) -> float:
+    """Nanoseconds of the original."""
+    key = model.network
+    return float(model.total([width // key.steps[name] for name, width in key.widths.items()]))
+
+
+def _as_dict(model: LatencyModel, path: Path) -> dict[str, object]:
+    return {
+        "file": str(path),
+        "original_nanoseconds": _original(model),
+        "median_error": model.accuracy.median,
+        "p95_error": model.accuracy.p95,
+        "judged_on": model.accuracy.networks,
+        "kernel_step": model.kernel_step,
+        "conditions": model.conditions,
+    }
+
+
+def _draw(model: LatencyModel, path: Path, console: Console) -> None:
+    given, error = model.conditions, model.accuracy
+    console.print(
+        f"{given['device']}, {given['backend']}, batch {given['batch']}, {given['threads']} threads",
+        markup=False,
+    )
+    console.print(f"the original takes {format_latency(_original(model))}", markup=False)
+    console.print(
+        f"error on {error.networks} unseen networks: {error.median:.1%} (median), {error.p95:.1%} (95th "
+        "percentile)",
+        markup=False,
+    )
+    if given.get("note"):
+        console.print(f"note: {given['note']}", markup=False)
+    console.print(f"\nwritten: {path}; use it with --resource latency --latency {path}", markup=False)

@@ -1,0 +1,323 @@
+"""Latency as a function of widths, fitted to the measured times of whole networks.
+
+The model is a constant plus a sum of terms, each a time that is not negative times a product of numbers of
+channels: those of the input and the output of a layer (its arithmetic), or those of one tensor (its memory
+traffic). Numbers of channels are first rounded up to the step of the kernels. So the latency never falls as a
+width grows, and a budget is met by bisection as for MACs.
+
+Times are in nanoseconds, so that a budget is a whole number.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ConfigError, StoreError
+from ..utils.files import write_bytes
+from ..utils.least_squares import nonnegative_least_squares
+from .activations import ActivationCost
+from .polynomial import CostModel, Form, product
+from .widths import Widths
+
+Array = npt.NDArray[np.float64]
+Factors = tuple[Form, ...]
+
+#: Kernels compute channels in blocks of one of these. Cross-validation chooses.
+KERNEL_STEPS = (1, 8, 16, 32)
+
+#: How strongly the times of single terms are held near those that the totals of the network explain.
+PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+
+#: Parts of the cross-validation, and the fraction of the networks that only judge.
+FOLDS, HELD_OUT = 5, 0.25
+
+#: Fewer networks cannot be fitted and judged.
+MIN_NETWORKS = 16
+
+
+class Costs(Protocol):
+    """The part of a `ChannelGraph` that a latency model needs."""
+
+    @property
+    def widths(self) -> Widths: ...
+    @property
+    def steps(self) -> Mapping[str, int]: ...
+    @property
+    def input_shapes(self) -> tuple[tuple[int, ...], ...]: ...
+    @property
+    def mac_cost(self) -> CostModel: ...
+    @property
+    def param_cost(self) -> CostModel: ...
+    @property
+    def activation_cost(self) -> ActivationCost: ...
+    def units(self, widths: Mapping[str, int] | None = None) -> list[int]: ...
+
+
+class LatencyTerm(NamedTuple):
+    """`nanoseconds` times the product of the rounded forms."""
+
+    nanoseconds: float
+    factors: Factors
+
+
+@dataclass(frozen=True)
+class NetworkKey:
+    """What a network must have in common with the one that was measured."""
+
+    widths: dict[str, int]
+    steps: dict[str, int]
+    input_shapes: tuple[tuple[int, ...], ...]
+    """Of one sample."""
+    macs: int
+    params: int
+
+    @classmethod
+    def of(cls, graph: Costs) -> NetworkKey:
+        units = graph.units(graph.widths)
+        shapes = tuple(shape[1:] for shape in graph.input_shapes)
+        macs, params = graph.mac_cost.total(units), graph.param_cost.total(units)
+        return cls(dict(graph.widths), dict(graph.steps), shapes, macs, params)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Relative errors on measured networks that took no part in the fit."""
+
+    median: float
+    p95: float
+    networks: int
+
+    @classmethod
+    def of(cls, predicted: Iterable[float], measured: Iterable[float]) -> Accuracy:
+        errors = np.abs(np.array([*predicted]) / np.array([*measured]) - 1)
+        return cls(float(np.median(errors)), float(np.percentile(errors, 95)), len(errors))
+
+
+@dataclass(frozen=True)
+class LatencyModel:
+    """The latency of one network at any widths, on one machine.
+
+    >>> model = peel.LatencyModel.load("latency.json")
+    >>> peel.uniform(graph.with_latency(model), "8ms", resource="latency")
+    """
+
+    network: NetworkKey
+    constant: float
+    """Nanoseconds that no width changes."""
+    terms: tuple[LatencyTerm, ...]
+    kernel_step: int
+    """Numbers of channels are rounded up to multiples of this."""
+    accuracy: Accuracy
+    conditions: dict[str, str | int | float | None]
+    """Machine, backend, batch, threads, versions."""
+    format: str = "peel-latency"
+    version: int = 1
+
+    @cached_property
+    def _forms(self) -> tuple[list[Form], list[tuple[float, list[int]]]]:
+        """The distinct forms, and for each term its time and its forms."""
+        index = {form: i for i, form in enumerate(dict.fromkeys(f for t in self.terms for f in t.factors))}
+        return list(index), [(term.nanoseconds, [index[f] for f in term.factors]) for term in self.terms]
+
+    def total(self, units: Sequence[Any]) -> Any:
+        """Nanoseconds. Units may be fractions, and arrays of many candidates."""
+        forms, terms = self._forms
+        values = [round_up(form.value(units), self.kernel_step) for form in forms]
+        total: Any = self.constant
+        for nanoseconds, factors in terms:
+            value: Any = nanoseconds
+            for i in factors:
+                value = value * values[i]
+            total = total + value
+        return total if isinstance(total, np.ndarray) else float(total)
+
+    def check(self, graph: Costs) -> None:
+        """Refuse a graph of another network."""
+        mine, other = self.network, NetworkKey.of(graph)
+        if mine == other:
+            return
+        names = [
+            name for name in {**mine.widths, **other.widths} if name not in mine.widths.keys() & other.widths
+        ]
+        text = "another number of MACs or parameters"
+        if names:
+            text = f"only one of them has the tie {names[0]}"
+        elif mine.widths != other.widths:
+            name = next(name for name, width in mine.widths.items() if other.widths[name] != width)
+            text = f"{name} has {mine.widths[name]} channels there and {other.widths[name]} here"
+        elif mine.input_shapes != other.input_shapes:
+            text = f"its input is {mine.input_shapes} there and {other.input_shapes} here"
+        elif mine.macs != other.macs:
+            text = f"{mine.macs:,} MACs there and {other.macs:,} here (another number of classes?)"
+        raise StoreError(
+            f"the latency model was measured on another network: {text}. Measure this one: peel latency "
+            "MODEL, with --input and --num-classes as here."
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write a JSON file."""
+        target = Path(path)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(target, msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+        except OSError as error:
+            raise StoreError(f"cannot write {target}: {error.strerror}.") from error
+        return target
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> LatencyModel:
+        try:
+            model = msgspec.json.decode(Path(path).read_bytes(), type=cls)
+        except OSError as error:
+            raise StoreError(f"cannot read the latency file {path}: {error.strerror}.") from error
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise StoreError(
+                f"{path} is not a latency file: {error}. Write one with peel latency."
+            ) from error
+        if (model.format, model.version) != (cls.format, cls.version):
+            found = f"format {model.format!r}, version {model.version}"
+            raise StoreError(f"{path} is not a latency file of this version: {found}.")
+        return model._sound(path)
+
+    def _sound(self, path: str | os.PathLike[str]) -> LatencyModel:
+        """Refuse times with which the latency would fall as a width grows."""
+        forms, terms = self._forms
+        times = np.array([self.constant, *(time for time, _ in terms)])
+        numbers = [
+            number for form in forms for number in (form.constant, *(times for _, times in form.units))
+        ]
+        ties = {tie for form in forms for tie, _ in form.units}
+        is_sound = np.isfinite(times).all() and (times >= 0).all() and self.kernel_step >= 1
+        if not is_sound or min(numbers, default=0) < 0 or not ties <= set(range(len(self.network.widths))):
+            raise StoreError(
+                f"{path} is corrupt: a time or a term is impossible. Measure again: peel latency."
+            )
+        return self
+
+
+def round_up(channels: Any, step: int) -> Any:
+    """Multiples of `step`: exact for whole numbers of channels, linear between them."""
+    if step == 1:
+        return channels
+    whole = np.floor(channels)
+    low, high = np.ceil(whole / step) * step, np.ceil((whole + 1) / step) * step
+    return low + (channels - whole) * (high - low)
+
+
+def fit_latency(
+    graph: Costs,
+    networks: Sequence[Mapping[str, int]],
+    nanoseconds: Sequence[float],
+    conditions: Mapping[str, Any] | None = None,
+) -> LatencyModel:
+    """The model of these measured networks. Its accuracy is that on the last quarter, fitted without it."""
+    if len(networks) < MIN_NETWORKS:
+        raise ConfigError(f"a latency model needs at least {MIN_NETWORKS} networks, not {len(networks)}.")
+    measured = np.array(nanoseconds, dtype=np.float64)
+    if not (np.isfinite(measured).all() and (measured > 0).all()):
+        raise ConfigError("a measured latency is zero or not finite. Measure again on an idle machine.")
+    units = np.array([graph.units(widths) for widths in networks], dtype=np.float64)
+    judged = max(4, round(HELD_OUT * len(units)))
+    step, penalty = _choose(graph, units[:-judged], measured[:-judged])
+    fit = _Fit.of(graph, units, step)
+    unseen = fit.predict(fit.solve(measured, slice(0, -judged), penalty))[-judged:]
+    constant, terms = fit.terms(fit.solve(measured, slice(None), penalty))
+    accuracy = Accuracy.of(unseen, measured[-judged:])
+    return LatencyModel(NetworkKey.of(graph), constant, terms, step, accuracy, dict(conditions or {}))
+
+
+def _choose(graph: Costs, units: Array, measured: Array) -> tuple[int, float]:
+    """The kernel step and the penalty with the smallest error in cross-validation."""
+    errors: dict[tuple[int, float], float] = {}
+    for step in KERNEL_STEPS:
+        fit = _Fit.of(graph, units, step)
+        for penalty in PENALTIES:
+            squares = 0.0
+            for part in range(FOLDS):
+                is_left_out = np.arange(len(units)) % FOLDS == part
+                predicted = fit.predict(fit.solve(measured, ~is_left_out, penalty))
+                squares += float(((predicted / measured - 1)[is_left_out] ** 2).sum())
+            errors[step, penalty] = squares
+    # Where steps do as well, the smaller one; where penalties do, the stronger one.
+    return min(errors, key=lambda key: (round(np.log(errors[key] + 1e-12), 2), key[0], -key[1]))
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """The linear regression of one kernel step. Rows are networks, columns are what time may depend on.
+
+    Columns: a constant, totals of the whole network (MACs, MACs of layers with one free axis, bytes of
+    activations, parameters), then every distinct product of channels. The penalty holds the last ones small:
+    they correct the totals, layer by layer, as far as the measurements ask for it.
+    """
+
+    products: list[Factors]
+    totals: Array
+    """Per total, the coefficient of each product."""
+    values: Array
+    """Per network, the value of each product."""
+
+    @classmethod
+    def of(cls, graph: Costs, units: Array, step: int) -> _Fit:
+        products, totals = _products(graph)
+        columns = list(units.T)
+        forms = {form: round_up(form.value(columns), step) for factors in products for form in factors}
+        values = [np.prod([forms[form] for form in factors], axis=0) for factors in products]
+        return cls(products, totals, np.array(values).T)
+
+    @cached_property
+    def columns(self) -> Array:
+        return np.hstack([np.ones((len(self.values), 1)), self.values @ self.totals.T, self.values])
+
+    def solve(self, measured: Array, rows: Any, penalty: float) -> Array:
+        """The time of each column. Squares of relative errors are minimized."""
+        relative = self.columns[rows] / measured[rows][:, None]
+        scale = relative.mean(axis=0)
+        scale[scale == 0] = 1.0
+        weights = np.full(len(scale), penalty * len(relative))
+        weights[: len(scale) - len(self.products)] = 0.0
+        fractions = nonnegative_least_squares(relative / scale, np.ones(len(relative)), weights)
+        return np.asarray(fractions / scale)
+
+    def predict(self, times: Array) -> Array:
+        return np.asarray(self.columns @ times)
+
+    def terms(self, times: Array) -> tuple[float, tuple[LatencyTerm, ...]]:
+        """The constant, and the time of each product: its own and its part of the totals."""
+        count = len(self.totals)
+        of_products = times[1 + count :] + times[1 : 1 + count] @ self.totals
+        pairs = zip(of_products, self.products, strict=True)
+        return float(times[0]), tuple(
+            LatencyTerm(float(time), factors) for time, factors in pairs if time > 0
+        )
+
+
+def _products(graph: Costs) -> tuple[list[Factors], Array]:
+    """Every distinct product of channels, and its coefficient in each total of the network."""
+    macs = [(term.factors, term.coefficient) for term in graph.mac_cost.terms]
+    single = [item for item in macs if len(item[0]) == 1]
+    params = [(term.factors, term.coefficient) for term in graph.param_cost.terms]
+    traffic: list[tuple[Factors, int]] = []
+    for forms, element_bytes, _, _ in graph.activation_cost.activations:
+        term = product("", -1, forms)
+        traffic.append((term.factors, term.coefficient * element_bytes))
+    sources: list[list[tuple[Factors, int]]] = [macs, single, traffic, params]
+    index: dict[Factors, int] = {}
+    for factors, _ in (item for source in sources for item in source):
+        if factors:
+            index.setdefault(factors, len(index))
+    totals = np.zeros((len(sources), len(index)))
+    for row, source in enumerate(sources):
+        for factors, coefficient in source:
+            if factors:
+                totals[row, index[factors]] += coefficient
+    return list(index), totals
