@@ -33,8 +33,19 @@ def split(tmp_path: Path) -> ImageFolder:
     return ImageFolder(paths, torch.arange(48), (3, 32, 32), (0.5, 0.5, 0.5), (0.2, 0.2, 0.2))
 
 
+_before: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def children_of_other_tests() -> None:
+    """Processes that tests in other files have left: not those of the loader."""
+    _before.clear()
+    _before.update(children())
+
+
 def children() -> set[int]:
-    return {process.pid for process in multiprocessing.active_children() if process.pid is not None}
+    found = {process.pid for process in multiprocessing.active_children() if process.pid is not None}
+    return found - _before
 
 
 def replace_decode(monkeypatch: pytest.MonkeyPatch, name: str, action: object) -> None:
