@@ -21,9 +21,9 @@ from ..graph.channel_graph import ChannelGraph, Layout
 from ..graph.rebuild import new_shapes, tensors_of
 from ..graph.trace import trace
 from .calibration import MEMORY, Images, count_images, evaluating, make_batches, run_model
+from .fit_targets import PLACES, FitTargets, Key, Sums, Target, collect_targets
 from .info import info_of
 from .layer_calls import CallWatcher, LayerCall, NormCall, Visitor, places_shape, rows_at
-from .lesson import PLACES, Key, Lesson, Sums, Target, teach
 from .regression import CHUNK_BYTES, TINY, Regression
 from .selection import KeptChannels
 
@@ -92,20 +92,20 @@ def repair(
     before = {name: tensor.detach().clone() for name, tensor in tensors_of(slim).items()}
     with evaluating(slim, original):
         try:
-            lesson = teach(original, slim, graph, kept, batches)
-            student = _Student(slim, lesson, batches, is_cut)
-            student.run()
+            recorded = collect_targets(original, slim, graph, kept, batches)
+            refit = _Refit(slim, recorded, batches, is_cut)
+            refit.run()
         except BaseException:
             for name, tensor in tensors_of(slim).items():
                 tensor.copy_(before[name])
             raise
     filters = [name for name, tensor in slim.named_parameters() if sum(size > 1 for size in tensor.shape) > 1]
-    unseen = {name: UNSEEN for name in filters if is_cut[name] and name not in lesson.order}
-    left_alone = {**student.left_alone, **unseen}
+    unseen = {name: UNSEEN for name in filters if is_cut[name] and name not in recorded.order}
+    left_alone = {**refit.left_alone, **unseen}
     return RepairReport(
         images=sum(map(count_images, batches)),
-        errors={_layer(name): errors for name, errors in student.errors.items()},
-        norms=tuple(map(_layer, student.norms)),
+        errors={_layer(name): errors for name, errors in refit.errors.items()},
+        norms=tuple(map(_layer, refit.norms)),
         left_alone={_layer(name): reason for name, reason in left_alone.items()},
     )
 
@@ -158,20 +158,20 @@ class _StopPassError(Exception):
     """The rest of a forward pass is not needed."""
 
 
-class _Student(Visitor):
+class _Refit(Visitor):
     """Refits the layers of the slim network while it runs."""
 
     def __init__(
-        self, slim: nn.Module, lesson: Lesson, batches: list[Any], is_cut: Mapping[str, bool]
+        self, slim: nn.Module, recorded: FitTargets, batches: list[Any], is_cut: Mapping[str, bool]
     ) -> None:
-        self.slim, self.lesson, self.batches = slim, lesson, batches
+        self.slim, self.recorded, self.batches = slim, recorded, batches
         self.tensors = tensors_of(slim)
         self.pending = self._sites(is_cut)
         self.active: set[str] = set()
         self.batch = 0
         self.regressions: dict[str, Regression] = {}
         self.sums: dict[str, Sums] = {}
-        self.uses = lesson.uses()
+        self.uses = recorded.uses()
         self.partner_rows: dict[Key, Tensor] = {}
         self.errors: dict[str, tuple[float, float]] = {}
         self.norms: list[str] = []
@@ -179,10 +179,10 @@ class _Student(Visitor):
 
     def _sites(self, is_cut: Mapping[str, bool]) -> list[str]:
         """Layers and free batch norms behind the first cut, in the order of their last calls."""
-        order, free = self.lesson.order, self.lesson.free_norms()
+        order, free = self.recorded.order, self.recorded.free_norms()
         first = next((place for place, name in enumerate(order) if is_cut[name]), len(order))
         last = {name: place for place, name in enumerate(order)}
-        is_layer = {name for name, _, _ in self.lesson.targets}
+        is_layer = {name for name, _, _ in self.recorded.targets}
         wanted = set(order[first:]) & (is_layer | free)
         return sorted(wanted, key=last.__getitem__)
 
@@ -206,9 +206,9 @@ class _Student(Visitor):
 
     def at_layer(self, name: str, index: int, call: LayerCall, run: Callable[[], Tensor]) -> Tensor:
         if name in self.active:
-            target = self.lesson.targets.get((name, self.batch, index))
+            target = self.recorded.targets.get((name, self.batch, index))
             is_same = target is not None and target.input_shape == places_shape(call.inputs, call.axes)
-            if target is None or not is_same or len(self.lesson.channels[name]) != call.outputs:
+            if target is None or not is_same or len(self.recorded.channels[name]) != call.outputs:
                 self._leave(name, "it is called otherwise than in the original")
             elif call.bias is not None and not any(call.bias is own for own in self.tensors.values()):
                 self._leave(name, "its bias is computed")
@@ -230,7 +230,7 @@ class _Student(Visitor):
     def after(self, number: int, output: Tensor) -> None:
         """Keep what the output of a layer will be added to."""
         for key in self.uses.get((self.batch, number), ()):
-            target = self.lesson.targets[key]
+            target = self.recorded.targets[key]
             if key[0] in self.active and places_shape(output, target.axes) == target.shape:
                 rows = rows_at(output, target.axes, target.places)
                 if rows.shape == target.rows.shape:
@@ -238,7 +238,7 @@ class _Student(Visitor):
 
     def _is_complete(self, name: str, index: int) -> bool:
         """Whether this is the last call of the layer in the last batch."""
-        if index + 1 < self.lesson.calls[name, self.batch]:
+        if index + 1 < self.recorded.calls[name, self.batch]:
             return False
         if self.batch + 1 < len(self.batches):
             raise _StopPassError
@@ -253,14 +253,14 @@ class _Student(Visitor):
         self.pending.remove(name)
         self.active.remove(name)
         self.regressions.pop(name, None)
-        if len(self.batches) > 1 or self.lesson.calls[name, self.batch] > 1 or not self.active:
+        if len(self.batches) > 1 or self.recorded.calls[name, self.batch] > 1 or not self.active:
             raise _StopPassError
 
     def _add(self, key: Key, call: LayerCall, target: Target) -> None:
         name = key[0]
         regression = self.regressions.get(name)
         if regression is None:
-            rows = sum(len(some.places) for some in self.lesson.targets_of(name))
+            rows = sum(len(some.places) for some in self.recorded.targets_of(name))
             regression = self.regressions[name] = Regression(call.matrix(), rows)
         size = max(1, CHUNK_BYTES // (4 * max(1, call.weight[0].numel() * call.groups)))
         for start in range(0, len(target.places), size):
@@ -279,18 +279,18 @@ class _Student(Visitor):
         return target.rows[some] + missing * partner.gain
 
     def _refit(self, name: str, call: LayerCall) -> None:
-        norms = self.lesson.absorbers(name)
+        norms = self.recorded.absorbers(name)
         solution = self.regressions[name].solve(intercept=call.bias is not None or bool(norms))
         if solution is None:
             self.left_alone[name] = NOT_FINITE
             return
         old, intercept = call.matrix(), solution.fit.intercept.flatten()
-        is_known = self.lesson.channels[name].to(old.device) >= 0
+        is_known = self.recorded.channels[name].to(old.device) >= 0
         weight = torch.where(is_known.view(*old.shape[:2], 1), solution.fit.weight, old.double())
         changes = [(call.weight, call.from_matrix(weight))]
         if call.bias is not None:
             changes.append((call.bias, torch.where(is_known, intercept, call.bias.double())))
-        is_branch = any(t.partner and t.partner.is_stream for t in self.lesson.targets_of(name))
+        is_branch = any(t.partner and t.partner.is_stream for t in self.recorded.targets_of(name))
         for norm in norms:
             # A fit has less variance than its target. The batch norm restores it for the layers behind, but
             # not in a stream, where that part of the fit would add up.
@@ -307,9 +307,9 @@ class _Student(Visitor):
 
     def _set_statistics(self, name: str) -> None:
         """Move the statistics of a batch norm as its input moved on these images."""
-        own, original = self.sums[name], self.lesson.sums[name]
+        own, original = self.sums[name], self.recorded.sums[name]
         mean, variance = self.tensors[name], self.tensors[_variance(name)]
-        is_known = self.lesson.channels[name].to(mean.device) >= 0
+        is_known = self.recorded.channels[name].to(mean.device) >= 0
         ratio = own.variance() / original.variance().clamp_min(TINY)
         changes = [
             (mean, torch.where(is_known, mean + own.mean() - original.mean(), own.mean())),

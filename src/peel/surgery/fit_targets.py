@@ -106,7 +106,7 @@ class Sums:
 
 
 @dataclass
-class Lesson:
+class FitTargets:
     """What the original computes, at the channels that the slim network has."""
 
     channels: dict[str, Tensor] = field(default_factory=dict)
@@ -151,24 +151,24 @@ class Lesson:
         return self.sums.keys() - taken
 
 
-def teach(
+def collect_targets(
     original: nn.Module, slim: nn.Module, graph: ChannelGraph, kept: KeptChannels, batches: Sequence[Any]
-) -> Lesson:
+) -> FitTargets:
     """Run the original on all batches."""
-    teacher = _Teacher(original, slim, graph, kept, sum(map(count_images, batches)))
+    recorder = _Recorder(original, slim, graph, kept, sum(map(count_images, batches)))
     for number, batch in enumerate(batches):
-        teacher.batch, teacher.batch_images, teacher.last = number, count_images(batch), 0
-        with CallWatcher(original, teacher):
+        recorder.batch, recorder.batch_images, recorder.last = number, count_images(batch), 0
+        with CallWatcher(original, recorder):
             try:
                 run_model(original, batch)
             except (RuntimeError, ValueError, TypeError) as error:
                 raise DataError(f"the original cannot take these images: {error}") from error
-    teacher.lesson.drop_partners()
-    return teacher.lesson
+    recorder.recorded.drop_partners()
+    return recorder.recorded
 
 
-class _Teacher(Visitor):
-    """Collects the lesson during forward passes of the original."""
+class _Recorder(Visitor):
+    """Collects the targets during forward passes of the original."""
 
     def __init__(
         self, original: nn.Module, slim: nn.Module, graph: ChannelGraph, kept: KeptChannels, images: int
@@ -176,20 +176,20 @@ class _Teacher(Visitor):
         self.graph, self.kept, self.images = graph, kept, images
         self.device = device_of(slim)
         self.sizes = {name: tensor.numel() for name, tensor in tensors_of(slim).items()}
-        self.lesson = Lesson()
+        self.recorded = FitTargets()
         self.batch = self.batch_images = 0
         self.last = 0
 
     def at_layer(self, name: str, index: int, call: LayerCall, run: Callable[[], Tensor]) -> Tensor:
         output = run()
-        channels = self.lesson.channels.setdefault(name, self._output_channels(name, call))
+        channels = self.recorded.channels.setdefault(name, self._output_channels(name, call))
         shape = places_shape(output, call.axes)
         count = prod(shape)
         features = self.sizes[name] // max(1, len(channels))
         wanted = max(PLACES * self.images, ROWS_PER_FEATURE * features)
         places = self._sample(name, index, count, -(-wanted * self.batch_images // self.images))
         key = name, self.batch, index
-        self.lesson.targets[key] = Target(
+        self.recorded.targets[key] = Target(
             places=places.to(self.device),
             images=(places * self.batch_images // count).to(self.device),
             rows=self._rows(name, output, call.axes, places),
@@ -204,12 +204,12 @@ class _Teacher(Visitor):
     def at_norm(self, name: str, index: int, call: NormCall, run: Callable[[], Tensor]) -> Tensor:
         inputs = call.inputs
         channels = self.kept.positions(self.graph.layouts[name][0])
-        self.lesson.channels[name] = channels
+        self.recorded.channels[name] = channels
         rows = inputs.index_select(1, channels.clamp_min(0).to(inputs.device))
-        self.lesson.sums.setdefault(name, Sums()).add(rows.to(self.device))
+        self.recorded.sums.setdefault(name, Sums()).add(rows.to(self.device))
         branch = _mark_of(inputs, "peel_branch")
         if self.batch == 0 and branch and not branch.norm:
-            self.lesson.read_by_norm[branch.key[0], name] += 1
+            self.recorded.read_by_norm[branch.key[0], name] += 1
         self._note(name)
         output = run()
         if branch and not branch.norm:
@@ -225,21 +225,21 @@ class _Teacher(Visitor):
         for output, other in ((first, second), (second, first)):
             branch, number = _mark_of(output, "peel_branch"), _mark_of(other, "peel_number")
             if branch and number and number <= branch.start:
-                target = self.lesson.targets[branch.key]
+                target = self.recorded.targets[branch.key]
                 rows = self._rows(branch.key[0], other, target.axes, target.places)
                 gain = _gain(branch.scale, rows, target.rows)
                 partner = Partner(number, rows, branch.norm, number <= branch.input, gain)
-                self.lesson.targets[branch.key] = replace(target, partner=partner)
+                self.recorded.targets[branch.key] = replace(target, partner=partner)
 
     def _rows(self, name: str, values: Tensor, axes: int, places: Tensor) -> Tensor:
         """Values of the original at some places and the kept outputs of a layer."""
         rows = rows_at(values, axes, places.to(values.device))
-        return rows[:, self.lesson.channels[name].clamp_min(0).to(rows.device)].to(self.device)
+        return rows[:, self.recorded.channels[name].clamp_min(0).to(rows.device)].to(self.device)
 
     def _note(self, name: str) -> None:
-        self.lesson.calls[name, self.batch] += 1
+        self.recorded.calls[name, self.batch] += 1
         if self.batch == 0:
-            self.lesson.order.append(name)
+            self.recorded.order.append(name)
 
     def _sample(self, name: str, index: int, count: int, wanted: int) -> Tensor:
         """Random places of an output; all of them where there are no more than wanted."""
