@@ -24,7 +24,16 @@ from .summary import draw_estimate, draw_result
 from .terminal import make_console, print_json
 
 #: Settings that do not change what is computed. They are not part of the name of the default folder.
-FREE = ("stages", "device", "threads", "workers", "compile", "checkpoint_seconds", "accumulate")
+FREE = (
+    "stages",
+    "device",
+    "threads",
+    "workers",
+    "compile",
+    "checkpoint_seconds",
+    "accumulate",
+    "bench_seconds",
+)
 
 
 def run(
@@ -96,6 +105,7 @@ def _as_json(result: Result) -> dict[str, Any]:
         "rows": [dataclasses.asdict(row) for row in result.rows],
         "notes": list(result.notes),
         "estimate": result.estimate,
+        "bench": result.bench,
         "folder": str(result.folder) if result.folder is not None else None,
     }
 

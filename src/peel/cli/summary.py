@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..cost.budget import format_bytes, format_count, format_exact, format_latency
+from ..report.speed import COLUMNS, speed_cells, speed_sentences
 from ..run.result import Result, Row
 from ..utils.text import format_duration
 from .terminal import make_table
@@ -23,7 +24,8 @@ def draw_result(result: Result, console: Console, *, with_notes: bool = False) -
         top5 = ["top-5"] if full.top5 is not None else []
         steps = list(result.rows[-1].before_training)
         latency = _latency_columns(result.rows)
-        costs = ("MACs", "params", "memory, 1 image", *latency)
+        bench = result.bench or {}
+        costs = ("MACs", "params", "memory, 1 image", *latency, *(COLUMNS if bench else ()))
         table = make_table("", *steps, "top-1", *top5, *costs, "time")
         for row in result.rows:
             is_compared = row is not full and full.name == "original"
@@ -39,9 +41,12 @@ def draw_result(result: Result, console: Console, *, with_notes: bool = False) -
                 format_count(row.params),
                 format_bytes(row.memory),
                 *(_latency(getattr(row, field)) for field in latency.values()),
+                *(speed_cells(row.name, bench) if bench else ()),
                 format_duration(row.seconds),
             )
         console.print(table)
+        for sentence in speed_sentences(bench, bool(latency)) if bench else ():
+            console.print(sentence, markup=False)
     folder = result.folder
     if folder is None:
         return

@@ -19,8 +19,8 @@ from .onnx_model import OnnxModel, write_onnx
 #: torch as it is, compiled by torch.compile, exported and run by ONNX Runtime (on the CPU only).
 BACKENDS = ("eager", "compile", "onnxruntime")
 
-#: Runs a network on a batch and returns its output when all work is done.
-Runner = Callable[[Tensor], Any]
+#: Runs a network on the inputs of a batch and returns its output when all work is done.
+Runner = Callable[..., Any]
 
 
 def available_backends(device: torch.device) -> list[str]:
@@ -39,11 +39,12 @@ def can_run(backend: str, model: nn.Module) -> bool:
 
 
 def make_runner(
-    backend: str, model: nn.Module, example: Tensor, *, device: torch.device | None = None, threads: int = 1
+    backend: str, model: nn.Module, example: Any, *, device: torch.device | None = None, threads: int = 1
 ) -> Runner:
     """A runner for batches of the shape of `example`. The model is not changed.
 
-    `threads` are those of ONNX Runtime; torch uses `torch.get_num_threads()`.
+    In ONNX Runtime, networks have one tensor as input; in torch, any arguments. `threads` are those of ONNX
+    Runtime; torch uses `torch.get_num_threads()`.
 
     >>> run = make_runner("onnxruntime", model, torch.randn(1, 3, 224, 224))
     >>> run(torch.randn(1, 3, 224, 224))
@@ -60,10 +61,10 @@ def make_runner(
     return _torch_runner(twin if backend == "eager" else _compiled(twin), device)
 
 
-def _torch_runner(model: Callable[[Tensor], Any], device: torch.device) -> Runner:
-    def run(batch: Tensor) -> Any:
+def _torch_runner(model: Callable[..., Any], device: torch.device) -> Runner:
+    def run(*args: Any, **kwargs: Any) -> Any:
         with torch.inference_mode():
-            output = model(batch)
+            output = model(*args, **kwargs)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return output
@@ -71,13 +72,13 @@ def _torch_runner(model: Callable[[Tensor], Any], device: torch.device) -> Runne
     return run
 
 
-def _compiled(model: nn.Module) -> Callable[[Tensor], Any]:
+def _compiled(model: nn.Module) -> Callable[..., Any]:
     """Each network is compiled for itself: those of other widths have the same code."""
     options: dict[str, Any] = {"isolate_recompiles": True}
     if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:  # torch before 2.15
         torch._dynamo.config.recompile_limit = 1024
         options = {}
-    compiled: Callable[[Tensor], Any] = torch.compile(model, dynamic=False, **options)
+    compiled: Callable[..., Any] = torch.compile(model, dynamic=False, **options)
     return compiled
 
 

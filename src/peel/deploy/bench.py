@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data.batch import map_tensors
 from ..errors import ConfigError, PeelError
 from ..train.engine import find_device
 from ..utils.environment import count_cores
@@ -19,7 +20,7 @@ from ..version import __version__
 from .backends import BACKENDS, available_backends, can_run, make_runner
 from .networks import Network, load_networks, make_network
 from .onnx_model import first_line
-from .timing import Speedup, Timing, compare, load_average, load_note, measure, spread_note
+from .timing import Speedup, Timing, compare, current_load, load_note, measure, spread_note
 
 
 @dataclass(frozen=True)
@@ -92,31 +93,59 @@ def bench(
     batch, threads = check_value("batch", batch, int), check_value("threads", threads, int | None)
     if batch < 1 or (threads is not None and threads < 1) or not seconds > 0:
         raise ConfigError(f"batch, threads and seconds must be positive, not {batch}, {threads}, {seconds}.")
-    load = load_average()
     with preserve_process_state():
         place = find_device(device)
-        threads = threads or (count_cores() if place.type == "cpu" else torch.get_num_threads())
+        chosen, threads = _choose_backends(backends, place), thread_count(threads, place)
+        return bench_networks(
+            _networks(networks, example_input, model, threads, progress),
+            chosen,
+            batch=batch,
+            threads=threads,
+            device=place,
+            seconds=seconds,
+            all_must_work=backends is not None,
+            progress=progress,
+        )
+
+
+def bench_networks(
+    networks: Sequence[Network],
+    backends: Sequence[str],
+    *,
+    batch: int = 1,
+    threads: int,
+    device: torch.device,
+    seconds: float,
+    all_must_work: bool = True,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Benchmark:
+    """`bench` of networks that are loaded already, for about `seconds` each in every backend."""
+    entries: list[Entry] = []
+    notes: list[str] = []
+    with preserve_process_state():
         torch.set_num_threads(threads)
-        chosen = _choose_backends(backends, place)
-        found = _networks(networks, example_input, model, threads, progress)
-        entries: list[Entry] = []
-        notes: list[str] = []
-        for backend in chosen:
-            fitting = [network for network in found if can_run(backend, network.model)]
+        load = current_load()
+        for backend in backends:
+            fitting = [network for network in networks if can_run(backend, network.model)]
             try:
-                timings = _time(fitting, backend, batch, threads, place, seconds, progress)
+                timings = _time(fitting, backend, batch, threads, device, seconds, progress)
             except Exception as error:
-                if backends is not None or isinstance(error, PeelError):
+                if all_must_work or isinstance(error, PeelError):
                     raise
                 notes.append(f"{backend} failed: {type(error).__name__}: {first_line(error)}")
                 continue
             entries += _entries(fitting, backend, batch, timings)
             notes += [f"{backend}: {note}" for note in filter(None, [spread_note(timings)])]
         if not entries:
-            reasons = " ".join([f"None of {', '.join(chosen)} can run these networks.", *notes])
+            reasons = " ".join([f"None of {', '.join(backends)} can run these networks.", *notes])
             raise ConfigError(reasons)
         notes[:0] = filter(None, [load_note(load, threads)])
-        return Benchmark(entries, conditions_of(place, threads, batch, seconds, load), notes)
+        return Benchmark(entries, conditions_of(device, threads, batch, seconds, load), notes)
+
+
+def thread_count(threads: int | None, device: torch.device) -> int:
+    """The threads of a measurement: by default, one per core on a CPU."""
+    return threads or (count_cores() if device.type == "cpu" else torch.get_num_threads())
 
 
 def _choose_backends(backends: Sequence[str] | None, device: torch.device) -> list[str]:
@@ -161,9 +190,11 @@ def _time(
     calls: dict[str, Callable[[], object]] = {}
     for network in networks:
         progress(f"{backend}: preparing {network.name}")
-        images = torch.randn(batch, *network.shape)
-        runner = make_runner(backend, network.model, images, device=device, threads=threads)
-        calls[network.name] = partial(runner, images.to(device))
+        args, kwargs = network.arguments(batch)
+        example = args[0] if args else None
+        runner = make_runner(backend, network.model, example, device=device, threads=threads)
+        args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(device))
+        calls[network.name] = partial(runner, *args, **kwargs)
         calls[network.name]()  # compiles
     progress(f"{backend}: timing {len(calls)} networks")
     return measure(calls, seconds=seconds) if calls else {}

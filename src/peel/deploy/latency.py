@@ -18,12 +18,11 @@ from ..errors import ConfigError, check_choice
 from ..graph import ChannelGraph, trace
 from ..surgery import slim
 from ..train.engine import find_device
-from ..utils.environment import count_cores
 from ..utils.process_state import preserve_process_state
 from ..utils.validation import check_value
 from .backends import BACKENDS, make_runner
-from .bench import conditions_of
-from .timing import load_average, load_note, measure, spread_note
+from .bench import conditions_of, thread_count
+from .timing import current_load, load_note, measure, spread_note
 
 #: Networks that are timed together with the original, which tells how fast the machine is meanwhile.
 TOGETHER = 8
@@ -65,8 +64,7 @@ class LatencyTimer:
         if len(self.graph.input_shapes) != 1 or self.graph.modules:
             raise ConfigError("latency is measured on models with one input that are captured as a whole.")
         self.place = find_device(self.device)
-        is_cpu = self.place.type == "cpu"
-        self.thread_count: int = self.threads or (count_cores() if is_cpu else torch.get_num_threads())
+        self.thread_count = thread_count(self.threads, self.place)
         self.notes: list[str] = []
 
     @classmethod
@@ -80,14 +78,14 @@ class LatencyTimer:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        given = conditions_of(self.place, self.thread_count, self.batch, self.seconds, load_average())
+        given = conditions_of(self.place, self.thread_count, self.batch, self.seconds, current_load())
         return {"backend": self.backend, "device_type": self.place.type, **given}
 
     def __call__(self, networks: Sequence[Widths]) -> list[float]:
         """Nanoseconds of a batch. Ratios to the original count: the speed of the machine may drift."""
         originals: list[float] = []
         factors: list[float] = []
-        self.notes = [*filter(None, [load_note(load_average(), self.thread_count)])]
+        self.notes = [*filter(None, [load_note(current_load(), self.thread_count)])]
         with preserve_process_state():
             torch.set_num_threads(self.thread_count)
             for start in range(0, len(networks), TOGETHER):

@@ -12,7 +12,7 @@ from torch import nn
 from .. import zoo
 from ..cost.count import count_macs
 from ..errors import ModelError, RunError, StoreError
-from ..graph.capture import computed_tensors
+from ..graph.capture import computed_tensors, with_batch
 from ..report.record import RunRecord
 from ..surgery.info import SlimInfo, info_of
 from ..surgery.serialization import build_original, load, read_info
@@ -41,6 +41,14 @@ class Network:
     """Equal for networks that are the same: the original of several runs."""
     baseline: str | None = None
     """The key of its own original."""
+    example: Any = None
+    """What it is called with, where that is not one tensor of numbers: as `trace` takes it."""
+
+    def arguments(self, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments of a call with `batch` samples."""
+        if self.example is None:
+            return (torch.randn(batch, *self.shape),), {}
+        return with_batch(self.example, batch)
 
 
 def make_network(name: str, model: nn.Module, shape: tuple[int, ...] | None = None, **fields: Any) -> Network:

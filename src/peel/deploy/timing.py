@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..utils.environment import count_cores
 
@@ -18,6 +19,8 @@ ROUND_SECONDS, MOST_CALLS = 0.02, 50
 MIN_ROUNDS = 10
 #: A speed-up counts from here on: the same network in other memory differs by about as much.
 MARGIN = 0.02
+#: The load is sampled so many times within so many seconds.
+LOAD_SAMPLES, LOAD_SECONDS = 10, 0.3
 #: From this spread on, times are not those of an idle machine.
 MAX_SPREAD = 0.3
 
@@ -126,9 +129,20 @@ def _order_statistic(count: int) -> int:
     return skipped
 
 
-def load_average() -> float:
-    """Processes that wanted a core in the last minute. Take it before measuring."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+def current_load() -> float:
+    """How many other threads of the machine want a core now, on average. Take it before measuring.
+
+    The load average of the system would count what this process did in the last minute, such as training.
+    """
+    others = []
+    for _ in range(LOAD_SAMPLES):
+        time.sleep(LOAD_SECONDS / LOAD_SAMPLES)
+        try:
+            running = Path("/proc/loadavg").read_text().split()[3].partition("/")[0]
+        except (OSError, IndexError):  # not Linux
+            return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+        others.append(max(0, int(running) - 1))
+    return statistics.mean(others)
 
 
 def load_note(load: float, threads: int) -> str | None:

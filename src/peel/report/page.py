@@ -14,6 +14,7 @@ from ..steps.reallocation import Round
 from ..utils.text import flatten, format_duration
 from .charts import curves_chart, groups_chart, importance_chart, label, widths_chart
 from .record import RunRecord
+from .speed import COLUMNS, speed_cells, speed_sentences
 
 RESOURCE_NAMES = {
     "macs": "MACs",
@@ -50,13 +51,15 @@ def render(record: RunRecord) -> str:
         files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
     )
     stages, rows, scores = _stages(record), _rows(record), _scores(record)
+    bench = (record.result or {}).get("bench") or {}
     return template.render(
         title=_title(record),
         facts=_facts(record),
         missing=_missing(record, stages),
         notes=(record.result or {}).get("notes", []),
         tiles=_tiles(rows, _slim_name(record), scores),
-        outcome=_outcome_table(rows, scores),
+        outcome=_outcome_table(rows, scores, bench),
+        speed=_speed(rows, bench),
         comparison=_comparison(record, rows, scores),
         plan=_plan(record.plan) if record.plan is not None else None,
         importance=_importance(stages),
@@ -186,6 +189,9 @@ def _tiles(
             remark = f"{_percent(slim[key] / max(1, original[key]), 1)} of the original"
             count = format_bytes if key == "memory" else format_count
             tiles.append((name, f"{count(original[key])} → {count(slim[key])}", remark))
+    if slim.get("speedup") is not None:
+        remark = f"over the original; {slim['efficiency']:.2f} of the reduction of MACs"
+        tiles.append(("Speed-up, measured", f"{slim['speedup']:.2f}", remark))
     score = scores[0]
     if (loss := score.gain(slim, original)) is not None:
         values = f"{score.show(original[score.key])} → {score.show(slim[score.key])}"
@@ -195,7 +201,9 @@ def _tiles(
     return tiles
 
 
-def _outcome_table(rows: Mapping[str, Mapping[str, Any]], scores: Sequence[_Score]) -> Table | None:
+def _outcome_table(
+    rows: Mapping[str, Mapping[str, Any]], scores: Sequence[_Score], bench: Mapping[str, Any]
+) -> Table | None:
     if not rows:
         return None
     original = rows.get("original", {})
@@ -214,6 +222,7 @@ def _outcome_table(rows: Mapping[str, Mapping[str, Any]], scores: Sequence[_Scor
             *(_cell(row, score.key, score.show) for score in shown),
             *(cost(row, key) for key in ("macs", "params", "memory")),
             *(_cell(row, key, format_latency) for key in times),
+            *(text or NONE for text in (speed_cells(name, bench) if bench else ())),
             _cell(row, "seconds", format_duration),
             _cell(row, "image_passes", format_count),
             row.get("file") or NONE,
@@ -221,8 +230,17 @@ def _outcome_table(rows: Mapping[str, Mapping[str, Any]], scores: Sequence[_Scor
         for name, row in rows.items()
     ]
     costs = ["MACs (of original)", "params", "bytes (one image)", *(latencies[key] for key in times)]
+    costs += COLUMNS if bench else ()
     columns = [*(score.name for score in shown), *costs, "time", "image passes", "saved as"]
     return Table(["network", *steps, *columns], cells)
+
+
+def _speed(rows: Mapping[str, Mapping[str, Any]], bench: Mapping[str, Any]) -> list[str]:
+    if not bench:
+        return []
+    has_latency = any(row.get("predicted_latency") is not None for row in rows.values())
+    ratio = "“Over MACs” is the speed-up divided by the reduction of MACs: 1 where time falls as MACs do."
+    return [*speed_sentences(bench, has_latency), *([] if "error" in bench else [ratio])]
 
 
 def _comparison(record: RunRecord, rows: Mapping[str, Mapping[str, Any]], scores: Sequence[_Score]) -> str:

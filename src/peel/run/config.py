@@ -96,6 +96,8 @@ class Config(MethodConfig):
     """With several processes, batch norm over the whole batch instead of each process's part."""
     checkpoint_seconds: Annotated[float, Meta(ge=0)] = 600.0
     """Seconds between checkpoints within an epoch; one is also written after each epoch."""
+    bench_seconds: Annotated[float, Meta(ge=0, le=3600)] = 5.0
+    """Seconds of timing the networks at the end, all together, for their speed-ups. 0: they are not timed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,6 +31,7 @@ from .folder import RunFolder
 from .latency import budget_notes, with_latency
 from .result import Result, Row, StageRecord
 from .resume import RunState, refuse_changes
+from .speed import Bench, measure_speed, stored_speed, with_speed
 from .teacher import Teacher, check_accuracy, find_teacher, weights_hash
 from .trainer import Trainer
 
@@ -57,6 +58,8 @@ class Pipeline:
     teacher_metrics: Metrics | None = None
     teacher_file: str = "stages/original.json"
     logit_cache: LogitCache | None = None
+    trained: dict[str, nn.Module] = field(default_factory=dict)
+    """The networks that this start trained or loaded."""
     rows: dict[str, Row] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     told: set[str] = field(default_factory=set)
@@ -352,6 +355,7 @@ class Pipeline:
         trained = self.trainer.train(
             name, network, objective, self.recipe, images, before_training=before_training
         )
+        self.trained[name] = trained
         self._add_row(name, widths)
         return trained
 
@@ -393,16 +397,35 @@ class Pipeline:
                 self._add_row(name, widths)
         order = dict.fromkeys(("original", "uniform", self.config.method_name))
         rows = [self.rows[name] for name in order if name in self.rows]
+        bench: Bench | None = None
         if self.world.is_main_process:
             rows, missed = with_latency(self.problem, rows, networks)
             self.notes += missed
+            bench = self._bench({row.name: networks[row.name] for row in rows})
+            rows = with_speed(rows, bench)
         found = [note for record in self.trainer.records.values() for note in record.notes]
         self.notes = list(dict.fromkeys([*self.notes, *found]))
         self._tell(self.notes)
         if self.folder is not None:
-            self._write_result(self.folder, rows, slimmed)
+            self._write_result(self.folder, rows, slimmed, bench)
         history = {stage: record.history for stage, record in self.trainer.records.items()}
-        return Result(slimmed, plan, history, rows, self.notes, self.folder.folder if self.folder else None)
+        place = self.folder.folder if self.folder is not None else None
+        return Result(slimmed, plan, history, rows, self.notes, place, bench=bench)
+
+    def _bench(self, networks: Mapping[str, Widths]) -> Bench | None:
+        """Time the networks of the table against the original, unless an earlier start has done so."""
+        problem, seconds = self.problem, self.config.bench_seconds
+        slims = {name: widths for name, widths in networks.items() if name != "original"}
+        macs = {"original": problem.graph.macs()} | {n: problem.graph.macs(w) for n, w in slims.items()}
+        stored = stored_speed(self.folder, macs)
+        if stored is not None or not slims or not seconds:
+            return stored
+        self.trainer.begin_stage("bench", prefix="timing ")
+        models = {"original": problem.model if problem.trained is None else problem.trained}
+        for name, widths in slims.items():
+            is_here = name in self.trained
+            models[name] = self.trained[name] if is_here else slim(problem.model, widths, graph=problem.graph)
+        return measure_speed(problem, models, macs, seconds, self.config.threads)
 
     def _tell(self, notes: list[str]) -> None:
         """Show each note once: what is known at the start then, the rest at the end."""
@@ -411,7 +434,9 @@ class Pipeline:
                 callback.on_note(note)
             self.told.add(note)
 
-    def _write_result(self, folder: RunFolder, rows: list[Row], slimmed: nn.Module | None) -> None:
+    def _write_result(
+        self, folder: RunFolder, rows: list[Row], slimmed: nn.Module | None, bench: Bench | None
+    ) -> None:
         if slimmed is not None:
             folder.save_model("slim", slimmed)
         finished = self.trainer.records
@@ -432,5 +457,6 @@ class Pipeline:
             "search": search,
             "wall_seconds": sum(row.seconds for row in rows) + search["seconds"],
             "notes": self.notes,
+            "bench": bench,
         }
         folder.write_json("result.json", result)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -27,6 +28,10 @@ class Row:
     """Nanoseconds of a batch, where a latency model is given."""
     latency: float | None = None
     """Measured, where this is the machine of the latency model."""
+    speedup: float | None = None
+    """How many times as fast as the original in torch eager. `Result.bench` has interval and conditions."""
+    efficiency: float | None = None
+    """The speed-up over the reduction of MACs: 1 where time falls as MACs do."""
     loss: float | None = None
     top1: float | None = None
     top5: float | None = None
@@ -50,6 +55,8 @@ class Result:
     folder: Path | None
     estimate: Mapping[str, float] | None = None
     """Seconds per stage, of a dry run."""
+    bench: Mapping[str, Any] | None = None
+    """The times of the networks, as `peel bench --json` prints them; `error` where they cannot be timed."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ DESCRIPTIONS = {
     "original": "the original",
     "backbone": "the over-pruned backbone",
     "uniform": "the uniform network of the same budget",
+    "bench": "the networks",
 }
 
 #: On a GPU an epoch may be shorter than writing a checkpoint: at most one in this many seconds.

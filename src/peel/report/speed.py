@@ -1,0 +1,47 @@
+"""The measured speed of a run's networks, as the terminal and the page write it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .charts import label
+
+COLUMNS = ("speed-up", "over MACs")
+
+
+def speed_cells(name: str, bench: Mapping[str, Any]) -> tuple[str, str]:
+    """The cells of `COLUMNS` of a network; empty for the original."""
+    entry = _entries(bench).get(name)
+    if entry is None:
+        return ("", "") if name == "original" else ("not timed", "")
+    if entry["speedup"] is None:
+        return "", ""
+    return f"{entry['speedup']['median']:.2f}", f"{entry['efficiency']:.2f}"
+
+
+def speed_sentences(bench: Mapping[str, Any], has_latency: bool) -> list[str]:
+    """Under which conditions networks were timed, which are not faster, and whether the machine was busy.
+
+    `has_latency`: the table has columns of a latency model, which has conditions of its own.
+    """
+    if "error" in bench:
+        return [f"The networks were not timed: {bench['error']}"]
+    given, backend = bench["conditions"], bench["entries"][0]["backend"]
+    conditions = (
+        f"Speed-up over the original in torch {backend}, batch {given['batch']}, {given['threads']} threads "
+        f"of {given['cores']} cores, {given['precision']}, {given['device']}."
+    )
+    conditions += " Latencies have the conditions of the latency model." if has_latency else ""
+    verdicts = [
+        f"{label(name)}: {entry['speedup']['verdict']} against the original ({_interval(entry)})."
+        for name, entry in _entries(bench).items()
+        if entry["speedup"] is not None and entry["speedup"]["verdict"] != "faster"
+    ]
+    return [conditions, *verdicts, *(f"Note: {note}" for note in bench["notes"])]
+
+
+def _interval(entry: Mapping[str, Any]) -> str:
+    return f"95 %: {entry['speedup']['low']:.2f} to {entry['speedup']['high']:.2f}"
+
+
+def _entries(bench: Mapping[str, Any]) -> dict[str, Any]:
+    return {entry["network"]: entry for entry in bench.get("entries", ())}
