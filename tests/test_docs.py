@@ -103,7 +103,7 @@ def test_own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prune = peel.prune
 
     def short(*given: Any, **settings: Any) -> Any:
-        return prune(*given, **{**settings, "train": {"epochs": 1}, "backbone": {"epochs": 1}})
+        return prune(*given, **{**settings, **SHORT, "train": {"epochs": 1}})
 
     monkeypatch.setattr(peel, "prune", short)
     monkeypatch.chdir(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -11,12 +12,21 @@ from typing import Any
 import pytest
 import torch
 
+import peel
 from helpers.detectors import DetectionNet
 from peel.run.result import Result
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_timing")
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+PRUNE = peel.prune
+
+
+@pytest.fixture
+def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peel, "prune", functools.partial(PRUNE, bench_seconds=0))
 
 
 def example(name: str) -> Any:
@@ -42,7 +52,9 @@ def test_the_program(name: str, samples: int) -> None:
     assert all((row.top1 if name == "audio" else row.metric) is not None for row in result.rows)
 
 
-def test_the_detection_program_with_a_small_detector() -> None:
+def test_the_detection_program_with_a_small_detector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peel, "prune", functools.partial(PRUNE, bench_seconds=0.05))
+
     class Labeled(DetectionNet):
         """Its detections have labels."""
 
@@ -55,6 +67,7 @@ def test_the_detection_program_with_a_small_detector() -> None:
 
     result = example("detection").main(samples=32, epochs=1, model=Labeled())
     check(result, 0.5)
+    assert result.rows[-1].speedup is not None, result.bench
     assert all(row.metric is not None for row in result.rows)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import peel
 from helpers.deploy import OWN, slim_small
-from helpers.small import few_digits
+from helpers.small import SHORT, few_digits
 from peel import zoo
 from peel.cli.main import main
 from peel.run.prune import prune
@@ -71,7 +71,7 @@ def test_a_run_of_your_own_network_becomes_a_python_file(
     monkeypatch.chdir(tmp_path)
     model = "net_of_mine.py:Net"
     settings = {"distill": "none", "stages": ["final"], "plan": {"conv1": 3, "conv2": 7}, "budget": "100%"}
-    prune(model, few_digits(), train={"epochs": 1, "batch_size": 64}, output="run", **settings)  # type: ignore[arg-type]
+    prune(model, few_digits(), **SHORT, output="run", **settings)  # type: ignore[arg-type]
     assert main(["export", "run", "--to", "mine.py"]) == 0
     assert "exported mine.json" in capsys.readouterr().out
     assert "from net_of_mine import Net" in Path("mine.py").read_text()

@@ -36,6 +36,8 @@ COMMAND = [
     "256",
     "--backbone.epochs",
     "1",
+    "--bench-seconds",
+    "0",
 ]
 
 
@@ -49,18 +51,31 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_command_ends_with_a_table_and_finds_its_folder_again(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(COMMAND) == 0
+    command = [*COMMAND[:-1], "0.05"]
+    assert main(command) == 0
     first = capsys.readouterr()
     folder = next((place / "runs").iterdir())
     load = f'peel.load("runs/{folder.name}/slim", model=...)'
-    for text in ("original", "uniform, same budget", "PEEL", "top-1", "memory, 1 image", "report.html", load):
+    for text in (
+        "original",
+        "uniform, same budget",
+        "PEEL",
+        "top-1",
+        "memory, 1 image",
+        "speed-up",
+        "over MACs",
+        load,
+    ):
         assert text in first.out
     assert "stage 2 of 4: training the over-pruned backbone" in first.err
     assert "epoch 1/1: loss" in first.err
-    assert read(folder / "state.json")["command"] == " ".join(["peel", *COMMAND])
+    assert "timing the networks" in first.err
+    assert "report.html" in first.out
+    assert read(folder / "state.json")["command"] == " ".join(["peel", *command])
     assert main(COMMAND) == 0
     second = capsys.readouterr()
     assert "already finished" in second.err
+    assert "timing" not in second.err
     assert "epoch 1/1" not in second.err
     assert second.out == first.out
     assert main([*COMMAND, "--seed", "1", "--stages", "original"]) == 0
@@ -131,7 +146,7 @@ def test_brackets_in_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.
     config, folder = tmp_path / "config.toml", tmp_path / "[bold]run[/]"
     config.write_text('[groups]\n"[/early]" = ["conv1", "conv2"]\n"[bold]" = ["conv3", "conv4"]\n')
     options = ["--train.epochs", "1", "--backbone.epochs", "1", "--device", "cpu", "--config", str(config)]
-    options += ["--data", "digits"]
+    options += ["--data", "digits", "--bench-seconds", "0"]
     assert main(["run", "helpers.small:Small", *options, "--output", str(folder)]) == 0
     captured = capsys.readouterr()
     assert f'peel.load("{folder / "slim"}"' in " ".join((captured.out + captured.err).split())

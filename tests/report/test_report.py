@@ -164,6 +164,34 @@ def test_a_loss_against_uniform_is_shown_as_one() -> None:
     assert "−1.00 points top-1" in render(record(result=result(peel=0.9001)))
 
 
+def bench(low: float, high: float) -> dict[str, Any]:
+    """What a run stores of the speed of its networks."""
+    verdict = "faster" if low > 1.02 else "no measurable gain"
+    conditions = {"device": "A CPU", "cores": 4, "threads": 2, "batch": 1, "precision": "float32"}
+    speedup = {"median": (low + high) / 2, "low": low, "high": high, "verdict": verdict}
+    slim = {"network": "peel", "backend": "eager", "speedup": speedup, "efficiency": 0.71}
+    entries = [{"network": "original", "backend": "eager", "speedup": None, "efficiency": None}, slim]
+    return {"conditions": conditions, "entries": entries, "notes": ["the machine was busy."]}
+
+
+def test_the_page_has_the_speed_its_conditions_and_the_verdict() -> None:
+    page = render(record(result={**result(), "bench": bench(1.4, 1.44)}))
+    assert_all_in(["in torch eager, batch 1, 2 threads of 4 cores, float32, A CPU.", "<td>0.71</td>"], page)
+    assert_all_in(["<td>1.42</td>", "0.71 of the reduction of MACs", "Note: the machine was busy."], page)
+    assert_all_in(["<td>not timed</td>"], page)  # the uniform network has no entry
+    assert "no measurable gain" not in page
+    page = render(record(result={**result(), "bench": bench(0.98, 1.04)}))
+    assert "PEEL: no measurable gain against the original (95 %: 0.98 to 1.04)." in page
+    assert "latency" not in page
+
+
+def test_the_page_tells_the_speed_from_the_latency_of_a_model() -> None:
+    timed = {**result(), "bench": bench(1.4, 1.44)}
+    for row in timed["rows"]:
+        row |= {"predicted_latency": 5e6, "latency": 5.5e6}
+    assert_all_in(["latency (predicted)", "Latencies have the conditions of"], render(record(result=timed)))
+
+
 def test_the_page_needs_no_other_file() -> None:
     page = render(record())
     assert "http" not in page

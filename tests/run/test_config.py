@@ -88,6 +88,8 @@ def test_the_config_of_a_run_repeats_it_to_the_bit(tmp_path: Path, one_thread: N
         "cpu",
         "--data",
         "digits",
+        "--bench-seconds",
+        "0",
     ]
     assert main(["run", "helpers.small:Small", *flags, "--output", str(tmp_path / "first"), "--quiet"]) == 0
     config = str(tmp_path / "first" / "config.toml")

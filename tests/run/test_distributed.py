@@ -22,7 +22,7 @@ from helpers.small import Small
 SHORT = [
     "--data", "digits",
     "--train.epochs", "1", "--backbone.epochs", "1", "--train.batch-size", "128", "--train.lr", "0.01",
-    "--distill", "none", "--device", "cpu", "--quiet",
+    "--distill", "none", "--device", "cpu", "--bench-seconds", "0", "--quiet",
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import peel
-from helpers.small import CPU, Counting, Small, few_digits, same_weights, small_run, taught
+from helpers.small import CPU, SHORT, Counting, Small, few_digits, same_weights, small_run, taught
 from peel.data.augmentation import EVAL
 from peel.errors import ConfigError
 from peel.methods.plan import Architecture, Plan
@@ -556,9 +556,7 @@ def test_the_seed_changes_every_network() -> None:
 
 
 def test_a_network_of_the_zoo_goes_through_all_stages() -> None:
-    result = prune(
-        "cifar_resnet20", few_digits(), train={"epochs": 1, "batch_size": 100}, backbone={"epochs": 1}
-    )
+    result = prune("cifar_resnet20", few_digits(), **{**SHORT, "train": {"epochs": 1, "batch_size": 100}})
     assert [row.name for row in result.rows] == ["original", "uniform", "peel"]
     assert result.plan is not None
     assert set(result.plan.groups) == {"8x8", "4x4", "2x2"}

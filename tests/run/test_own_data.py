@@ -23,7 +23,7 @@ from peel.train.callbacks import Callback
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SHORT: dict[str, Any] = {"train": {"epochs": 2}, "backbone": {"epochs": 1}}
+SHORT: dict[str, Any] = {"train": {"epochs": 2}, "backbone": {"epochs": 1}, "bench_seconds": 0}
 
 
 def run(data: Any = PAIR, model: nn.Module | None = None, **settings: Any) -> Result:
@@ -228,8 +228,9 @@ def test_two_inputs_in_a_dict() -> None:
     def loss(output: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
         return bce(output["out"], batch["target"])
 
-    result = run((samples, samples), TwoInputs(), loss=loss, metric=None)
+    result = run((samples, samples), TwoInputs(), loss=loss, metric=None, bench_seconds=0.05)
     assert all(row.loss is not None and row.metric is None and row.top1 is None for row in result.rows)
+    assert result.rows[-1].speedup is not None
 
 
 @pytest.mark.parametrize(

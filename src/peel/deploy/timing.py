@@ -142,7 +142,7 @@ def current_load() -> float:
         except (OSError, IndexError):  # not Linux
             return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
         others.append(max(0, int(running) - 1))
-    return statistics.mean(others)
+    return statistics.fmean(others)
 
 
 def load_note(load: float, threads: int) -> str | None:

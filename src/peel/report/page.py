@@ -14,7 +14,7 @@ from ..steps.reallocation import Round
 from ..utils.text import flatten, format_duration
 from .charts import curves_chart, groups_chart, importance_chart, label, widths_chart
 from .record import RunRecord
-from .speed import COLUMNS, speed_cells, speed_sentences
+from .speed import COLUMNS, speed_cells, speed_sentences, speed_tile
 
 RESOURCE_NAMES = {
     "macs": "MACs",
@@ -57,7 +57,7 @@ def render(record: RunRecord) -> str:
         facts=_facts(record),
         missing=_missing(record, stages),
         notes=(record.result or {}).get("notes", []),
-        tiles=_tiles(rows, _slim_name(record), scores),
+        tiles=_tiles(rows, _slim_name(record), scores, bench),
         outcome=_outcome_table(rows, scores, bench),
         speed=_speed(rows, bench),
         comparison=_comparison(record, rows, scores),
@@ -179,7 +179,10 @@ def _missing(record: RunRecord, stages: Mapping[str, list[dict[str, Any]]]) -> l
 
 
 def _tiles(
-    rows: Mapping[str, Mapping[str, Any]], name_of_slim: str, scores: Sequence[_Score]
+    rows: Mapping[str, Mapping[str, Any]],
+    name_of_slim: str,
+    scores: Sequence[_Score],
+    bench: Mapping[str, Any],
 ) -> list[tuple[str, str, str]]:
     """The few figures that a reader looks for first: name, value, remark."""
     original, uniform, slim = (rows.get(name, {}) for name in ("original", "uniform", name_of_slim))
@@ -189,9 +192,7 @@ def _tiles(
             remark = f"{_percent(slim[key] / max(1, original[key]), 1)} of the original"
             count = format_bytes if key == "memory" else format_count
             tiles.append((name, f"{count(original[key])} → {count(slim[key])}", remark))
-    if slim.get("speedup") is not None:
-        remark = f"over the original; {slim['efficiency']:.2f} of the reduction of MACs"
-        tiles.append(("Speed-up, measured", f"{slim['speedup']:.2f}", remark))
+    tiles += filter(None, [speed_tile(name_of_slim, bench)])
     score = scores[0]
     if (loss := score.gain(slim, original)) is not None:
         values = f"{score.show(original[score.key])} → {score.show(slim[score.key])}"

@@ -15,7 +15,19 @@ def speed_cells(name: str, bench: Mapping[str, Any]) -> tuple[str, str]:
         return ("", "") if name == "original" else ("not timed", "")
     if entry["speedup"] is None:
         return "", ""
-    return f"{entry['speedup']['median']:.2f}", f"{entry['efficiency']:.2f}"
+    ratio = entry["efficiency"]
+    return f"{entry['speedup']['median']:.2f}", "" if ratio is None else f"{ratio:.2f}"
+
+
+def speed_tile(name: str, bench: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """Name, value and remark: how much faster than the original a network is."""
+    entry = _entries(bench).get(name)
+    if entry is None or entry["speedup"] is None:
+        return None
+    value, ratio = speed_cells(name, bench)
+    verdict = entry["speedup"]["verdict"]
+    remark = f"{ratio} of the reduction of MACs" if verdict == "faster" and ratio else verdict
+    return "Speed-up, measured", value, remark
 
 
 def speed_sentences(bench: Mapping[str, Any], has_latency: bool) -> list[str]:

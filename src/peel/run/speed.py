@@ -36,7 +36,15 @@ def measure_speed(
     try:
         example, shape = (data.example(), ()) if data.is_own else (None, data.shape)
         networks = [
-            Network(name, _as_saved(model), shape, macs=macs[name], key=name, example=example)
+            Network(
+                name,
+                _as_saved(model),
+                shape,
+                macs=macs[name],
+                params=sum(parameter.numel() for parameter in model.parameters()),
+                key=name,
+                example=example,
+            )
             for name, model in models.items()
         ]
         with preserve_process_state():
