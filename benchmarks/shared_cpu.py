@@ -31,7 +31,8 @@ def seconds_of(count: int, options: list[str]) -> tuple[float, float]:
         processes = []
         for number in range(count):
             output = str(Path(folder) / str(number))
-            command = [sys.executable, "-m", "peel", "run", "--quiet", "--device", "cpu", *options]
+            fixed = ["--quiet", "--device", "cpu", "--bench-seconds", "0"]
+            command = [sys.executable, "-m", "peel", "run", *fixed, *options]
             command += ["--seed", str(number), "--output", output]
             processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
         ended: dict[int, float] = {}
