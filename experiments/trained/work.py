@@ -31,7 +31,7 @@ from .networks import NETWORKS, graph_of, original_path, original_seed
 from .peer import PEERS, TorchPruning, kept_channels
 
 #: The arms. `streams` is uniform with the residual streams at their original width.
-METHODS = ("peel", "uniform", "streams", "magnitude", "taylor", *PEERS)
+METHODS = ("peel", "uniform", "streams", "magnitude", "taylor", "sensitivity", *PEERS)
 
 #: Fractions of the MACs: of the curve, and of the fine-tuned networks.
 CURVE, BUDGETS = ("90%", "70%", "50%", "30%"), ("50%", "25%")

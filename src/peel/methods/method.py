@@ -1,9 +1,9 @@
 """`Method`: what PEEL, the uniform network and its peers have in common."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..data.datasets import Split
 from ..surgery.selection import ChannelScores
@@ -40,10 +40,10 @@ class Method(ABC):
         """Find errors before training."""
         self.preview(problem, config)
 
-    def scores(self, problem: Problem) -> ChannelScores | None:
+    def scores(self, problem: Problem) -> Mapping[str, Tensor] | ChannelScores | None:
         """Which channels of the trained original to keep, where weights are inherited.
 
-        None: those that best explain the others.
+        Tie -> one score per channel. None: those that best explain the others.
         """
         return None
 

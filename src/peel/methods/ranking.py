@@ -6,7 +6,7 @@ Scores are divided by the mean over their layer; otherwise layers with large wei
 
 from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ def widths_by_rank(problem: Problem, scores: ChannelScores) -> Widths:
     """The widths that a threshold on the scores leaves, rounded to the budget."""
     graph, uniform = problem.graph, problem.uniform()
     free = {tie: values for tie, values in scores.by_tie(graph).items() if tie not in problem.freeze}
-    floors = {tie: max(1.0, min(FLOOR * graph.widths[tie], uniform[tie] / 2)) for tie in free}
+    floors = floors_of(problem, free)
     thresholds = torch.cat([*free.values(), torch.tensor([float("inf")])]).sort().values
 
     def kept(place: int) -> dict[str, float]:
@@ -100,9 +100,19 @@ def widths_by_rank(problem: Problem, scores: ChannelScores) -> Widths:
     def fits(place: int) -> bool:
         return place == last or problem.allows(kept(place))
 
-    ideal = kept(bisect_left(range(last), True, key=fits))
+    return round_widths(problem, kept(bisect_left(range(last), True, key=fits)))
+
+
+def floors_of(problem: Problem, ties: Iterable[str]) -> dict[str, float]:
+    """The widths below which no layer is cut."""
+    full, uniform = problem.graph.widths, problem.uniform()
+    return {tie: max(1.0, min(FLOOR * full[tie], uniform[tie] / 2)) for tie in ties}
+
+
+def round_widths(problem: Problem, ideal: Mapping[str, float]) -> Widths:
+    """Whole widths within the budget and the limits of the problem."""
     return round_to_budget(
-        graph,
+        problem.graph,
         ideal,
         problem.budget,
         resource=problem.resource,

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..data.augmentation import EVAL
 from ..surgery import slim
@@ -26,7 +26,7 @@ Watch = Callable[[str, nn.Module], None]
 def start_network(
     problem: Problem,
     widths: Mapping[str, int],
-    scores: ChannelScores | None = None,
+    scores: Mapping[str, Tensor] | ChannelScores | None = None,
     watch: Watch | None = None,
 ) -> nn.Module:
     """A network of these widths, ready to be trained.

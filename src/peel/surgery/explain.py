@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -17,47 +18,61 @@ from .layer_calls import CallWatcher, LayerCall, Visitor
 PLACES = 16
 
 
-def explain_scores(model: nn.Module, graph: ChannelGraph, images: Images) -> dict[str, Tensor]:
-    """Tie -> one score per channel: the channels that best explain all others come first.
+@dataclass
+class Reading:
+    """The channels of a tie, as a layer reads them at sampled places."""
 
-    Greedy: next is the channel from which, with those before it, regression explains the most of the input of
-    the layers that read the tie. A channel counts as much as the weights that read it. The first channels of
-    the order are good for every width, so one order serves all cuts. A tie whose readers are all depthwise,
-    or not seen, has no scores.
+    tie: int
+    layer: str
+    span: slice
+    """Where they are in the input of the layer."""
+    weight: Tensor
+    """Outputs x channels x taps of the layer."""
+    count: int = 0
+    sums: Tensor | float = 0.0
+    products: Tensor | float = 0.0
 
-    >>> scores = explain_scores(model, graph, images)
-    >>> small = peel.slim(model, widths, graph=graph, weights="inherit", scores=scores)
-    """
-    collector = _Collector(graph)
-    with evaluating(model):
-        for number, batch in enumerate(make_batches(images, BATCH)):
-            collector.batch = number
-            with CallWatcher(model, collector):
-                run_model(model, batch)
-    names = list(graph.widths)
-    return {names[tie]: greedy_order(matrix) for tie, matrix in sorted(collector.covariances().items())}
+    def add(self, rows: Tensor) -> None:
+        self.count += len(rows)
+        self.sums = self.sums + rows.sum(0)
+        self.products = self.products + rows.T @ rows
+
+    def mean(self) -> Tensor:
+        return torch.as_tensor(self.sums) / self.count
+
+    def covariance(self) -> Tensor:
+        mean = self.mean()
+        return torch.as_tensor(self.products) / self.count - mean[:, None] * mean
 
 
-class _Collector(Visitor):
-    """Sums of products of the channels of each tie, over the layers that read it."""
+@dataclass
+class ReadingCollector(Visitor):
+    """Sees which layers read which ties. Depthwise and grouped layers do not count."""
 
-    def __init__(self, graph: ChannelGraph) -> None:
-        self.graph, self.batch = graph, 0
-        self.widths, self.steps = list(graph.widths.values()), list(graph.steps.values())
-        self.products: dict[tuple[int, str], Tensor] = {}
-        self.sums: dict[tuple[int, str], Tensor] = {}
-        self.counts: dict[tuple[int, str], int] = {}
+    graph: ChannelGraph
+    batch: int = 0
+    readings: dict[tuple[int, str], Reading] = field(default_factory=dict)
 
-    def at_layer(self, name: str, index: int, call: LayerCall, run: Callable[[], Tensor]) -> Tensor:
+    def at_layer(self, name: str, index: int, call: LayerCall, run: Callable[..., Tensor]) -> Tensor:
         axis = 0 if call.is_transposed else 1
         if call.groups == 1 and axis in self.graph.consumers.get(name, ()):
-            rows = self._rows(name, index, call)
-            others = [other for other in range(call.weight.ndim) if other != axis]
-            rows = rows.double() * torch.linalg.vector_norm(call.weight.double(), dim=others)
-            for part, span in spans(self.graph.layouts[name][axis]):
-                if part.tie >= 0 and part.size * self.steps[part.tie] == self.widths[part.tie]:
-                    self._add((part.tie, name), rows[:, span].unflatten(1, (self.widths[part.tie], -1)))
+            rows = self._rows(name, index, call).double()
+            weight = call.weight.detach().double().movedim(axis, 1)
+            for tie, width, span in self._ties(name, axis):
+                if (tie, name) not in self.readings:
+                    # A channel that fills several positions of the axis has that many times the taps.
+                    own = weight[:, span].reshape(len(weight), width, -1)
+                    self.readings[tie, name] = Reading(tie, name, span, own)
+                channels = rows[:, span].reshape(len(rows), width, -1)
+                self.readings[tie, name].add(channels.movedim(2, 1).flatten(0, 1))
         return run()
+
+    def _ties(self, name: str, axis: int) -> Iterator[tuple[int, int, slice]]:
+        """The ties that are read whole: number, width, and place in the axis."""
+        widths, steps = list(self.graph.widths.values()), list(self.graph.steps.values())
+        for part, span in spans(self.graph.layouts[name][axis]):
+            if part.tie >= 0 and part.size * steps[part.tie] == widths[part.tie]:
+                yield part.tie, widths[part.tie], span
 
     def _rows(self, name: str, index: int, call: LayerCall) -> Tensor:
         """The input at sampled places: places x channels."""
@@ -69,23 +84,46 @@ class _Collector(Visitor):
         places = torch.randint(count, (PLACES * images,), generator=rng).to(inputs.device)
         return inputs[torch.unravel_index(places, inputs.shape[:-1])]
 
-    def _add(self, key: tuple[int, str], rows: Tensor) -> None:
-        """Rows: places x channels x positions of a channel in the axis."""
-        flat = rows.movedim(2, 1).flatten(0, 1)
-        self.products[key] = self.products.get(key, 0) + flat.T @ flat
-        self.sums[key] = self.sums.get(key, 0) + flat.sum(0)
-        self.counts[key] = self.counts.get(key, 0) + len(flat)
 
-    def covariances(self) -> dict[int, Tensor]:
-        """Tie -> covariance of its channels; each reader counts equally."""
-        found: dict[int, Tensor] = {}
-        for (tie, name), products in self.products.items():
-            count, sums = self.counts[tie, name], self.sums[tie, name]
-            covariance = products / count - sums[:, None] * sums / count**2
-            total = covariance.diagonal().sum()
-            if torch.isfinite(total) and total > 0:
-                found[tie] = found.get(tie, 0) + covariance / total
-        return found
+def collect_readings(model: nn.Module, graph: ChannelGraph, images: Images) -> dict[str, list[Reading]]:
+    """Tie -> what each layer reads of it. Channels that do not vary, or are not finite, do not count."""
+    collector = ReadingCollector(graph)
+    with evaluating(model):
+        for number, batch in enumerate(make_batches(images, BATCH)):
+            collector.batch = number
+            with CallWatcher(model, collector):
+                run_model(model, batch)
+    names = list(graph.widths)
+    found: dict[str, list[Reading]] = {}
+    for reading in sorted(collector.readings.values(), key=lambda reading: reading.tie):
+        total = reading.covariance().diagonal().sum()
+        if torch.isfinite(total) and total > 0:
+            found.setdefault(names[reading.tie], []).append(reading)
+    return found
+
+
+def explain_scores(model: nn.Module, graph: ChannelGraph, images: Images) -> dict[str, Tensor]:
+    """Tie -> one score per channel: the channels that best explain all others come first.
+
+    Greedy: next is the channel from which, with those before it, regression explains the most of the input of
+    the layers that read the tie. A channel counts as much as the weights that read it. The first channels of
+    the order are good for every width, so one order serves all cuts. A tie whose readers are all depthwise,
+    or not seen, has no scores.
+
+    >>> scores = explain_scores(model, graph, images)
+    >>> small = peel.slim(model, widths, graph=graph, weights="inherit", scores=scores)
+    """
+    return {
+        tie: greedy_order(sum(map(_weighted_covariance, readings), torch.zeros(())))
+        for tie, readings in collect_readings(model, graph, images).items()
+    }
+
+
+def _weighted_covariance(reading: Reading) -> Tensor:
+    """Covariance of the channels, each scaled by the weights that read it; every reader counts equally."""
+    scale: Tensor = torch.linalg.vector_norm(reading.weight, dim=(0, 2))
+    covariance = scale[:, None] * reading.covariance() * scale
+    return covariance / covariance.diagonal().sum().clamp_min(1e-30)
 
 
 def greedy_order(covariance: Tensor) -> Tensor:

@@ -179,8 +179,11 @@ def _batched(values: Tensor, axes: int) -> Tensor:
 class Visitor:
     """What is done at the calls of a model. `run` makes the call."""
 
-    def at_layer(self, name: str, index: int, call: LayerCall, run: Callable[[], Tensor]) -> Tensor:
-        """A layer, by the name of its weight; `index` counts the calls of this layer in a forward pass."""
+    def at_layer(self, name: str, index: int, call: LayerCall, run: Callable[..., Tensor]) -> Tensor:
+        """A layer, by the name of its weight; `index` counts the calls of this layer in a forward pass.
+
+        `run(inputs)` makes the call with other inputs.
+        """
         return run()
 
     def at_norm(self, name: str, index: int, call: NormCall, run: Callable[[], Tensor]) -> Tensor:
@@ -221,8 +224,12 @@ class CallWatcher(TorchFunctionMode):
         return output
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        def run() -> Any:
-            return func(*args, **kwargs)
+        def run(inputs: Tensor | None = None) -> Any:
+            if inputs is None:
+                return func(*args, **kwargs)
+            if args:
+                return func(inputs.reshape(args[0].shape), *args[1:], **kwargs)
+            return func(**{**kwargs, "input": inputs.reshape(kwargs["input"].shape)})
 
         call = parse_call(func, args, kwargs)
         if call is not None and (name := self.names.get(id(call.weight))):
