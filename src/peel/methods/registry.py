@@ -8,6 +8,7 @@ from ..utils.references import load_object
 from .method import Method, Uniform
 from .peel import Peel
 from .ranking import Magnitude, Taylor
+from .search import Search
 
 #: Name -> class. The first line of its docstring is its description.
 METHODS: dict[str, Callable[[], Method]] = {
@@ -15,6 +16,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "uniform": Uniform,
     "magnitude": Magnitude,
     "taylor": Taylor,
+    "search": Search,
 }
 
 

@@ -1,0 +1,205 @@
+"""A search that trains nothing: networks cut from the trained original and repaired are compared.
+
+The uniform network and random allocations of the budget are judged by their losses on held-out training
+images. The plan is the lowest point of a smooth fit of these losses on the budget. Only hidden channels are
+reallocated. Residual streams stay uniform, because repaired networks overrate them: a network that is trained
+adapts to a narrow stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ..cost.rounding import cost_of, fractional_units
+from ..cost.widths import Widths
+from ..data.datasets import Split, hold_out
+from ..errors import ConfigError, DataError
+from ..steps.reallocation import Round
+from ..surgery import slim
+from ..surgery.explain import explain_scores
+from ..surgery.repair import repair
+from ..train.loop import evaluate
+from ..utils.rng import derive_seed, seed_everything
+from .allocation import ALLOCATIONS, Space
+from .config import MethodConfig
+from .loss_fit import Array, Fit, FitSummary, LeftOut, best_point, fit_losses
+from .method import Method, TrainBackbone
+from .peel import HELD_OUT
+from .plan import Plan, assemble_plan
+from .problem import Problem
+from .start import calibration_images
+
+#: The fit has a weight per group, and needs this many networks for each.
+NETWORKS_PER_GROUP = 4
+
+#: Images for the repair of a network, and at most and at least so many to judge it by.
+REPAIR_IMAGES, MOST_HELD_OUT, LEAST_HELD_OUT = 512, 2048, 16
+
+#: The groups cannot be told apart where the fit explains less of the variance of left-out networks than this,
+#: or where its gain is below this many standard errors.
+LEAST_EXPLAINED, STANDARD_ERRORS = 0.5, 2.0
+
+
+class Search(Method):
+    """Compares cut and repaired networks, and takes the best point of a fit of their losses."""
+
+    needs_trained = True
+
+    def check(self, problem: Problem, config: MethodConfig) -> None:
+        super().check(problem, config)
+        space = Space(problem)
+        if len(space.hidden) < 2:
+            return
+        if len(space.groups) * NETWORKS_PER_GROUP > ALLOCATIONS:
+            raise ConfigError(
+                f"the method search tells at most {ALLOCATIONS // NETWORKS_PER_GROUP} groups apart by "
+                f"{ALLOCATIONS} networks, and here are {len(space.groups)}. Give fewer and larger groups "
+                "(--groups)."
+            )
+        if problem.task.loss is None and not problem.task.is_classification:
+            raise ConfigError("the method search compares losses, and this task has none: give loss=.")
+        split_images(problem)
+
+    def plan(self, problem: Problem, config: MethodConfig, train_backbone: TrainBackbone) -> Plan:
+        space = Space(problem)
+        found = _compare(space) if len(space.hidden) > 1 else None
+        if found is None:
+            outcome, fit = _uniform(space, "it has fewer than two groups of hidden channels"), None
+        else:
+            outcome, fit = found
+        regrouped = replace(problem, graph=problem.graph.regroup({**space.groups, **space.frozen}))
+        return assemble_plan(regrouped, outcome.widths, rounds=(outcome,), config=config, fit=fit)
+
+
+def split_images(problem: Problem) -> tuple[Split, Split]:
+    """Training images for the repair, and those that networks are judged by."""
+    size = problem.data.train.size
+    repair_images, held_out = hold_out(
+        problem.data.train, min(HELD_OUT, MOST_HELD_OUT / max(1, size)), problem.seed
+    )
+    if held_out.size < LEAST_HELD_OUT:
+        raise DataError(
+            f"the method search judges networks by {HELD_OUT:.0%} of the training images, and needs at least "
+            f"{LEAST_HELD_OUT} of them: {held_out.size} of {size} are too few. Choose another method."
+        )
+    return repair_images, held_out
+
+
+def judge(problem: Problem, several: Sequence[Widths]) -> list[float]:
+    """The losses of networks of these widths, cut from the trained original and repaired."""
+    assert problem.trained is not None
+    train, held_out = split_images(problem)
+    engine, graph = problem.engine, problem.graph
+    original = engine.prepare(problem.trained)
+    seed_everything(derive_seed("search", problem.seed))
+    images = calibration_images(replace(problem, data=replace(problem.data, train=train)), REPAIR_IMAGES)
+    scores = explain_scores(original, graph, images)
+    passes = min(REPAIR_IMAGES, train.size) + held_out.size
+    for callback in problem.callbacks:
+        callback.on_stage_begin("search", f"comparing {len(several)} cut and repaired networks")
+
+    def losses() -> Iterator[float]:
+        for number, widths in enumerate(several, start=1):
+            network = slim(original, widths, graph=graph, weights="inherit", scores=scores)
+            repair(network, original, images, graph=graph)
+            loss = evaluate(engine.prepare(network), held_out, engine, task=problem.task).loss
+            for callback in problem.callbacks:
+                callback.on_step_end(number, len(several), passes)
+            yield math.nan if loss is None else loss
+
+    # The last digits may differ between processes: the main process decides.
+    return engine.world.broadcast(list(losses()))
+
+
+def _compare(space: Space) -> tuple[Round, FitSummary | None]:
+    """The best point of the fit; the uniform network where the groups cannot be told apart."""
+    drawn = space.draw()
+    needed = NETWORKS_PER_GROUP * len(space.groups)
+    if len(drawn) < needed:
+        few = f"only {len(drawn)} different networks have this budget, {needed} are needed to compare groups"
+        return _uniform(space, few), None
+    judged = list(zip(drawn, judge(space.problem, drawn), strict=True))
+    finite = [(widths, loss) for widths, loss in judged if math.isfinite(loss)]
+    dropped = len(judged) - len(finite)
+    if len(finite) < needed:
+        lost = f"the losses of {dropped} of {len(judged)} repaired networks are not finite"
+        return _uniform(space, lost), None
+    logs = np.array([space.log(widths) for widths, _ in finite])
+    fit, left_out = fit_losses(logs, np.array([loss for _, loss in finite]))
+    is_hidden = np.array([group in space.hidden for group in space.groups])
+    low, high = (np.where(is_hidden, bound, 0.0) for bound in (logs.min(0) / 2, logs.max(0)))
+    point = best_point(fit, space.load, low, high)
+    widths = space.rounded(point)
+    summary = _summarize(space, fit, left_out, np.array(space.log(widths)), len(finite), dropped)
+    importance = _worth_over_cost(space, fit)
+    if doubt := _doubt(summary):
+        uniform = _uniform(space, doubt)
+        note = f"{uniform.note} {_describe(summary)}"
+        return replace(uniform, importance=importance, note=note), summary
+    found = _round(space, point, widths)
+    factors = ", ".join(f"{group} {found.factors[group]:.2f}" for group in space.hidden)
+    note = f"{_describe(summary)} Widths over uniform: {factors}."
+    return replace(found, importance=importance, note=note), summary
+
+
+def _summarize(
+    space: Space, fit: Fit, left_out: LeftOut, point: Array, networks: int, dropped: int
+) -> FitSummary:
+    loss, uniform_loss = fit.predict(np.stack([point, np.zeros_like(point)])).tolist()
+    return FitSummary(
+        power=fit.power,
+        constant=fit.constant,
+        weights=dict(zip(space.groups, fit.weights.tolist(), strict=True)),
+        explained=left_out.explained,
+        loss=loss,
+        uniform_loss=uniform_loss,
+        gain_error=left_out.gain_error(point),
+        networks=networks,
+        dropped=dropped,
+    )
+
+
+def _doubt(summary: FitSummary) -> str:
+    """Why the groups cannot be told apart; empty where they can."""
+    if summary.explained < LEAST_EXPLAINED:
+        return f"the fit explains less than {LEAST_EXPLAINED:.0%}, so the groups cannot be told apart"
+    if summary.gain <= STANDARD_ERRORS * summary.gain_error:
+        return "the predicted gain is within the error of the fit, so the groups cannot be told apart"
+    return ""
+
+
+def _describe(summary: FitSummary) -> str:
+    dropped = f" ({summary.dropped} more had no finite loss)" if summary.dropped else ""
+    return (
+        f"{summary.networks} cut and repaired networks were compared{dropped}. The fit of their losses "
+        f"explains {summary.explained:.0%} of the variance of left-out networks. It predicts a loss of "
+        f"{summary.loss:.4f}, {summary.gain:.4f} ± {summary.gain_error:.4f} below the uniform one."
+    )
+
+
+def _worth_over_cost(space: Space, fit: Fit) -> dict[str, float]:
+    """For each group, its part of what all widths are worth over its part of what they cost.
+
+    Above 1, it deserves more than in the uniform network. Groups without a cost are left out.
+    """
+    worths, costs = fit.weights / max(fit.weights.sum(), 1e-300), space.costs()
+    parts = zip(space.groups, worths.tolist(), (costs / costs.sum()).tolist(), strict=True)
+    return {group: worth / cost for group, worth, cost in parts if cost > 0}
+
+
+def _uniform(space: Space, reason: str) -> Round:
+    note = f"The plan is uniform: {reason}."
+    return replace(_round(space, np.zeros(len(space.groups)), space.uniform), distinct=False, note=note)
+
+
+def _round(space: Space, point: Array, widths: Widths) -> Round:
+    problem = space.problem
+    ideal = {tie: float(values[0]) for tie, values in space.ideal(point[None]).items()}
+    ideal_cost = float(cost_of(problem.graph, problem.resource)(fractional_units(problem.graph, ideal)))
+    factors = dict(zip(space.groups, np.exp(point).tolist(), strict=True))
+    cost = problem.cost(widths)
+    return Round(dict(widths), factors, ideal, ideal_cost, cost, problem.budget - cost)
