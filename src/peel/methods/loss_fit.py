@@ -81,6 +81,8 @@ class FitSummary:
     """Networks that were compared."""
     dropped: int
     """Networks whose loss was not finite."""
+    image_passes: int
+    """Images that ran through the networks, for their repair and their losses."""
 
     @property
     def gain(self) -> float:

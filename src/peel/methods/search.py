@@ -9,8 +9,9 @@ adapts to a narrow stream.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,7 +37,7 @@ from .start import calibration_images
 #: The fit has a weight per group, and needs this many networks for each.
 NETWORKS_PER_GROUP = 4
 
-#: Images for the repair of a network, and at most and at least so many to judge it by.
+#: Images for the repair of a network. It is judged by at most and at least so many others.
 REPAIR_IMAGES, MOST_HELD_OUT, LEAST_HELD_OUT = 512, 2048, 16
 
 #: The groups cannot be told apart where the fit explains less of the variance of left-out networks than this,
@@ -62,7 +63,16 @@ class Search(Method):
             )
         if problem.task.loss is None and not problem.task.is_classification:
             raise ConfigError("the method search compares losses, and this task has none: give loss=.")
-        split_images(problem)
+        Images.of(problem)
+
+    def search_macs(self, problem: Problem) -> float:
+        if len(Space(problem).hidden) < 2:
+            return 0.0
+        graph, images = problem.graph, Images.of(problem)
+        slim_macs = graph.macs(problem.uniform())
+        # The regression of a repair takes about as long as the passes through both networks.
+        for_repair = 2 * min(REPAIR_IMAGES, images.repair.size) * (graph.macs() + slim_macs)
+        return float(ALLOCATIONS * (for_repair + images.held_out.size * slim_macs))
 
     def plan(self, problem: Problem, config: MethodConfig, train_backbone: TrainBackbone) -> Plan:
         space = Space(problem)
@@ -75,44 +85,50 @@ class Search(Method):
         return assemble_plan(regrouped, outcome.widths, rounds=(outcome,), config=config, fit=fit)
 
 
-def split_images(problem: Problem) -> tuple[Split, Split]:
-    """Training images for the repair, and those that networks are judged by."""
-    size = problem.data.train.size
-    repair_images, held_out = hold_out(
-        problem.data.train, min(HELD_OUT, MOST_HELD_OUT / max(1, size)), problem.seed
-    )
-    if held_out.size < LEAST_HELD_OUT:
-        raise DataError(
-            f"the method search judges networks by {HELD_OUT:.0%} of the training images, and needs at least "
-            f"{LEAST_HELD_OUT} of them: {held_out.size} of {size} are too few. Choose another method."
-        )
-    return repair_images, held_out
+class Images(NamedTuple):
+    """Training images, apart from each other: for the repair, and to judge networks by."""
+
+    repair: Split
+    held_out: Split
+
+    @classmethod
+    def of(cls, problem: Problem) -> Images:
+        size = problem.data.train.size
+        fraction = min(HELD_OUT, MOST_HELD_OUT / max(1, size))
+        images = cls(*hold_out(problem.data.train, fraction, problem.seed))
+        if images.held_out.size < LEAST_HELD_OUT:
+            raise DataError(
+                f"the method search judges networks by {HELD_OUT:.0%} of the training images, at least "
+                f"{LEAST_HELD_OUT}, and has {size} images in all. Give more images, or another method."
+            )
+        return images
+
+    @property
+    def per_network(self) -> int:
+        return min(REPAIR_IMAGES, self.repair.size) + self.held_out.size
 
 
-def judge(problem: Problem, several: Sequence[Widths]) -> list[float]:
+def judge(problem: Problem, several: Sequence[Widths], images: Images) -> list[float]:
     """The losses of networks of these widths, cut from the trained original and repaired."""
     assert problem.trained is not None
-    train, held_out = split_images(problem)
     engine, graph = problem.engine, problem.graph
     original = engine.prepare(problem.trained)
     seed_everything(derive_seed("search", problem.seed))
-    images = calibration_images(replace(problem, data=replace(problem.data, train=train)), REPAIR_IMAGES)
-    scores = explain_scores(original, graph, images)
-    passes = min(REPAIR_IMAGES, train.size) + held_out.size
     for callback in problem.callbacks:
         callback.on_stage_begin("search", f"comparing {len(several)} cut and repaired networks")
-
-    def losses() -> Iterator[float]:
-        for number, widths in enumerate(several, start=1):
-            network = slim(original, widths, graph=graph, weights="inherit", scores=scores)
-            repair(network, original, images, graph=graph)
-            loss = evaluate(engine.prepare(network), held_out, engine, task=problem.task).loss
-            for callback in problem.callbacks:
-                callback.on_step_end(number, len(several), passes)
-            yield math.nan if loss is None else loss
-
+    without_held_out = replace(problem, data=replace(problem.data, train=images.repair))
+    batches = calibration_images(without_held_out, REPAIR_IMAGES)
+    scores = explain_scores(original, graph, batches)
+    losses = []
+    for number, widths in enumerate(several, start=1):
+        network = slim(original, widths, graph=graph, weights="inherit", scores=scores)
+        repair(network, original, batches, graph=graph)
+        loss = evaluate(engine.prepare(network), images.held_out, engine, task=problem.task).loss
+        losses.append(math.nan if loss is None else loss)
+        for callback in problem.callbacks:
+            callback.on_step_end(number, len(several), images.per_network)
     # The last digits may differ between processes: the main process decides.
-    return engine.world.broadcast(list(losses()))
+    return engine.world.broadcast(losses)
 
 
 def _compare(space: Space) -> tuple[Round, FitSummary | None]:
@@ -122,7 +138,8 @@ def _compare(space: Space) -> tuple[Round, FitSummary | None]:
     if len(drawn) < needed:
         few = f"only {len(drawn)} different networks have this budget, {needed} are needed to compare groups"
         return _uniform(space, few), None
-    judged = list(zip(drawn, judge(space.problem, drawn), strict=True))
+    images = Images.of(space.problem)
+    judged = list(zip(drawn, judge(space.problem, drawn, images), strict=True))
     finite = [(widths, loss) for widths, loss in judged if math.isfinite(loss)]
     dropped = len(judged) - len(finite)
     if len(finite) < needed:
@@ -134,7 +151,8 @@ def _compare(space: Space) -> tuple[Round, FitSummary | None]:
     low, high = (np.where(is_hidden, bound, 0.0) for bound in (logs.min(0) / 2, logs.max(0)))
     point = best_point(fit, space.load, low, high)
     widths = space.rounded(point)
-    summary = _summarize(space, fit, left_out, np.array(space.log(widths)), len(finite), dropped)
+    counts = len(finite), dropped, len(judged) * images.per_network
+    summary = _summarize(space, fit, left_out, np.array(space.log(widths)), counts)
     importance = _worth_over_cost(space, fit)
     if doubt := _doubt(summary):
         uniform = _uniform(space, doubt)
@@ -147,8 +165,10 @@ def _compare(space: Space) -> tuple[Round, FitSummary | None]:
 
 
 def _summarize(
-    space: Space, fit: Fit, left_out: LeftOut, point: Array, networks: int, dropped: int
+    space: Space, fit: Fit, left_out: LeftOut, point: Array, counts: tuple[int, int, int]
 ) -> FitSummary:
+    """`counts`: networks that were compared, networks that were dropped, and image passes."""
+    networks, dropped, image_passes = counts
     loss, uniform_loss = fit.predict(np.stack([point, np.zeros_like(point)])).tolist()
     return FitSummary(
         power=fit.power,
@@ -160,6 +180,7 @@ def _summarize(
         gain_error=left_out.gain_error(point),
         networks=networks,
         dropped=dropped,
+        image_passes=image_passes,
     )
 
 
