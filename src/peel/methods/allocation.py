@@ -56,8 +56,9 @@ class Space:
     @cached_property
     def limits(self) -> Limits:
         problem = self.problem
+        # Unless the network may grow, no tie becomes wider, so no other resource exceeds the original.
         target = Target(problem.resource, problem.budget, dict(problem.limits))
-        return Limits(problem.graph, target, bounded=not problem.grow)
+        return Limits(problem.graph, target, bounded=False)
 
     def ideal(self, logs: Array) -> dict[str, Array]:
         """The widths of allocations before rounding: for each tie, one per row of `logs`."""

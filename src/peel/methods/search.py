@@ -115,7 +115,7 @@ def judge(problem: Problem, several: Sequence[Widths], images: Images) -> list[f
     original = engine.prepare(problem.trained)
     seed_everything(derive_seed("search", problem.seed))
     for callback in problem.callbacks:
-        callback.on_stage_begin("search", f"comparing {len(several)} cut and repaired networks")
+        callback.on_stage_begin("plan", f"comparing {len(several)} cut and repaired networks")
     without_held_out = replace(problem, data=replace(problem.data, train=images.repair))
     batches = calibration_images(without_held_out, REPAIR_IMAGES)
     scores = explain_scores(original, graph, batches)
@@ -197,8 +197,9 @@ def _describe(summary: FitSummary) -> str:
     dropped = f" ({summary.dropped} more had no finite loss)" if summary.dropped else ""
     return (
         f"{summary.networks} cut and repaired networks were compared{dropped}. The fit of their losses "
-        f"explains {summary.explained:.0%} of the variance of left-out networks. It predicts a loss of "
-        f"{summary.loss:.4f}, {summary.gain:.4f} ± {summary.gain_error:.4f} below the uniform one."
+        f"explains {max(0.0, summary.explained):.0%} of the variance of left-out networks. It predicts a "
+        f"loss of {summary.loss:.4f}, and {summary.uniform_loss:.4f} for the uniform network: a gain of "
+        f"{summary.gain:.4f}, with a standard error of {summary.gain_error:.4f}."
     )
 
 

@@ -45,7 +45,7 @@ def estimate_work(
             passes = recipe_of_round(problem, config, number).epochs * images * PASSES_PER_STEP
             work.append((stage_of_round(number), passes * plan.backbone.macs))
     if search:
-        work.append(("search", search))
+        work.append(("plan", search))
     for name, network in {"uniform": plan.uniform, plan.name: plan.slim}.items():
         if name in trained:
             work.append((name, float(recipe.epochs * images * (PASSES_PER_STEP * network.macs + teacher))))

@@ -265,7 +265,7 @@ class Pipeline:
             began = time.perf_counter()
             plan = self.method.plan(self.problem, self.config, self.trainer.train)
             if plan.fit is not None:
-                self.trainer.record_search(time.perf_counter() - began, plan.fit.image_passes)
+                self.trainer.record_plan(time.perf_counter() - began, plan.fit.image_passes)
             if "plan" not in self.config.stages:
                 return None
         if self.folder is not None:
@@ -287,7 +287,7 @@ class Pipeline:
         return plan
 
     def _search_stages(self) -> list[str]:
-        return [*(stage_of_round(number) for number in range(self.config.rounds)), "search"]
+        return [*(stage_of_round(number) for number in range(self.config.rounds)), "plan"]
 
     def _compare_with_uniform(self, widths: Widths) -> None:
         uniform, cost, resource = self.problem.uniform(), self.problem.cost, self.problem.resource

@@ -30,7 +30,7 @@ from .result import StageRecord
 DESCRIPTIONS = {
     "original": "the original",
     "backbone": "the over-pruned backbone",
-    "search": "the search",
+    "plan": "the plan",
     "uniform": "the uniform network of the same budget",
 }
 
@@ -164,12 +164,12 @@ class Trainer:
             self.begin_stage(stage, suffix=": already finished")
             self.records[stage] = done
 
-    def record_search(self, seconds: float, image_passes: int) -> None:
-        """The record of a search that trains nothing: it counts as one epoch."""
+    def record_plan(self, seconds: float, image_passes: int) -> None:
+        """The record of a plan that was found without training: its search counts as one epoch."""
         epoch = EpochRecord(1, 1, 0.0, {}, None, seconds, image_passes / max(seconds, 1e-9))
-        self.records["search"] = StageRecord([epoch], image_passes)
+        self.records["plan"] = StageRecord([epoch], image_passes)
         if self.folder is not None:
-            self.folder.write_json("stages/search.record.json", asdict(self.records["search"]))
+            self.folder.write_json("stages/plan.record.json", asdict(self.records["plan"]))
 
     def _record(
         self, history: list[EpochRecord], notes: list[str], before_training: Mapping[str, float]
