@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import peel
+from helpers.graphs import traced_zoo
 from helpers.killing import KILLED, exit_code, run_until, start
 from helpers.nets import Chain, Residual
 from helpers.small import CPU, Counting, Small, few_digits, small_run, taught
 from peel.data.augmentation import EVAL
+from peel.graph.parameters import hidden_ties
 from peel.methods.allocation import ALLOCATIONS, Space
 from peel.methods.config import MethodConfig
 from peel.methods.plan import Plan
@@ -182,6 +185,20 @@ def test_every_network_that_is_compared_meets_the_budget(changes: dict[str, Any]
         full = problem.graph.widths
         assert all(widths[tie] <= full[tie] for widths in several for tie in full)
     assert {tie for ties in space.groups.values() for tie in ties} == set(several[0]) - set(problem.freeze)
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden"),
+    [
+        ("cifar_resnet18", r"layer\d\.\d\.conv1"),
+        # Not the stem, and not the narrow ends of blocks that have no shortcut.
+        ("cifar_mobilenet_v2", r"features\.\d+\.conv\.0\.0"),
+        ("cifar_vgg16_bn", ".*"),
+    ],
+)
+def test_hidden_ties_are_those_inside_of_blocks(name: str, hidden: str) -> None:
+    _, graph = traced_zoo(name)
+    assert set(hidden_ties(graph)) == {tie for tie in graph.widths if re.fullmatch(hidden, tie)}
 
 
 @pytest.mark.parametrize("model", [Residual(), Chain()], ids=["one hidden group", "few networks"])
