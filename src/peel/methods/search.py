@@ -209,7 +209,7 @@ def _worth_over_cost(space: Space, fit: Fit) -> dict[str, float]:
     Above 1, it deserves more than in the uniform network. Groups without a cost are left out.
     """
     worths, costs = fit.weights / max(fit.weights.sum(), 1e-300), space.costs()
-    parts = zip(space.groups, worths.tolist(), (costs / costs.sum()).tolist(), strict=True)
+    parts = zip(space.groups, worths.tolist(), (costs / max(costs.sum(), 1e-300)).tolist(), strict=True)
     return {group: worth / cost for group, worth, cost in parts if cost > 0}
 
 
