@@ -28,7 +28,7 @@ ROUNDS, DRAWN, ELITE = 60, 400, 0.1
 FIRST_SPREAD, LEAST_SPREAD = 0.3, 1e-3
 
 #: The shift that spends the budget lies within this, and is found by so many bisections.
-REACH, BISECTIONS = 3.0, 30
+REACH, BISECTIONS = 3.0, 20
 
 
 class Fit(NamedTuple):
