@@ -220,7 +220,7 @@ def hold_out(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
     if isinstance(split, LoaderSplit):
         raise DataError(
             f"no samples can be held out of the {split.name}: the loader chooses them itself. Give the "
-            "dataset instead, or choose a criterion that needs no held-out samples."
+            "dataset instead, or choose a criterion or method that needs no held-out samples."
         )
     count = held_out_size(split.size, fraction)
     order = balanced_order(split, seed, in_proportion=True)

@@ -87,8 +87,31 @@ def filter_axes(model: nn.Module, graph: ChannelGraph, *, gates: bool = False) -
 def residual_ties(graph: ChannelGraph) -> tuple[str, ...]:
     """Ties that several layers write, such as the residual stream of a stage. Gates do not count."""
     writers: Counter[int] = Counter()
+    for _, written in _reads_and_writes(graph):
+        writers.update(written)
+    return tuple(name for tie, name in enumerate(graph.widths) if writers[tie] > 1)
+
+
+def hidden_ties(graph: ChannelGraph) -> tuple[str, ...]:
+    """Ties inside blocks: a layer takes a residual stream to them, or them to a residual stream.
+
+    Others, such as the stem and the channels between blocks without a shortcut, are not hidden. Where the
+    network has no residual stream, all ties are.
+    """
+    names = list(graph.widths)
+    streams = {names.index(tie) for tie in residual_ties(graph)}
+    if not streams:
+        return tuple(names)
+    beside: set[int] = set()
+    for read, written in _reads_and_writes(graph):
+        beside |= (written if read & streams else set()) | (read if written & streams else set())
+    return tuple(name for tie, name in enumerate(names) if tie in beside - streams)
+
+
+def _reads_and_writes(graph: ChannelGraph) -> Iterator[tuple[set[int], set[int]]]:
+    """The free ties that each layer reads and writes. Gates are left out."""
     for name, axes in graph.consumers.items():
         if name not in graph.gates and axes in ((0,), (1,)):
-            runs = graph.layouts[name][1 - axes[0]]
-            writers.update({run.tie for run in runs if run.tie >= 0})
-    return tuple(name for tie, name in enumerate(graph.widths) if writers[tie] > 1)
+            ends = (graph.layouts[name][axis] for axis in (axes[0], 1 - axes[0]))
+            read, written = ({run.tie for run in runs if run.tie >= 0} for runs in ends)
+            yield read, written

@@ -28,6 +28,10 @@ class Method(ABC):
         """Whether `plan` trains networks."""
         return False
 
+    def search_macs(self, problem: Problem) -> float:
+        """About how many multiply-adds `plan` takes without the training of networks."""
+        return 0.0
+
     @abstractmethod
     def plan(self, problem: Problem, config: MethodConfig, train_backbone: TrainBackbone) -> Plan:
         """The widths of the slim network, and how the method came to them."""

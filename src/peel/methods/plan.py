@@ -11,6 +11,7 @@ from ..cost.widths import Widths
 from ..errors import ConfigError, CorruptFileError
 from ..steps.reallocation import Round
 from .config import MethodConfig
+from .loss_fit import FitSummary
 from .problem import Problem
 
 
@@ -47,6 +48,8 @@ class Plan:
     method: MethodConfig | None = None
     limits: dict[str, int] = field(default_factory=dict)
     """What the network may cost in other resources."""
+    fit: FitSummary | None = None
+    """What the method `search` learned from the networks that it compared."""
     name: str = "peel"
     """The method, as the row of its network is called."""
     format: str = "peel-plan"
@@ -91,6 +94,7 @@ def assemble_plan(
     rounds: tuple[Round, ...] = (),
     l1_coefficient: float | None = None,
     config: MethodConfig | None = None,
+    fit: FitSummary | None = None,
 ) -> Plan:
     """The plan of these widths, with the original and the uniform network beside them."""
     graph = problem.graph
@@ -112,5 +116,6 @@ def assemble_plan(
         l1_coefficient=l1_coefficient,
         limits=dict(problem.limits),
         method=config.method_config() if config is not None else None,
+        fit=fit,
         name=config.method_name if config is not None else "peel",
     )

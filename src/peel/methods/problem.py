@@ -1,6 +1,6 @@
 """What every method receives: a network, its graph and costs, a budget, data and the means to train."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -9,6 +9,7 @@ from ..cost.rounding import Divisor, cost_of, fractional_units, uniform
 from ..cost.widths import Widths
 from ..data.datasets import Data
 from ..graph import ChannelGraph
+from ..train.callbacks import Callback
 from ..train.engine import Engine
 from ..train.history import Metrics
 from ..train.loop import evaluate
@@ -40,6 +41,8 @@ class Problem:
     """Loss, metric, optimizer and training function of the user's own."""
     limits: Mapping[str, int] = field(default_factory=dict)
     """What the network may cost in other resources."""
+    callbacks: Sequence[Callback] = ()
+    """They are told the progress of a method's own work."""
 
     def cost(self, widths: Mapping[str, int]) -> int:
         return int(cost_of(self.graph, self.resource)(self.graph.units(widths)))

@@ -8,6 +8,7 @@ from ..utils.references import load_object
 from .method import Method, Uniform
 from .peel import Peel
 from .ranking import Magnitude, Taylor
+from .search import Search
 from .sensitivity import Sensitivity
 
 #: Name -> class. The first line of its docstring is its description.
@@ -17,6 +18,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "magnitude": Magnitude,
     "taylor": Taylor,
     "sensitivity": Sensitivity,
+    "search": Search,
 }
 
 

@@ -54,10 +54,10 @@ def start_network(
     return network.requires_grad_(True)
 
 
-def calibration_images(problem: Problem) -> list[tuple[Any, None]]:
+def calibration_images(problem: Problem, count: int = CALIBRATION_IMAGES) -> list[tuple[Any, None]]:
     """Batches of training images without augmentation, and without targets."""
     train, engine = problem.data.train, problem.engine
-    order = epoch_order(train.size, problem.seed, -1)[:CALIBRATION_IMAGES]
+    order = epoch_order(train.size, problem.seed, -1)[:count]
     batch_size = min(BATCH_SIZE, eval_batch_size(train))
     batches = train.batches(order, batch_size, EVAL, engine.device, engine.workers)
     return [(batch.inputs, None) for batch in batches]

@@ -312,30 +312,34 @@ def _budget_sentences(plan: Plan) -> str:
     if wider := sum(after[tie] > before[tie] for tie in after):
         used += f" {wider} of {len(after)} widths are above the original."
     if plan.backbone is None:
-        return f"{used} There is no backbone and no importance of groups."
+        return used if plan.rounds else f"{used} There is no backbone and no importance of groups."
     policy = plan.method.policy if plan.method is not None else ""
     pool = f"the policy “{policy}” reallocates the pool of {plan.pool:,}"
     return f"{used} The backbone costs {plan.backbone.cost:,}; {pool}."
 
 
 def _round(number: int, item: Round, plan: Plan) -> dict[str, Any]:
+    importance, shares = item.importance or {}, item.shares or {}
+    has_pool = plan.backbone is not None
     rows = [
         [
             group,
             str(len(ties)),
-            _cell(item.importance or {}, group, _short),
-            _cell(item.shares or {}, group, _percent),
+            _cell(importance, group, _short),
+            *([_cell(shares, group, _percent)] if has_pool else []),
             _cell(item.factors, group, "{:.3f}".format),
         ]
         for group, ties in plan.groups.items()
     ]
-    columns = ["group", "ties", "importance", "share of the pool", "factor on the backbone"]
+    columns = ["importance", "share of the pool", "factor on the backbone"]
+    if not has_pool:
+        columns = ["worth over cost", "factor over uniform"]
     return {
         "title": f"Round {number} of {len(plan.rounds)}" if len(plan.rounds) > 1 else "Reallocation",
         "note": item.note,
         "warning": not item.distinct,
         "rounding": f"{item.cost:,} of {item.ideal_cost:,.0f} spent after rounding, {item.unspent:,} left.",
-        "table": Table(columns, rows),
+        "table": Table(["group", "ties", *columns], rows),
     }
 
 

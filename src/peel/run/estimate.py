@@ -26,9 +26,14 @@ FIRST_IMAGES, TIMED_SECONDS = 32, 1.5
 
 
 def estimate_work(
-    problem: Problem, config: MethodConfig, recipe: Recipe, plan: Plan, trained: Sequence[str]
+    problem: Problem,
+    config: MethodConfig,
+    recipe: Recipe,
+    plan: Plan,
+    trained: Sequence[str],
+    search: float = 0.0,
 ) -> list[tuple[str, float]]:
-    """(stage, multiply-adds) for each stage that trains, at the widths of the plan."""
+    """(stage, multiply-adds) for each stage that trains, at the widths of the plan, and for the search."""
     images, full = problem.data.train.size, plan.original.macs
     wide = PASSES_PER_STEP * IN_PLACE_WIDTH**2 * full
     teacher = {"teacher": full, "in-place": wide, "none": 0}[config.distill]
@@ -39,6 +44,8 @@ def estimate_work(
         for number in range(config.rounds):
             passes = recipe_of_round(problem, config, number).epochs * images * PASSES_PER_STEP
             work.append((stage_of_round(number), passes * plan.backbone.macs))
+    if search:
+        work.append(("plan", search))
     for name, network in {"uniform": plan.uniform, plan.name: plan.slim}.items():
         if name in trained:
             work.append((name, float(recipe.epochs * images * (PASSES_PER_STEP * network.macs + teacher))))

@@ -1,6 +1,7 @@
 """The stages of a run in order, and the table at their end."""
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -70,9 +71,13 @@ class Pipeline:
         return self.problem.engine.world
 
     @property
+    def is_searched(self) -> bool:
+        """Whether the method makes the plan."""
+        return self.given_widths is None and "backbone" in self.config.stages
+
+    @property
     def trains_backbone(self) -> bool:
-        is_searched = self.given_widths is None and "backbone" in self.config.stages
-        return is_searched and self.method.trains_backbone(self.config)
+        return self.is_searched and self.method.trains_backbone(self.config)
 
     @property
     def networks(self) -> list[str]:
@@ -95,7 +100,7 @@ class Pipeline:
         self._check_batch_sizes(bool(self.networks) or ("original" in stages and self.loaded_teacher is None))
         uniform = problem.uniform()
         self._check_networks(uniform if "uniform" in stages else None, self.given_widths)
-        if self.given_widths is None and "backbone" in stages:
+        if self.is_searched:
             self.method.check(self.problem, config)
 
     def _check_given_plan(self) -> None:
@@ -170,7 +175,9 @@ class Pipeline:
         slimmed = None
         if plan is not None:
             self._check_networks(plan.widths)
-            self.notes += dict.fromkeys(item.note for item in plan.rounds if item.note and not item.distinct)
+            is_told = plan.fit is not None
+            told = (item.note for item in plan.rounds if item.note and (is_told or not item.distinct))
+            self.notes += dict.fromkeys(told)
             self._compare_with_uniform(plan.widths)
             for name in self.networks:
                 is_own = name == plan.name
@@ -200,7 +207,8 @@ class Pipeline:
             trained.append("original")
         if self.trains_backbone:
             trained.append("backbone")
-        return estimate_work(self.problem, self.config, self.recipe, plan, trained)
+        search = self.method.search_macs(self.problem) if self.is_searched else 0.0
+        return estimate_work(self.problem, self.config, self.recipe, plan, trained, search)
 
     # The original
 
@@ -257,7 +265,10 @@ class Pipeline:
         elif "backbone" not in self.config.stages:
             return None
         else:
+            began = time.perf_counter()
             plan = self.method.plan(self.problem, self.config, self.trainer.train)
+            if plan.fit is not None:
+                self.trainer.record_plan(time.perf_counter() - began, plan.fit.image_passes)
             if "plan" not in self.config.stages:
                 return None
         if self.folder is not None:
@@ -274,12 +285,12 @@ class Pipeline:
             return plan
 
         plan = self.folder.read("plan.json", parse)
-        for stage in self._backbone_stages():
+        for stage in self._search_stages():
             self.trainer.load_record(stage)
         return plan
 
-    def _backbone_stages(self) -> list[str]:
-        return [stage_of_round(number) for number in range(self.config.rounds)]
+    def _search_stages(self) -> list[str]:
+        return [*(stage_of_round(number) for number in range(self.config.rounds)), "plan"]
 
     def _compare_with_uniform(self, widths: Widths) -> None:
         uniform, cost, resource = self.problem.uniform(), self.problem.cost, self.problem.resource
@@ -440,7 +451,7 @@ class Pipeline:
         if slimmed is not None:
             folder.save_model("slim", slimmed)
         finished = self.trainer.records
-        records = [finished[stage] for stage in self._backbone_stages() if stage in finished]
+        records = [finished[stage] for stage in self._search_stages() if stage in finished]
         search = {
             "seconds": sum(record.seconds for record in records),
             "image_passes": sum(record.image_passes for record in records),

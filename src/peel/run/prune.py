@@ -164,13 +164,14 @@ def _prepare(
         inherits=config.inherits,
         task=task,
         limits=target.limits,
+        callbacks=callbacks if engine.world.is_main_process else (),
     )
     told = [*loaded.notes, *notes, *own_notes, *model_notes(model, network, config, new_classifier)]
     return Pipeline(
         problem,
         resolved,
         recipes[0],
-        Trainer(problem, callbacks if engine.world.is_main_process else (), config.checkpoint_seconds),
+        Trainer(problem, problem.callbacks, config.checkpoint_seconds),
         run_identity(resolved, graph, network, loaded, engine, recipes, plan, task),
         weights,
         new_classifier,

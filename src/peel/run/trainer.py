@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -30,6 +30,7 @@ from .result import StageRecord
 DESCRIPTIONS = {
     "original": "the original",
     "backbone": "the over-pruned backbone",
+    "plan": "the plan",
     "uniform": "the uniform network of the same budget",
     "bench": "the networks",
 }
@@ -163,6 +164,13 @@ class Trainer:
         if done is not None:
             self.begin_stage(stage, suffix=": already finished")
             self.records[stage] = done
+
+    def record_plan(self, seconds: float, image_passes: int) -> None:
+        """The record of a plan that was found without training: its search counts as one epoch."""
+        epoch = EpochRecord(1, 1, 0.0, {}, None, seconds, image_passes / max(seconds, 1e-9))
+        self.records["plan"] = StageRecord([epoch], image_passes)
+        if self.folder is not None:
+            self.folder.write_json("stages/plan.record.json", asdict(self.records["plan"]))
 
     def _record(
         self, history: list[EpochRecord], notes: list[str], before_training: Mapping[str, float]

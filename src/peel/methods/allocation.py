@@ -1,0 +1,123 @@
+"""Allocations of a budget: how much wider or narrower each group is than in the uniform network."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..cost.rounding import Limits, Target, cost_of, fractional_units, round_to_budget
+from ..cost.widths import Widths
+from ..graph.parameters import hidden_ties
+from ..utils.rng import derive_seed
+from .loss_fit import Array, spend
+from .problem import Problem
+
+#: Random allocations, and the deviation of the logarithms of their widths over uniform.
+ALLOCATIONS, SPREAD = 64, 0.35
+
+#: No group of a random allocation is narrower or wider than this, over uniform.
+NARROWEST, WIDEST = 0.4, 2.5
+
+
+@dataclass(frozen=True)
+class Space:
+    """The allocations of a budget. One is a row of logarithms: for each group, its widths over uniform."""
+
+    problem: Problem
+
+    @cached_property
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        """The groups of the graph, hidden channels apart from the rest, without frozen ties."""
+        graph, hidden = self.problem.graph, set(hidden_ties(self.problem.graph))
+        found: dict[str, tuple[str, ...]] = {}
+        for group, ties in graph.groups.items():
+            free = [tie for tie in ties if tie not in self.problem.freeze]
+            found[f"{group} stream"] = tuple(tie for tie in free if tie not in hidden)
+            found[f"{group} hidden"] = tuple(tie for tie in free if tie in hidden)
+        return {group: ties for group, ties in found.items() if ties}
+
+    @property
+    def frozen(self) -> dict[str, tuple[str, ...]]:
+        return {"frozen": tuple(self.problem.freeze)} if self.problem.freeze else {}
+
+    @property
+    def hidden(self) -> list[str]:
+        return [group for group in self.groups if group.endswith(" hidden")]
+
+    @cached_property
+    def uniform(self) -> Widths:
+        return self.problem.uniform()
+
+    @cached_property
+    def limits(self) -> Limits:
+        problem = self.problem
+        # Unless the network may grow, no tie becomes wider, so no other resource exceeds the original.
+        target = Target(problem.resource, problem.budget, dict(problem.limits))
+        return Limits(problem.graph, target, bounded=False)
+
+    def ideal(self, logs: Array) -> dict[str, Array]:
+        """The widths of allocations before rounding: for each tie, one per row of `logs`."""
+        factors = np.exp(logs)
+        widths = {tie: np.full(len(logs), float(width)) for tie, width in self.uniform.items()}
+        for place, ties in enumerate(self.groups.values()):
+            for tie in ties:
+                widths[tie] *= factors[:, place]
+        return widths
+
+    def load(self, logs: Array) -> Array:
+        """The largest fraction of any limit that each allocation uses."""
+        steps = self.problem.graph.steps
+        units = np.array([values / steps[tie] for tie, values in self.ideal(logs).items()])
+        load: Array = np.broadcast_to(self.limits.load(units), len(logs))
+        return load
+
+    def rounded(self, log: Array) -> Widths:
+        """The allocation in whole widths that meet the budget."""
+        problem = self.problem
+        return round_to_budget(
+            problem.graph,
+            {tie: float(values[0]) for tie, values in self.ideal(log[None]).items()},
+            problem.budget,
+            resource=problem.resource,
+            limits=problem.limits,
+            divisor=problem.divisor,
+            freeze=problem.freeze,
+            max_width=None if problem.grow else 1.0,
+            grow=problem.grow,
+        )
+
+    def log(self, widths: Mapping[str, int]) -> list[float]:
+        """The allocation of these widths: a group has the mean of its ties."""
+        base, groups = self.uniform, self.groups.values()
+        return [statistics.fmean(math.log(widths[tie] / base[tie]) for tie in ties) for ties in groups]
+
+    def draw(self) -> list[Widths]:
+        """The uniform network and random allocations, each once."""
+        low, high = np.full(len(self.groups), math.log(NARROWEST)), self._widest()
+        rng = np.random.default_rng(derive_seed("search", self.problem.seed))
+        logs = SPREAD * rng.standard_normal((ALLOCATIONS, len(self.groups)))
+        drawn = [self.rounded(log) for log in spend(logs, self.load, low, high)]
+        return list({tuple(widths.values()): widths for widths in (self.uniform, *drawn)}.values())
+
+    def _widest(self) -> Array:
+        """Unless the network may grow, no tie becomes wider than in the original."""
+        full, base = self.problem.graph.widths, self.uniform
+        room = [min(full[tie] / base[tie] for tie in ties) for ties in self.groups.values()]
+        return np.array([math.log(WIDEST if self.problem.grow else min(WIDEST, most)) for most in room])
+
+    def costs(self, step: float = 1e-4) -> Array:
+        """For each group, how fast the cost of the uniform network grows with the logarithm of its widths."""
+        cost = cost_of(self.problem.graph, self.problem.resource)
+
+        def grown(ties: Sequence[str]) -> float:
+            factors = {tie: 1 + step if tie in ties else 1.0 for tie in self.uniform}
+            widths = {tie: width * factors[tie] for tie, width in self.uniform.items()}
+            return float(cost(fractional_units(self.problem.graph, widths)))
+
+        base = grown(())
+        return np.array([(grown(ties) - base) / step for ties in self.groups.values()])

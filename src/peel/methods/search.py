@@ -1,0 +1,227 @@
+"""A search that trains nothing: networks cut from the trained original and repaired are compared.
+
+The uniform network and random allocations of the budget are judged by their losses on held-out training
+images. The plan is the lowest point of a smooth fit of these losses on the budget. Only hidden channels are
+reallocated. Residual streams stay uniform, because repaired networks overrate them: a network that is trained
+adapts to a narrow stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ..cost.rounding import cost_of, fractional_units
+from ..cost.widths import Widths
+from ..data.datasets import Split, hold_out
+from ..errors import ConfigError, DataError
+from ..steps.reallocation import Round
+from ..surgery import slim
+from ..surgery.explain import explain_scores
+from ..surgery.repair import repair
+from ..train.loop import evaluate
+from ..utils.rng import derive_seed, seed_everything
+from .allocation import ALLOCATIONS, Space
+from .config import MethodConfig
+from .loss_fit import Array, Fit, FitSummary, LeftOut, best_point, fit_losses
+from .method import Method, TrainBackbone
+from .peel import HELD_OUT
+from .plan import Plan, assemble_plan
+from .problem import Problem
+from .start import calibration_images
+
+#: The fit has a weight per group, and needs this many networks for each.
+NETWORKS_PER_GROUP = 4
+
+#: Images for the repair of a network. It is judged by at most and at least so many others.
+REPAIR_IMAGES, MOST_HELD_OUT, LEAST_HELD_OUT = 512, 2048, 16
+
+#: The groups cannot be told apart where the fit explains less of the variance of left-out networks than this,
+#: or where its gain is below this many standard errors.
+LEAST_EXPLAINED, STANDARD_ERRORS = 0.5, 2.0
+
+
+class Search(Method):
+    """Compares cut and repaired networks, and takes the best point of a fit of their losses."""
+
+    needs_trained = True
+
+    def check(self, problem: Problem, config: MethodConfig) -> None:
+        super().check(problem, config)
+        space = Space(problem)
+        if len(space.hidden) < 2:
+            return
+        if len(space.groups) * NETWORKS_PER_GROUP > ALLOCATIONS:
+            raise ConfigError(
+                f"the method search tells at most {ALLOCATIONS // NETWORKS_PER_GROUP} groups apart by "
+                f"{ALLOCATIONS} networks, and here are {len(space.groups)}. Give fewer and larger groups "
+                "(--groups)."
+            )
+        if problem.task.loss is None and not problem.task.is_classification:
+            raise ConfigError("the method search compares losses, and this task has none: give loss=.")
+        Images.of(problem)
+
+    def search_macs(self, problem: Problem) -> float:
+        if len(Space(problem).hidden) < 2:
+            return 0.0
+        graph, images = problem.graph, Images.of(problem)
+        slim_macs = graph.macs(problem.uniform())
+        # The regression of a repair takes about as long as the passes through both networks.
+        for_repair = 2 * min(REPAIR_IMAGES, images.repair.size) * (graph.macs() + slim_macs)
+        return float(ALLOCATIONS * (for_repair + images.held_out.size * slim_macs))
+
+    def plan(self, problem: Problem, config: MethodConfig, train_backbone: TrainBackbone) -> Plan:
+        space = Space(problem)
+        found = _compare(space) if len(space.hidden) > 1 else None
+        if found is None:
+            outcome, fit = _uniform(space, "it has fewer than two groups of hidden channels"), None
+        else:
+            outcome, fit = found
+        regrouped = replace(problem, graph=problem.graph.regroup({**space.groups, **space.frozen}))
+        return assemble_plan(regrouped, outcome.widths, rounds=(outcome,), config=config, fit=fit)
+
+
+class Images(NamedTuple):
+    """Training images, apart from each other: for the repair, and to judge networks by."""
+
+    repair: Split
+    held_out: Split
+
+    @classmethod
+    def of(cls, problem: Problem) -> Images:
+        size = problem.data.train.size
+        fraction = min(HELD_OUT, MOST_HELD_OUT / max(1, size))
+        images = cls(*hold_out(problem.data.train, fraction, problem.seed))
+        if images.held_out.size < LEAST_HELD_OUT:
+            raise DataError(
+                f"the method search judges networks by {HELD_OUT:.0%} of the training images, at least "
+                f"{LEAST_HELD_OUT}, and has {size} images in all. Give more images, or another method."
+            )
+        return images
+
+    @property
+    def per_network(self) -> int:
+        return min(REPAIR_IMAGES, self.repair.size) + self.held_out.size
+
+
+def judge(problem: Problem, several: Sequence[Widths], images: Images) -> list[float]:
+    """The losses of networks of these widths, cut from the trained original and repaired."""
+    assert problem.trained is not None
+    engine, graph = problem.engine, problem.graph
+    original = engine.prepare(problem.trained)
+    seed_everything(derive_seed("search", problem.seed))
+    for callback in problem.callbacks:
+        callback.on_stage_begin("plan", f"comparing {len(several)} cut and repaired networks")
+    without_held_out = replace(problem, data=replace(problem.data, train=images.repair))
+    batches = calibration_images(without_held_out, REPAIR_IMAGES)
+    scores = explain_scores(original, graph, batches)
+    losses = []
+    for number, widths in enumerate(several, start=1):
+        network = slim(original, widths, graph=graph, weights="inherit", scores=scores)
+        repair(network, original, batches, graph=graph)
+        loss = evaluate(engine.prepare(network), images.held_out, engine, task=problem.task).loss
+        losses.append(math.nan if loss is None else loss)
+        for callback in problem.callbacks:
+            callback.on_step_end(number, len(several), images.per_network)
+    # The last digits may differ between processes: the main process decides.
+    return engine.world.broadcast(losses)
+
+
+def _compare(space: Space) -> tuple[Round, FitSummary | None]:
+    """The best point of the fit; the uniform network where the groups cannot be told apart."""
+    drawn = space.draw()
+    needed = NETWORKS_PER_GROUP * len(space.groups)
+    if len(drawn) < needed:
+        few = f"only {len(drawn)} different networks have this budget, {needed} are needed to compare groups"
+        return _uniform(space, few), None
+    images = Images.of(space.problem)
+    judged = list(zip(drawn, judge(space.problem, drawn, images), strict=True))
+    finite = [(widths, loss) for widths, loss in judged if math.isfinite(loss)]
+    dropped = len(judged) - len(finite)
+    if len(finite) < needed:
+        lost = f"the losses of {dropped} of {len(judged)} repaired networks are not finite"
+        return _uniform(space, lost), None
+    logs = np.array([space.log(widths) for widths, _ in finite])
+    fit, left_out = fit_losses(logs, np.array([loss for _, loss in finite]))
+    is_hidden = np.array([group in space.hidden for group in space.groups])
+    low, high = (np.where(is_hidden, bound, 0.0) for bound in (logs.min(0) / 2, logs.max(0)))
+    point = best_point(fit, space.load, low, high)
+    widths = space.rounded(point)
+    counts = len(finite), dropped, len(judged) * images.per_network
+    summary = _summarize(space, fit, left_out, np.array(space.log(widths)), counts)
+    importance = _worth_over_cost(space, fit)
+    if doubt := _doubt(summary):
+        uniform = _uniform(space, doubt)
+        note = f"{uniform.note} {_describe(summary)}"
+        return replace(uniform, importance=importance, note=note), summary
+    found = _round(space, point, widths)
+    factors = ", ".join(f"{group} {found.factors[group]:.2f}" for group in space.hidden)
+    note = f"{_describe(summary)} Widths over uniform: {factors}."
+    return replace(found, importance=importance, note=note), summary
+
+
+def _summarize(
+    space: Space, fit: Fit, left_out: LeftOut, point: Array, counts: tuple[int, int, int]
+) -> FitSummary:
+    """`counts`: networks that were compared, networks that were dropped, and image passes."""
+    networks, dropped, image_passes = counts
+    loss, uniform_loss = fit.predict(np.stack([point, np.zeros_like(point)])).tolist()
+    return FitSummary(
+        power=fit.power,
+        constant=fit.constant,
+        weights=dict(zip(space.groups, fit.weights.tolist(), strict=True)),
+        explained=left_out.explained,
+        loss=loss,
+        uniform_loss=uniform_loss,
+        gain_error=left_out.gain_error(point),
+        networks=networks,
+        dropped=dropped,
+        image_passes=image_passes,
+    )
+
+
+def _doubt(summary: FitSummary) -> str:
+    """Why the groups cannot be told apart; empty where they can."""
+    if summary.explained < LEAST_EXPLAINED:
+        return f"the fit explains less than {LEAST_EXPLAINED:.0%}, so the groups cannot be told apart"
+    if summary.gain <= STANDARD_ERRORS * summary.gain_error:
+        return "the predicted gain is within the error of the fit, so the groups cannot be told apart"
+    return ""
+
+
+def _describe(summary: FitSummary) -> str:
+    dropped = f" ({summary.dropped} more had no finite loss)" if summary.dropped else ""
+    return (
+        f"{summary.networks} cut and repaired networks were compared{dropped}. The fit of their losses "
+        f"explains {max(0.0, summary.explained):.0%} of the variance of left-out networks. It predicts a "
+        f"loss of {summary.loss:.4f}, and {summary.uniform_loss:.4f} for the uniform network: a gain of "
+        f"{summary.gain:.4f}, with a standard error of {summary.gain_error:.4f}."
+    )
+
+
+def _worth_over_cost(space: Space, fit: Fit) -> dict[str, float]:
+    """For each group, its part of what all widths are worth over its part of what they cost.
+
+    Above 1, it deserves more than in the uniform network. Groups without a cost are left out.
+    """
+    worths, costs = fit.weights / max(fit.weights.sum(), 1e-300), space.costs()
+    parts = zip(space.groups, worths.tolist(), (costs / max(costs.sum(), 1e-300)).tolist(), strict=True)
+    return {group: worth / cost for group, worth, cost in parts if cost > 0}
+
+
+def _uniform(space: Space, reason: str) -> Round:
+    note = f"The plan is uniform: {reason}."
+    return replace(_round(space, np.zeros(len(space.groups)), space.uniform), distinct=False, note=note)
+
+
+def _round(space: Space, point: Array, widths: Widths) -> Round:
+    problem = space.problem
+    ideal = {tie: float(values[0]) for tie, values in space.ideal(point[None]).items()}
+    ideal_cost = float(cost_of(problem.graph, problem.resource)(fractional_units(problem.graph, ideal)))
+    factors = dict(zip(space.groups, np.exp(point).tolist(), strict=True))
+    cost = problem.cost(widths)
+    return Round(dict(widths), factors, ideal, ideal_cost, cost, problem.budget - cost)

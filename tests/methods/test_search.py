@@ -1,0 +1,305 @@
+"""The search: the group that carries the information gets more; what cannot be told apart stays uniform."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import peel
+from helpers.graphs import traced_zoo
+from helpers.killing import KILLED, exit_code, run_until, start
+from helpers.nets import Chain, Residual
+from helpers.small import CPU, Counting, Small, few_digits, small_run, taught
+from peel.data.augmentation import EVAL
+from peel.graph.parameters import hidden_ties
+from peel.methods.allocation import ALLOCATIONS, Space
+from peel.methods.config import MethodConfig
+from peel.methods.plan import Plan
+from peel.methods.problem import Problem
+from peel.methods.search import LEAST_EXPLAINED, Images, Search, judge
+from peel.train.recipe import Recipe
+from peel.train.task import Task
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Blocks(nn.Module):
+    """A stem and two residual blocks with hidden channels, at two resolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.inner1, self.outer1 = nn.Conv2d(8, 16, 3, padding=1), nn.Conv2d(16, 8, 1)
+        self.down = nn.Conv2d(8, 12, 1, stride=2)
+        self.inner2, self.outer2 = nn.Conv2d(12, 16, 3, padding=1), nn.Conv2d(16, 12, 1)
+        self.fc = nn.Linear(12, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = self.down(x + self.outer1(self.inner1(x).relu()))
+        x = x + self.outer2(self.inner2(x).relu())
+        return self.fc(x.mean((2, 3)))
+
+
+@torch.no_grad()
+def fit_classifier(model: nn.Module) -> nn.Module:
+    """The classifier of least squares for the features of the network."""
+    train = few_digits(400).train
+    images, labels, _ = next(iter(train.batches(torch.arange(400), 400, EVAL, CPU.device)))
+    classifier, model.fc = model.fc, nn.Identity()
+    features = torch.cat([model.eval()(images), torch.ones(400, 1)], 1)
+    model.fc = classifier
+    solution = torch.linalg.lstsq(features, 10 * F.one_hot(labels, 10).float() - 1).solution
+    classifier.weight.copy_(solution[:-1].T)
+    classifier.bias.copy_(solution[-1])
+    return model
+
+
+@torch.no_grad()
+def redundant(layer: Any, distinct: int) -> None:
+    """Let all channels of a layer repeat a few: the others carry nothing."""
+    repeats = -(-layer.out_channels // distinct)
+    layer.weight.copy_(layer.weight[:distinct].repeat(repeats, 1, 1, 1)[: layer.out_channels])
+    if layer.bias is not None:
+        layer.bias.copy_(layer.bias[:distinct].repeat(repeats)[: layer.out_channels])
+
+
+def planted(*repeating: str, distinct: int) -> nn.Module:
+    """`Small` in which these layers are redundant, so that the others carry the information."""
+    torch.manual_seed(0)
+    model = Small()
+    for name in repeating:
+        redundant(model.get_submodule(name), distinct)
+    return fit_classifier(model)
+
+
+def problem_of(model: nn.Module, budget: float | str = 0.5, **changes: Any) -> Problem:
+    data = changes.pop("data", few_digits(400))
+    graph = peel.trace(model, torch.zeros(1, *getattr(model, "shape", data.shape)))
+    resource = changes.get("resource", "macs")
+    target = peel.parse_budget(budget, math.ceil(graph.cost(resource)(graph.units())), resource)
+    problem = Problem(model, graph, target, "macs", 1, (), data, Recipe(), CPU, 0, trained=model)
+    return replace(problem, **changes)
+
+
+def search(problem: Problem) -> Plan:
+    Search().check(problem, MethodConfig())
+    return Search().plan(problem, MethodConfig(method="search"), lambda *_: None)  # type: ignore[arg-type]
+
+
+GROUPS = {"8x8 hidden": ("conv1", "conv2"), "4x4 hidden": ("conv3", "conv4")}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, tuple[Problem, Plan]]:
+    """Group -> a problem in which it is the bottleneck, and the plan of the search."""
+    problems = {
+        "8x8 hidden": problem_of(planted(*GROUPS["4x4 hidden"], distinct=3)),
+        "4x4 hidden": problem_of(planted(*GROUPS["8x8 hidden"], distinct=2)),
+    }
+    return {group: (problem, search(problem)) for group, problem in problems.items()}
+
+
+@pytest.mark.parametrize("wide", GROUPS)
+def test_the_group_that_carries_the_information_gets_more(
+    wide: str, found: dict[str, tuple[Problem, Plan]]
+) -> None:
+    problem, plan = found[wide]
+    [narrow] = set(GROUPS) - {wide}
+    [last], uniform = plan.rounds, problem.uniform()
+    assert sum(plan.widths[tie] for tie in GROUPS[wide]) > sum(uniform[tie] for tie in GROUPS[wide])
+    assert sum(plan.widths[tie] for tie in GROUPS[narrow]) < sum(uniform[tie] for tie in GROUPS[narrow])
+    assert last.importance is not None
+    assert last.importance[wide] > 1 > last.importance[narrow]
+    assert last.factors[wide] > 1 > last.factors[narrow]
+    assert 0.9 * problem.budget < plan.slim.cost <= problem.budget
+    # The plan says what the fit knows, also after it was stored.
+    fit = Plan.from_json(plan.to_json()).fit
+    assert fit is not None
+    assert fit.explained > LEAST_EXPLAINED
+    assert f"{fit.explained:.0%}" in last.note
+    assert f"{fit.loss:.4f}, and {fit.uniform_loss:.4f} for the uniform" in last.note
+    assert f"{wide} {last.factors[wide]:.2f}" in last.note
+    # The gain is real: so it is when both networks are cut and repaired.
+    slim_loss, uniform_loss = judge(problem, [plan.widths, uniform], Images.of(problem))
+    assert slim_loss < uniform_loss
+
+
+def test_residual_streams_stay_uniform() -> None:
+    torch.manual_seed(0)
+    model = Blocks()
+    with torch.no_grad():
+        for layer in (model.inner1, model.outer1, model.inner2, model.outer2):
+            layer.weight.mul_(4)  # the blocks carry more than the shortcuts
+    redundant(model.inner1, 2)
+    problem = problem_of(fit_classifier(model), 0.4, data=few_digits(160))
+    plan, uniform = search(problem), problem.uniform()
+    assert plan.widths["inner2"] > uniform["inner2"]
+    assert plan.widths["inner1"] < uniform["inner1"]
+    assert (plan.widths["stem"], plan.widths["down"]) == (uniform["stem"], uniform["down"])
+    assert plan.slim.cost <= problem.budget
+    assert list(plan.groups) == ["8x8 stream", "8x8 hidden", "4x4 stream", "4x4 hidden"]
+
+
+def test_the_same_seed_gives_the_same_plan(found: dict[str, tuple[Problem, Plan]]) -> None:
+    problem, plan = found["8x8 hidden"]
+    assert search(problem).to_json() == plan.to_json()
+    other = Space(replace(problem, seed=1)).draw()
+    assert other != Space(problem).draw()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"resource": "params"},
+        {"resource": "memory"},
+        {"limits": {"params": 1500}},
+        {"divisor": "auto"},
+        {"divisor": 4},
+        {"freeze": ("inner2",)},
+        {"grow": True},
+    ],
+    ids=str,
+)
+def test_every_network_that_is_compared_meets_the_budget(changes: dict[str, Any]) -> None:
+    problem = problem_of(Blocks(), 0.6, **changes)
+    space = Space(problem)
+    several = space.draw()
+    assert 5 < len(several) <= ALLOCATIONS + 1
+    assert several[0] == problem.uniform()
+    for widths in several:
+        assert problem.cost(widths) <= problem.budget
+        assert problem.allows(widths)
+        assert all(widths[tie] == problem.graph.widths[tie] for tie in problem.freeze)
+    if not problem.grow:
+        full = problem.graph.widths
+        assert all(widths[tie] <= full[tie] for widths in several for tie in full)
+    assert {tie for ties in space.groups.values() for tie in ties} == set(several[0]) - set(problem.freeze)
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden"),
+    [
+        ("cifar_resnet18", r"layer\d\.\d\.conv1"),
+        # Not the stem, and not the narrow ends of blocks that have no shortcut.
+        ("cifar_mobilenet_v2", r"features\.\d+\.conv\.0\.0"),
+        ("cifar_vgg16_bn", ".*"),
+    ],
+)
+def test_hidden_ties_are_those_inside_of_blocks(name: str, hidden: str) -> None:
+    _, graph = traced_zoo(name)
+    assert set(hidden_ties(graph)) == {tie for tie in graph.widths if re.fullmatch(hidden, tie)}
+
+
+@pytest.mark.parametrize("model", [Residual(), Chain()], ids=["one hidden group", "few networks"])
+def test_where_nothing_can_be_compared_the_plan_is_uniform_and_says_so(model: nn.Module) -> None:
+    problem = problem_of(model, 0.9)
+    plan = search(problem)
+    assert plan.widths == problem.uniform()
+    assert not plan.rounds[0].distinct
+    assert "The plan is uniform" in plan.rounds[0].note
+    assert plan.fit is None
+
+
+class Odd:
+    """A loss that is not finite, or means nothing, in every `period`-th call."""
+
+    def __init__(self, period: int, value: float) -> None:
+        self.period, self.value, self.calls = period, value, 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls % self.period:
+            return F.cross_entropy(output, target)
+        return torch.tensor(self.value + (self.calls * 7919 % 13 if math.isfinite(self.value) else 0))
+
+
+def test_losses_that_are_not_finite_are_dropped_and_counted(found: dict[str, tuple[Problem, Plan]]) -> None:
+    problem, _ = found["4x4 hidden"]
+    plan = search(replace(problem, task=Task(loss=Odd(4, math.nan))))
+    assert plan.fit is not None
+    assert plan.fit.dropped == (plan.fit.networks + plan.fit.dropped) // 4
+    assert f"{plan.fit.dropped} more had no finite loss" in plan.rounds[0].note
+    assert plan.rounds[0].factors["4x4 hidden"] > 1
+    broken = search(replace(problem, task=Task(loss=Odd(1, math.inf))))
+    assert broken.widths == problem.uniform()
+    assert "repaired networks are not finite" in broken.rounds[0].note
+
+
+def test_a_fit_that_explains_little_leaves_the_plan_uniform(
+    found: dict[str, tuple[Problem, Plan]],
+) -> None:
+    problem = replace(found["4x4 hidden"][0], task=Task(loss=Odd(1, 0.0)))
+    plan = search(problem)
+    assert plan.fit is not None
+    assert plan.fit.explained < LEAST_EXPLAINED
+    assert plan.widths == problem.uniform()
+    assert not plan.rounds[0].distinct
+    assert "cannot be told apart" in plan.rounds[0].note
+    assert set(plan.rounds[0].factors.values()) == {1.0}
+
+
+def test_bad_input_is_refused_before_training() -> None:
+    model = Small()
+    with pytest.raises(peel.PeelError, match=r"at least 16, and has 100 images.*another method"):
+        Search().check(problem_of(model, data=few_digits(100)), MethodConfig())
+    layers = nn.Sequential(*(nn.Conv2d(3 if i == 0 else 4, 4, 1) for i in range(20)))
+    deep = nn.Sequential(layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
+    problem = problem_of(deep)
+    alone = problem.graph.regroup({tie: [tie] for tie in problem.graph.widths})
+    with pytest.raises(peel.PeelError, match=r"at most 16 groups apart.*here are 20.*--groups"):
+        Search().check(replace(problem, graph=alone), MethodConfig())
+    with pytest.raises(peel.PeelError, match="compares losses"):
+        Search().check(problem_of(model, task=Task(is_classification=False)), MethodConfig())
+    with pytest.raises(peel.PeelError, match="search needs the trained original"):
+        small_run(method="search", stages=("backbone", "plan"))
+
+
+SHORT: dict[str, Any] = {"method": "search", "train": {"epochs": 1, "batch_size": 64}}
+
+
+def test_a_run_killed_in_the_search_resumes_to_the_same_plan(tmp_path: Path) -> None:
+    straight, killed, counting = tmp_path / "straight", tmp_path / "killed", Counting()
+    result = small_run(output=straight, callbacks=[counting], **SHORT)
+    assert [row.name for row in result.rows] == ["original", "uniform", "search"]
+    assert result.plan is not None
+    assert result.plan.fit is not None
+    assert counting.steps["plan"] == result.plan.fit.networks
+    assert result.plan.rounds[0].note in result.notes
+    page = (straight / "report.html").read_text()
+    assert "worth over cost" in page
+    assert "cut and repaired networks were compared" in page
+    cost = json.loads((straight / "result.json").read_text())["search"]
+    assert cost["seconds"] > 0
+    assert cost["image_passes"] == result.plan.fit.image_passes
+
+    assert exit_code(start(run_until, killed, SHORT, ("plan", 5))) == KILLED
+    assert not (killed / "plan.json").exists()
+    small_run(output=killed, **SHORT)
+    for name in ("plan.json", "slim.safetensors"):
+        assert (killed / name).read_bytes() == (straight / name).read_bytes()
+    # Once it is finished, the search is not repeated, and its cost is still known.
+    again = Counting()
+    assert small_run(output=straight, callbacks=[again], **SHORT).plan == result.plan
+    assert not again.steps
+    assert json.loads((straight / "result.json").read_text())["search"] == cost
+
+
+def test_a_trained_network_is_searched_and_fine_tuned() -> None:
+    settings: dict[str, Any] = {**SHORT, "weights": "pretrained", "init": "inherit"}
+    result = small_run(taught(), **settings)
+    assert result.rows[-1].name == "search"
+    assert set(result.rows[-1].before_training) == {"cut", "recalibrated", "repaired"}
+    expected = small_run(taught(), dry_run=True, **settings).estimate
+    assert expected is not None
+    assert expected["plan"] > 0
