@@ -44,6 +44,7 @@ from .surgery.calibration import recalibrate as recalibrate
 from .surgery.explain import explain_scores as explain_scores
 from .surgery.repair import RepairReport as RepairReport
 from .surgery.repair import repair as repair
+from .surgery.sensitivity import measure_sensitivity as measure_sensitivity
 from .surgery.serialization import load as load
 from .surgery.serialization import save as save
 from .train.callbacks import Callback as Callback

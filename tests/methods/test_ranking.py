@@ -12,12 +12,14 @@ import peel
 from helpers.nets import Dense, Depthwise, Flattened, Gated, Grouped, Net, Residual, Shuffled
 from helpers.small import CPU, Small, few_digits
 from peel.methods.config import MethodConfig
+from peel.methods.method import Method
 from peel.methods.problem import Problem
-from peel.methods.ranking import GlobalRanking, Magnitude, Taylor, widths_by_rank
+from peel.methods.ranking import Magnitude, Taylor, widths_by_rank
+from peel.methods.sensitivity import LeastSensitive
 from peel.surgery.info import info_of
 from peel.train.recipe import Recipe
 
-METHODS = [Magnitude(), Taylor()]
+METHODS: list[type[Method]] = [Magnitude, Taylor, LeastSensitive]
 
 
 def problem_of(model: nn.Module, budget: float | str = 0.5, **changes: object) -> Problem:
@@ -43,8 +45,9 @@ def with_dead_channels(dead: dict[str, list[int]]) -> nn.Module:
     return model.eval()
 
 
-@pytest.mark.parametrize("method", METHODS, ids=["magnitude", "taylor"])
-def test_dead_channels_are_cut_and_living_ones_kept(method: GlobalRanking) -> None:
+@pytest.mark.parametrize("kind", METHODS)
+def test_dead_channels_are_cut_and_living_ones_kept(kind: type[Method]) -> None:
+    method = kind()
     dead = {"conv1": [0, 3], "conv2": [1, 5, 6], "conv3": [], "conv4": [2, 4, 6, 8, 10, 12]}
     model = with_dead_channels(dead)
     problem = problem_of(model)
@@ -60,9 +63,10 @@ def test_dead_channels_are_cut_and_living_ones_kept(method: GlobalRanking) -> No
     assert info_of(small).widths == living
 
 
-@pytest.mark.parametrize("method", METHODS, ids=["magnitude", "taylor"])
+@pytest.mark.parametrize("kind", METHODS)
 @pytest.mark.parametrize("budget", ["70%", "50%", "20%", "5%"])
-def test_the_budget_is_met_and_every_layer_keeps_its_floor(method: GlobalRanking, budget: str) -> None:
+def test_the_budget_is_met_and_every_layer_keeps_its_floor(kind: type[Method], budget: str) -> None:
+    method = kind()
     torch.manual_seed(1)
     model = Small()
     with torch.no_grad():  # one layer would lose everything

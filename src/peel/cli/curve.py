@@ -23,7 +23,7 @@ COLUMNS = {
     "cut": "cut",
     "recalibrated": "recalibrated",
     "repaired": "repaired",
-    "repaired, streams kept": "repaired_streams_kept",
+    "repaired, by sensitivity": "repaired_by_sensitivity",
 }
 
 
@@ -77,7 +77,7 @@ def _draw(found: Curve, console: Console) -> None:
     console.print(table)
     console.print(
         f"top-1 on {found.test_images:,} test images of {found.data}; {found.images:,} unlabeled training "
-        "images calibrate; uniform widths; nothing was trained",
+        "images calibrate; uniform widths but in the last column; nothing was trained",
         markup=False,
     )
 

@@ -6,11 +6,12 @@ Scores are divided by the mean over their layer; otherwise layers with large wei
 
 from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from ..cost.cutting import floors_of
 from ..cost.rounding import round_to_budget
 from ..cost.widths import Widths
 from ..graph.parameters import ChannelAxis
@@ -21,9 +22,6 @@ from .config import MethodConfig
 from .method import Method, TrainBackbone
 from .plan import Plan, assemble_plan
 from .problem import Problem
-
-#: No layer keeps less than this fraction of its channels, or than half of those in the uniform network.
-FLOOR = 0.1
 
 #: Images that the effects of channels are measured on, and the batch size.
 BATCHES, BATCH_SIZE = 20, 128
@@ -86,7 +84,7 @@ def widths_by_rank(problem: Problem, scores: ChannelScores) -> Widths:
     """The widths that a threshold on the scores leaves, rounded to the budget."""
     graph, uniform = problem.graph, problem.uniform()
     free = {tie: values for tie, values in scores.by_tie(graph).items() if tie not in problem.freeze}
-    floors = floors_of(problem, free)
+    floors = floors_of(graph, uniform, free)
     thresholds = torch.cat([*free.values(), torch.tensor([float("inf")])]).sort().values
 
     def kept(place: int) -> dict[str, float]:
@@ -100,20 +98,9 @@ def widths_by_rank(problem: Problem, scores: ChannelScores) -> Widths:
     def fits(place: int) -> bool:
         return place == last or problem.allows(kept(place))
 
-    return round_widths(problem, kept(bisect_left(range(last), True, key=fits)))
-
-
-def floors_of(problem: Problem, ties: Iterable[str]) -> dict[str, float]:
-    """The widths below which no layer is cut."""
-    full, uniform = problem.graph.widths, problem.uniform()
-    return {tie: max(1.0, min(FLOOR * full[tie], uniform[tie] / 2)) for tie in ties}
-
-
-def round_widths(problem: Problem, ideal: Mapping[str, float]) -> Widths:
-    """Whole widths within the budget and the limits of the problem."""
     return round_to_budget(
-        problem.graph,
-        ideal,
+        graph,
+        kept(bisect_left(range(last), True, key=fits)),
         problem.budget,
         resource=problem.resource,
         limits=problem.limits,

@@ -9,7 +9,7 @@ from .method import Method, Uniform
 from .peel import Peel
 from .ranking import Magnitude, Taylor
 from .search import Search
-from .sensitivity import Sensitivity
+from .sensitivity import LeastSensitive
 
 #: Name -> class. The first line of its docstring is its description.
 METHODS: dict[str, Callable[[], Method]] = {
@@ -17,7 +17,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "uniform": Uniform,
     "magnitude": Magnitude,
     "taylor": Taylor,
-    "sensitivity": Sensitivity,
+    "sensitivity": LeastSensitive,
     "search": Search,
 }
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..cost.rounding import Divisor, uniform
 from ..cost.widths import Widths
-from ..errors import BudgetError
 from ..graph.channel_graph import ChannelGraph
-from ..graph.parameters import residual_ties
 from .calibration import Images, recalibrate
 from .explain import explain_scores
 from .repair import repair
+from .sensitivity import measure_sensitivity
 from .slim import slim
 
 #: The budgets of a curve, as fractions of the MACs.
@@ -31,8 +30,8 @@ class CurvePoint:
     cut: float
     recalibrated: float
     repaired: float
-    repaired_streams_kept: float | None
-    """With the residual streams at their original width; None where that does not meet the budget."""
+    repaired_by_sensitivity: float
+    """With widths and channels by `measure_sensitivity` instead of uniform widths."""
 
 
 def accuracy_curve(
@@ -45,14 +44,15 @@ def accuracy_curve(
     resource: str = "macs",
     divisor: Divisor = "auto",
 ) -> Iterator[CurvePoint]:
-    """Cut a trained model to uniform widths at each budget, and judge it cut, recalibrated and repaired.
+    """Cut a trained model to each budget, and judge it cut, recalibrated and repaired.
 
-    `images` are unlabeled and calibrate, `judge` measures a network. The channels that best explain the
-    others are kept (`explain_scores`).
+    `images` are unlabeled and calibrate, `judge` measures a network. Widths are uniform, and the channels
+    that best explain the others are kept (`explain_scores`). Beside it: widths by sensitivity.
     """
     scores = explain_scores(model, graph, images)
+    sensitivity = measure_sensitivity(model, graph, images)
 
-    def repaired(widths: Widths) -> float:
+    def repaired(widths: Widths, scores: Mapping[str, Tensor]) -> float:
         small = slim(model, widths, graph=graph, weights="inherit", scores=scores)
         repair(small, model, images, graph=graph)
         return judge(small)
@@ -62,22 +62,13 @@ def accuracy_curve(
         plain = slim(model, widths, graph=graph, weights="inherit", scores=scores)
         cut = judge(plain)
         recalibrate(plain, images)
-        hidden = _hidden_widths(graph, budget, resource, divisor)
+        least = sensitivity.widths(budget, resource=resource, divisor=divisor)
         yield CurvePoint(
             budget=budget,
             macs=graph.macs(widths),
             params=graph.params(widths),
             cut=cut,
             recalibrated=judge(plain),
-            repaired=repaired(widths),
-            repaired_streams_kept=repaired(hidden) if hidden is not None else None,
+            repaired=repaired(widths, scores),
+            repaired_by_sensitivity=repaired(least, sensitivity.scores),
         )
-
-
-def _hidden_widths(graph: ChannelGraph, budget: float, resource: str, divisor: Divisor) -> Widths | None:
-    """Uniform widths for all but the residual streams; None where there are none, or the budget is missed."""
-    streams = residual_ties(graph)
-    try:
-        return uniform(graph, budget, resource=resource, divisor=divisor, freeze=streams) if streams else None
-    except BudgetError:
-        return None

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from ..graph.channel_graph import ChannelGraph
+from ..graph.channel_graph import ChannelGraph, Run
 from ..graph.parameters import spans
 from ..utils.rng import derive_seed
 from .calibration import BATCH, Images, evaluating, make_batches, run_model
 from .layer_calls import CallWatcher, LayerCall, Visitor
+from .selection import per_channel
 
 #: Places of each image at which the channels are compared.
 PLACES = 16
@@ -20,9 +21,9 @@ PLACES = 16
 
 @dataclass
 class Reading:
-    """The channels of a tie, as a layer reads them at sampled places."""
+    """The channels of an atom, as a layer reads them at sampled places."""
 
-    tie: int
+    atom: int
     layer: str
     span: slice
     """Where they are in the input of the layer."""
@@ -47,32 +48,30 @@ class Reading:
 
 @dataclass
 class ReadingCollector(Visitor):
-    """Sees which layers read which ties. Depthwise and grouped layers do not count."""
+    """Sees which layers read which atoms. Depthwise and grouped layers do not count."""
 
     graph: ChannelGraph
     batch: int = 0
-    readings: dict[tuple[int, str], Reading] = field(default_factory=dict)
+    readings: dict[tuple[str, int], Reading] = field(default_factory=dict)
+    """Layer and first position in its input -> what it reads there."""
 
     def at_layer(self, name: str, index: int, call: LayerCall, run: Callable[..., Tensor]) -> Tensor:
         axis = 0 if call.is_transposed else 1
         if call.groups == 1 and axis in self.graph.consumers.get(name, ()):
             rows = self._rows(name, index, call).double()
             weight = call.weight.detach().double().movedim(axis, 1)
-            for tie, width, span in self._ties(name, axis):
-                if (tie, name) not in self.readings:
-                    # A channel that fills several positions of the axis has that many times the taps.
-                    own = weight[:, span].reshape(len(weight), width, -1)
-                    self.readings[tie, name] = Reading(tie, name, span, own)
-                channels = rows[:, span].reshape(len(rows), width, -1)
-                self.readings[tie, name].add(channels.movedim(2, 1).flatten(0, 1))
+            for part, span in spans(self.graph.layouts[name][axis]):
+                if part.tie >= 0:
+                    self._add(part, name, span, rows[:, span], weight[:, span])
         return run()
 
-    def _ties(self, name: str, axis: int) -> Iterator[tuple[int, int, slice]]:
-        """The ties that are read whole: number, width, and place in the axis."""
-        widths, steps = list(self.graph.widths.values()), list(self.graph.steps.values())
-        for part, span in spans(self.graph.layouts[name][axis]):
-            if part.tie >= 0 and part.size * steps[part.tie] == widths[part.tie]:
-                yield part.tie, widths[part.tie], span
+    def _add(self, run: Run, name: str, span: slice, rows: Tensor, weight: Tensor) -> None:
+        if (name, span.start) not in self.readings:
+            # A channel that fills several positions of the axis has that many times the taps.
+            own = weight.reshape(len(weight), run.size, -1)
+            self.readings[name, span.start] = Reading(run.atom, name, span, own)
+        channels = rows.reshape(len(rows), run.size, -1)
+        self.readings[name, span.start].add(channels.movedim(2, 1).flatten(0, 1))
 
     def _rows(self, name: str, index: int, call: LayerCall) -> Tensor:
         """The input at sampled places: places x channels."""
@@ -85,20 +84,19 @@ class ReadingCollector(Visitor):
         return inputs[torch.unravel_index(places, inputs.shape[:-1])]
 
 
-def collect_readings(model: nn.Module, graph: ChannelGraph, images: Images) -> dict[str, list[Reading]]:
-    """Tie -> what each layer reads of it. Channels that do not vary, or are not finite, do not count."""
+def collect_readings(model: nn.Module, graph: ChannelGraph, images: Images) -> dict[int, list[Reading]]:
+    """Atom -> what each layer reads of it. Channels that do not vary, or are not finite, do not count."""
     collector = ReadingCollector(graph)
     with evaluating(model):
         for number, batch in enumerate(make_batches(images, BATCH)):
             collector.batch = number
             with CallWatcher(model, collector):
                 run_model(model, batch)
-    names = list(graph.widths)
-    found: dict[str, list[Reading]] = {}
-    for reading in sorted(collector.readings.values(), key=lambda reading: reading.tie):
+    found: dict[int, list[Reading]] = {}
+    for reading in sorted(collector.readings.values(), key=lambda reading: reading.atom):
         total = reading.covariance().diagonal().sum()
         if torch.isfinite(total) and total > 0:
-            found.setdefault(names[reading.tie], []).append(reading)
+            found.setdefault(reading.atom, []).append(reading)
     return found
 
 
@@ -113,10 +111,10 @@ def explain_scores(model: nn.Module, graph: ChannelGraph, images: Images) -> dic
     >>> scores = explain_scores(model, graph, images)
     >>> small = peel.slim(model, widths, graph=graph, weights="inherit", scores=scores)
     """
-    return {
-        tie: greedy_order(sum(map(_weighted_covariance, readings), torch.zeros(())))
-        for tie, readings in collect_readings(model, graph, images).items()
-    }
+    by_atom = {}
+    for atom, readings in collect_readings(model, graph, images).items():
+        by_atom[atom] = greedy_order(torch.stack([_weighted_covariance(one) for one in readings]).sum(0))
+    return per_channel(graph, by_atom)
 
 
 def _weighted_covariance(reading: Reading) -> Tensor:

@@ -118,6 +118,22 @@ def _add(scores: dict[int, Tensor], runs: Sequence[Run], values: Tensor) -> None
             scores[run.atom] = scores[run.atom] + mean if run.atom in scores else mean
 
 
+def per_channel(graph: ChannelGraph, by_atom: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """Tie -> one score per channel, from those of its atoms. A tie without scores for all is left out."""
+    found = {}
+    for index, name in enumerate(graph.widths):
+        runs = _runs_of_tie(graph, index, name)
+        if all(run.atom in by_atom for run in runs):
+            found[name] = torch.cat([by_atom[run.atom].repeat_interleave(run.inner) for run in runs])
+    return found
+
+
+def _runs_of_tie(graph: ChannelGraph, index: int, name: str) -> list[Run]:
+    """The runs of a tie where it has its whole width."""
+    member = next(member for member in graph.ties[name].members if member.multiplicity == "1")
+    return [run for run in graph.layouts[member.tensor][member.axis] if run.tie == index]
+
+
 def _scores_of_tie(graph: ChannelGraph, name: str, given: Tensor) -> dict[int, Tensor]:
     """Scores of a tie that the caller gives, by atom."""
     tie = graph.ties.get(name)
@@ -128,8 +144,6 @@ def _scores_of_tie(graph: ChannelGraph, name: str, given: Tensor) -> dict[int, T
         raise WidthsError(f"scores of {name}: give {tie.width} numbers, not a shape of {tuple(given.shape)}.")
     if not torch.isfinite(given).all():
         raise WidthsError(f"scores of {name}: not all of them are finite.")
-    index = list(graph.widths).index(name)
-    member = next(member for member in tie.members if member.multiplicity == "1")
     scores: dict[int, Tensor] = {}
-    _add(scores, [run for run in graph.layouts[member.tensor][member.axis] if run.tie == index], given)
+    _add(scores, _runs_of_tie(graph, list(graph.widths).index(name), name), given)
     return scores

@@ -8,7 +8,9 @@ input in which half of the channels are predicted from the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves  # has no public name
 
+from ..cost.budget import Budget
+from ..cost.cutting import cut_to_budget
+from ..cost.rounding import Divisor
+from ..cost.widths import Widths
 from ..errors import DataError
 from ..graph.channel_graph import ChannelGraph
+from ..utils.rng import derive_seed
 from .calibration import Images, evaluating, make_batches, run_model
 from .explain import Reading, collect_readings
 from .layer_calls import CallWatcher, LayerCall, Visitor
 from .regression import TINY
+from .selection import per_channel
 
 #: Images that gradients are computed for, and the output is compared on; how many run together.
 IMAGES, BATCH = 256, 32
@@ -30,53 +38,101 @@ IMAGES, BATCH = 256, 32
 RIDGE = 1e-6
 
 
+Readings = Mapping[int, Sequence[Reading]]
+"""Atom -> what each layer reads of it."""
+
+
 @dataclass(frozen=True)
-class TieSensitivity:
-    """How much a network needs the channels of a tie."""
+class Sensitivity:
+    """How much a trained network needs the channels of each tie."""
 
-    scores: Tensor
-    """One per channel; those with the highest are kept."""
-    change: Tensor
-    """Change of the output with 0, 1, ... all channels kept: mean square, as a fraction of the variance."""
+    graph: ChannelGraph
+    scores: Mapping[str, Tensor]
+    """Tie -> one score per channel; those with the highest are kept."""
+    change: Mapping[str, Tensor]
+    """Tie -> change of the output with 0, 1, ... all of its units kept: mean square over variance."""
+
+    def widths(
+        self,
+        budget: Budget,
+        *,
+        resource: str = "macs",
+        limits: Mapping[str, Budget] | None = None,
+        divisor: Divisor = "auto",
+        freeze: Iterable[str] = (),
+    ) -> Widths:
+        """Widths that meet the budget with the least change of the output; options as in `peel.uniform`."""
+        losses = {tie: values.tolist() for tie, values in self.change.items()}
+        return cut_to_budget(
+            self.graph, losses, budget, resource=resource, limits=limits, divisor=divisor, freeze=freeze
+        )
 
 
-def measure_sensitivities(model: nn.Module, graph: ChannelGraph, images: Images) -> dict[str, TieSensitivity]:
-    """Tie -> what its channels are worth to a trained network, from unlabeled images.
+def measure_sensitivity(model: nn.Module, graph: ChannelGraph, images: Images) -> Sensitivity:
+    """Measure on unlabeled images how much the output of a trained network needs the channels of each tie.
 
-    A tie whose readers are all depthwise or grouped, or not seen, is left out.
+    One backward pass, and one forward pass for each layer, over 256 images. A tie whose readers are all
+    depthwise or grouped, or not seen, is left out.
+
+    >>> sensitivity = peel.measure_sensitivity(model, graph, images)
+    >>> widths = sensitivity.widths("50%")
+    >>> small = peel.slim(model, widths, graph=graph, weights="inherit", scores=sensitivity.scores)
     """
     readings = collect_readings(model, graph, images)
-    by_layer: dict[str, list[Reading]] = {}
-    for reading in (reading for some in readings.values() for reading in some):
-        by_layer.setdefault(reading.layer, []).append(reading)
-    few = _first(make_batches(images, BATCH))
+    few = list(make_batches(images, BATCH)[: -(-IMAGES // BATCH)])
     with evaluating(model):
+        torch.manual_seed(derive_seed("sensitivity"))
         gradients = _squared_gradients(model, few)
-        weights = {key: _pull_back(reading, gradients) for key, reading in _keyed(readings)}
-        first = {
-            tie: _greedy(some, [weights[tie, one.layer] for one in some]) for tie, some in readings.items()
-        }
-        names = list(graph.widths)
-        kept = {names.index(tie): _best_half(found.scores) for tie, found in first.items()}
-        left = {key: _left_at(reading, weights[key], kept[reading.tie]) for key, reading in _keyed(readings)}
+        values = {atom: [_pull_back(one, gradients) for one in some] for atom, some in readings.items()}
+        kept = {atom: _best_half(scores) for atom, (scores, _) in _order(readings, values).items()}
         outputs = [_flat(run_model(model, batch)) for batch in few]
-        for layer, some in by_layer.items():
-            expected = sum(left[names[one.tie], layer] for one in some)
-            measured = _change(model, few, outputs, _Predicted(layer, some, kept))
-            for one in some:
-                weights[names[one.tie], layer] *= measured / max(expected, TINY)
-    return {tie: _greedy(some, [weights[tie, one.layer] for one in some]) for tie, some in readings.items()}
+        factors = _factors(model, few, outputs, _parts(readings, values, kept))
+        for atom, some in readings.items():
+            values[atom] = [value * factors[one.layer] for one, value in zip(some, values[atom], strict=True)]
+    found = _order(readings, values)
+    scores = per_channel(graph, {atom: scores for atom, (scores, _) in found.items()})
+    change = _sum_by_tie(graph, {atom: change for atom, (_, change) in found.items()})
+    return Sensitivity(graph, scores, {tie: change[tie] for tie in scores})
 
 
-def _keyed(readings: Mapping[str, Sequence[Reading]]) -> Iterator[tuple[tuple[str, str], Reading]]:
-    for tie, some in readings.items():
-        for reading in some:
-            yield (tie, reading.layer), reading
+def _sum_by_tie(graph: ChannelGraph, by_atom: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """Tie -> the sum over its atoms."""
+    names = list(graph.widths)
+    runs = (run for layout in graph.layouts.values() for axis in layout for run in axis if run.tie >= 0)
+    ties = {run.atom: names[run.tie] for run in runs}
+    found: dict[str, Tensor] = {}
+    for atom, values in by_atom.items():
+        found[ties[atom]] = found[ties[atom]] + values if ties[atom] in found else values
+    return found
 
 
-def _first(batches: Sequence[Any]) -> list[Any]:
-    """Batches with about as many images as are needed."""
-    return list(batches[: -(-IMAGES // BATCH)])
+def _parts(
+    readings: Readings, values: Mapping[int, Sequence[Tensor]], kept: Mapping[int, Tensor]
+) -> dict[str, list[_Prediction]]:
+    """Layer -> its input, half of whose channels are predicted."""
+    found: dict[str, list[_Prediction]] = {}
+    for atom, some in readings.items():
+        for reading, value in zip(some, values[atom], strict=True):
+            found.setdefault(reading.layer, []).append(_Prediction.of(reading, value, kept[atom]))
+    return found
+
+
+def _factors(
+    model: nn.Module,
+    batches: Sequence[Any],
+    outputs: Sequence[list[Tensor]],
+    parts: Mapping[str, Sequence[_Prediction]],
+) -> dict[str, float]:
+    """Layer -> the measured change of the output over the expected one."""
+    factors = {}
+    for layer, some in parts.items():
+        expected = sum(part.expected for part in some)
+        measured = _change(model, batches, outputs, _Predictor(layer, some))
+        if expected > 0 and 0 < measured < math.inf:
+            factors[layer] = measured / expected
+    # A layer for which half of its channels are enough has no factor of its own.
+    usual = statistics.median(factors.values()) if factors else 1.0
+    return {layer: factors.get(layer, usual) for layer in parts}
 
 
 def _flat(output: Any) -> list[Tensor]:
@@ -138,15 +194,21 @@ def _pull_back(reading: Reading, gradients: Mapping[str, Tensor]) -> Tensor:
     return flat @ flat.T
 
 
-def _greedy(readings: Sequence[Reading], weights: Sequence[Tensor]) -> TieSensitivity:
-    """Take, one after the other, the channel that leaves the least change."""
-    left = torch.stack([reading.covariance() for reading in readings])
-    weight = torch.stack(list(weights))
+def _order(readings: Readings, values: Mapping[int, Sequence[Tensor]]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Atom -> scores of its channels, and the change that each number of them leaves."""
+    return {
+        atom: _greedy([one.covariance() for one in some], values[atom]) for atom, some in readings.items()
+    }
+
+
+def _greedy(covariances: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Scores and changes. Takes, one after the other, the channel that leaves the least."""
+    left, value = torch.stack(list(covariances)), torch.stack(list(values))
     count = left.shape[1]
     floor = 1e-9 * left.diagonal(dim1=1, dim2=2).amax(1).clamp_min(TINY)
-    gains = ((left @ weight) * left).sum(2)
+    gains = ((left @ value) * left).sum(2)
     scores = torch.zeros(count)
-    change = [float((left * weight).sum())]
+    change = [float((left * value).sum())]
     is_taken = torch.zeros(count, dtype=torch.bool, device=left.device)
     for place in range(count):
         variance = left.diagonal(dim1=1, dim2=2).clamp_min(floor[:, None])
@@ -154,59 +216,66 @@ def _greedy(readings: Sequence[Reading], weights: Sequence[Tensor]) -> TieSensit
         is_taken[best] = True
         scores[best] = count - place
         column, scale = left[:, :, best].clone(), variance[:, best, None].clone()
-        weighted = weight @ column[:, :, None]
+        weighted = value @ column[:, :, None]
         moved = (left @ weighted).squeeze(2)
         worth = (column * weighted.squeeze(2)).sum(1, keepdim=True)
         gains += column.square() * worth / scale.square() - 2 * column * moved / scale
         change.append(max(0.0, change[-1] - float((worth / scale).sum())))
         left -= column[:, :, None] * (column / scale)[:, None]
-    return TieSensitivity(scores, torch.tensor(change, dtype=torch.float64))
+    return scores, torch.tensor(change, dtype=torch.float64)
 
 
 def _best_half(scores: Tensor) -> Tensor:
     return torch.topk(scores, max(1, len(scores) // 2)).indices.sort().values
 
 
-def _coefficients(reading: Reading, kept: Tensor) -> Tensor:
-    """The regression of all channels on the kept ones: channels x kept."""
-    covariance = reading.covariance()
-    kept = kept.to(covariance.device)
-    among = covariance[kept][:, kept]
-    ridge = RIDGE * covariance.diagonal().mean().clamp_min(TINY)
-    penalized = among + ridge * torch.eye(len(kept), dtype=among.dtype, device=among.device)
-    found: Tensor = torch.linalg.solve(penalized, covariance[kept])
-    return found.T
+@dataclass(frozen=True)
+class _Prediction:
+    """The channels that a layer reads, predicted from the kept ones by regression."""
+
+    span: slice
+    mean: Tensor
+    kept: Tensor
+    coefficients: Tensor
+    """Channels x kept."""
+    expected: float
+    """Change of the output, to first order."""
+
+    @classmethod
+    def of(cls, reading: Reading, value: Tensor, kept: Tensor) -> _Prediction:
+        covariance = reading.covariance()
+        kept = kept.to(covariance.device)
+        ridge = RIDGE * covariance.diagonal().mean().clamp_min(TINY)
+        among = covariance[kept][:, kept] + ridge * torch.eye(len(kept)).to(covariance)
+        coefficients: Tensor = torch.linalg.solve(among, covariance[kept]).T
+        left = covariance - coefficients @ covariance[kept]
+        return cls(reading.span, reading.mean(), kept, coefficients, max(0.0, float((left * value).sum())))
+
+    def replace(self, inputs: Tensor) -> None:
+        """Predict the channels, the last axis of the inputs, in place."""
+        some = inputs[..., self.span]
+        own = some.reshape(*some.shape[:-1], len(self.mean), -1).movedim(-2, -1)
+        mean, coefficients = self.mean.to(own.dtype), self.coefficients.to(own.dtype)
+        kept = own[..., self.kept]
+        predicted = (kept - mean[self.kept]) @ coefficients.T + mean
+        predicted[..., self.kept] = kept
+        inputs[..., self.span] = predicted.movedim(-1, -2).flatten(-2)
 
 
-def _left_at(reading: Reading, weight: Tensor, kept: Tensor) -> float:
-    """The expected change with these channels kept."""
-    covariance, coefficients = reading.covariance(), _coefficients(reading, kept)
-    left = covariance - coefficients @ covariance[kept.to(covariance.device)]
-    return max(0.0, float((left * weight).sum()))
+@dataclass(frozen=True)
+class _Predictor(Visitor):
+    """Gives one layer predicted channels."""
 
-
-class _Predicted(Visitor):
-    """Gives one layer an input in which some channels are predicted from the kept ones."""
-
-    def __init__(self, layer: str, readings: Sequence[Reading], kept: Mapping[int, Tensor]) -> None:
-        self.layer = layer
-        self.parts = [
-            (one.span, one.mean().float(), _coefficients(one, kept[one.tie]).float(), kept[one.tie])
-            for one in readings
-        ]
+    layer: str
+    parts: Sequence[_Prediction]
 
     def at_layer(self, name: str, index: int, call: LayerCall, run: Callable[..., Tensor]) -> Tensor:
         if name != self.layer:
             return run()
         axis = 1 if call.kernel else -1
         inputs = call.inputs.movedim(axis, -1).clone()
-        for span, mean, coefficients, kept in self.parts:
-            some = inputs[..., span]
-            own = some.reshape(*some.shape[:-1], len(mean), -1).movedim(-2, -1)
-            centered = own - mean.to(own.dtype)
-            predicted = centered[..., kept.to(own.device)] @ coefficients.T.to(own.dtype)
-            predicted[..., kept.to(own.device)] = centered[..., kept.to(own.device)]
-            inputs[..., span] = (predicted + mean.to(own.dtype)).movedim(-1, -2).flatten(-2)
+        for part in self.parts:
+            part.replace(inputs)
         return run(inputs.movedim(-1, axis).contiguous())
 
 

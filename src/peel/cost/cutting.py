@@ -1,0 +1,91 @@
+"""Widths from what each layer is worth: cut where the least is lost for the cost."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .budget import Budget
+from .rounding import (
+    Costed,
+    Divisor,
+    cost_of,
+    fractional_units,
+    name_set,
+    resolve_budget,
+    round_to_budget,
+    uniform,
+)
+from .widths import Widths
+
+#: No layer keeps less than this fraction of its channels, or than half of those in the uniform network.
+FLOOR = 0.1
+
+#: A layer loses this fraction of its channels at a time.
+BLOCK = 1 / 16
+
+#: The fraction of the cost that is cut before all layers are compared again.
+SWEEP = 0.02
+
+
+def cut_to_budget(
+    graph: Costed,
+    losses: Mapping[str, Sequence[float]],
+    budget: Budget,
+    *,
+    resource: str = "macs",
+    limits: Mapping[str, Budget] | None = None,
+    divisor: Divisor = "auto",
+    freeze: Iterable[str] = (),
+) -> Widths:
+    """Cut blocks of channels, those with the least loss per cost first, until the budget is met.
+
+    `losses`: tie -> what is lost with 0, 1, ... all of its units kept. Other ties follow the uniform
+    network; those in `freeze` keep their width.
+    """
+    target, frozen = resolve_budget(graph, budget, resource, limits=limits), name_set(freeze)
+    options: dict[str, Any] = {
+        "resource": target.resource,
+        "limits": target.limits,
+        "divisor": divisor,
+        "freeze": frozen,
+    }
+    base = uniform(graph, target.budget, **options)
+    free = [tie for tie in losses if tie not in frozen]
+    floors = floors_of(graph, base, free)
+    widths: dict[str, float] = {**base, **{tie: graph.widths[tie] for tie in free}}
+    amounts = {target.resource: target.budget, **target.limits}
+
+    def used(resource: str, widths: Mapping[str, float]) -> float:
+        return float(cost_of(graph, resource)(fractional_units(graph, widths))) / amounts[resource]
+
+    while max(used(name, widths) for name in amounts) > 1:
+        binding = max(amounts, key=lambda name: used(name, widths))
+        now = used(binding, widths)
+        cuts = []
+        for tie in free:
+            width = _next_width(graph, tie, widths[tie], floors[tie])
+            saved = now - used(binding, {**widths, tie: width})
+            if saved > 0:
+                before, after = (int(some / graph.steps[tie]) for some in (widths[tie], width))
+                lost = losses[tie][after] - losses[tie][before]
+                cuts.append((lost / saved, saved, tie, width))
+        if not cuts:
+            break
+        wanted = min(SWEEP * now, now - 1)
+        for _, saved, tie, width in sorted(cuts):
+            widths[tie] = width
+            wanted -= saved
+            if wanted <= 0:
+                break
+    return round_to_budget(graph, widths, target.budget, **options)
+
+
+def floors_of(graph: Costed, base: Mapping[str, int], ties: Iterable[str]) -> dict[str, float]:
+    """The widths below which no layer is cut; `base` are those of the uniform network."""
+    return {tie: max(1.0, min(FLOOR * graph.widths[tie], base[tie] / 2)) for tie in ties}
+
+
+def _next_width(graph: Costed, tie: str, width: float, floor: float) -> float:
+    """One block narrower, in whole steps of the tie, and not below the floor."""
+    step = graph.steps[tie]
+    block = max(1, round(BLOCK * graph.widths[tie] / step)) * step
+    return max(width - block, min(width, -(-floor // step) * step))
