@@ -28,13 +28,15 @@ import peel
 from peel.graph import ChannelGraph
 from peel.surgery import info_of
 from peel.surgery.explain import explain_scores
+from peel.surgery.sensitivity import Sensitivity
 
 RESULTS = Path(__file__).parents[1] / "results" / "repair_efficientnet.jsonl"
 MEAN, STD = 0.498, 0.502
 
 #: How channels are chosen: by the scale of their batch norm, by how well they explain the others; the latter
-#: with the residual streams kept whole; and with the streams rotated to their principal components.
-SELECTIONS = ("norm", "explain", "hidden", "rotated")
+#: with the residual streams kept whole; and with the streams rotated to their principal components. The last
+#: two have widths by sensitivity instead of uniform ones.
+SELECTIONS = ("norm", "explain", "hidden", "rotated", "sensitivity", "rotated sensitivity")
 
 
 def load_network() -> nn.Module:
@@ -113,15 +115,18 @@ class Judge:
         self.models = {"norm": load_network()}
         self.graph = peel.trace(self.models["norm"], images[:1])
         self.scores: dict[str, dict[str, Tensor]] = {}
+        self.sensitivity: dict[str, Sensitivity] = {}
 
     def model(self, select: str) -> nn.Module:
-        name = "rotated" if select == "rotated" else "norm"
+        name = "rotated" if select.startswith("rotated") else "norm"
         if name not in self.models:
             self.models[name] = rotated(self.models["norm"], self.graph, self.images[:64])
         return self.models[name]
 
     def cut(self, select: str, budget: float, divisor: str) -> nn.Module:
         model = self.model(select)
+        if select.endswith("sensitivity"):
+            return self.cut_by_sensitivity(select, budget, divisor)
         freeze = stream_ties(self.graph) if select == "hidden" else []
         step = "auto" if divisor == "auto" else int(divisor)
         widths = peel.uniform(self.graph, budget, divisor=step, freeze=freeze)
@@ -129,6 +134,14 @@ class Judge:
             self.scores[select] = explain_scores(model, self.graph, self.images)
         scores = self.scores.get(select)
         return peel.slim(model, widths, graph=self.graph, weights="inherit", scores=scores)
+
+    def cut_by_sensitivity(self, select: str, budget: float, divisor: str) -> nn.Module:
+        model = self.model(select)
+        if select not in self.sensitivity:
+            self.sensitivity[select] = peel.measure_sensitivity(model, self.graph, self.images)
+        measured = self.sensitivity[select]
+        widths = measured.widths(budget, divisor="auto" if divisor == "auto" else int(divisor))
+        return peel.slim(model, widths, graph=self.graph, weights="inherit", scores=measured.scores)
 
     def judge(self, select: str, budget: float, divisor: str) -> dict[str, object]:
         result: dict[str, object] = {"select": select, "budget": budget, "divisor": divisor}
