@@ -33,6 +33,9 @@ from .peer import PEERS, TorchPruning, kept_channels
 #: The arms. `streams` is uniform with the residual streams at their original width.
 METHODS = ("peel", "uniform", "streams", "magnitude", "taylor", "sensitivity", *PEERS)
 
+#: Those that are fine-tuned.
+MAIN = tuple(method for method in METHODS if method != "streams")
+
 #: Fractions of the MACs: of the curve, and of the fine-tuned networks.
 CURVE, BUDGETS = ("90%", "70%", "50%", "30%"), ("50%", "25%")
 
@@ -297,7 +300,7 @@ def objective_of(problem: Problem, recipe: Recipe, with_teacher: bool) -> Object
 class Stage(NamedTuple):
     """Arms that belong together. Torch-Pruning repairs nothing: by default its networks start cut."""
 
-    methods: Sequence[str] = METHODS
+    methods: Sequence[str] = MAIN
     starts: Sequence[str] = ("repaired",)
     teacher: bool = True
     budgets: Sequence[str] = BUDGETS
@@ -307,7 +310,7 @@ class Stage(NamedTuple):
 
 
 #: Methods for questions that are not about methods, and the others of ours.
-FEW, REST = ("uniform", "magnitude"), ("peel", "streams", "taylor")
+FEW, REST = ("uniform", "sensitivity"), ("peel", "magnitude", "taylor")
 
 STAGES = {
     # The table: all methods, the same training
