@@ -40,15 +40,15 @@ def refit_error(model: Perceptron, x: Tensor, kept: Tensor) -> float:
 
 def test_the_change_is_that_of_a_refitted_layer() -> None:
     torch.manual_seed(0)
-    model, x = Perceptron().eval(), torch.randn(256, 6)
+    model, x = Perceptron().eval(), torch.randn(8192, 6)
     found = measured(model, x)
     (tie,) = found.change
     order = found.scores[tie].argsort(descending=True)
     for count in (4, 8, 12):
         wanted = refit_error(model, x, order[:count])
         # A prediction of all hidden channels is a little worse than a fit of the three outputs.
-        assert wanted * 0.99 <= float(found.change[tie][count]) <= 3 * wanted
-    assert float(found.change[tie][8]) == pytest.approx(float(predicted_error(model, x, order[:8])), rel=0.02)
+        assert wanted * 0.9 <= float(found.change[tie][count]) <= 3 * wanted
+    assert float(found.change[tie][8]) == pytest.approx(float(predicted_error(model, x, order[:8])), rel=0.15)
 
 
 def predicted_error(model: Perceptron, x: Tensor, kept: Tensor) -> Tensor:
@@ -66,12 +66,21 @@ def test_copies_of_channels_cost_nothing_and_are_cut_first() -> None:
     model = Perceptron().eval()
     with torch.no_grad():
         model.first.weight[8:], model.first.bias[8:] = model.first.weight[:8], model.first.bias[:8]
-    found = measured(model, torch.randn(256, 6))
+    found = measured(model, torch.randn(8192, 6))
     (tie,) = found.change
     change = found.change[tie]
-    assert float(change[8]) < 1e-6 * float(change[4])
+    assert float(change[8]) < 0.1 * float(change[4])
     first = set((found.scores[tie].argsort(descending=True)[:8] % 8).tolist())
     assert first == set(range(8))
+
+
+def test_as_many_images_as_channels_do_not_explain_everything() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3)).eval()
+    found = measured(model, torch.randn(64, 64))
+    (tie,) = found.change
+    change = found.change[tie]
+    assert float(change[48]) > 0.05 * float(change[0]), "64 independent channels, 64 images"
 
 
 class Uneven(nn.Module):

@@ -78,18 +78,23 @@ def measure_sensitivity(model: nn.Module, graph: ChannelGraph, images: Images) -
     >>> widths = sensitivity.widths("50%")
     >>> small = peel.slim(model, widths, graph=graph, weights="inherit", scores=sensitivity.scores)
     """
-    readings = collect_readings(model, graph, images)
-    few = list(make_batches(images, BATCH)[: -(-IMAGES // BATCH)])
+    batches = make_batches(images, BATCH)
+    # The change of the output is measured on other images than the channels are predicted with.
+    held_out = min(-(-IMAGES // BATCH), len(batches) // 4)
+    readings = collect_readings(model, graph, batches[held_out:])
+    few = batches[:held_out] or batches
     with evaluating(model):
         torch.manual_seed(derive_seed("sensitivity"))
         gradients = _squared_gradients(model, few)
         values = {atom: [_pull_back(one, gradients) for one in some] for atom, some in readings.items()}
-        kept = {atom: _best_half(scores) for atom, (scores, _) in _order(readings, values).items()}
+        kept = {atom: _best_half(some, values[atom]) for atom, some in readings.items()}
         outputs = [_flat(run_model(model, batch)) for batch in few]
         factors = _factors(model, few, outputs, _parts(readings, values, kept))
         for atom, some in readings.items():
             values[atom] = [value * factors[one.layer] for one, value in zip(some, values[atom], strict=True)]
-    found = _order(readings, values)
+    found = {
+        atom: _greedy([_covariance(one) for one in some], values[atom]) for atom, some in readings.items()
+    }
     scores = per_channel(graph, {atom: scores for atom, (scores, _) in found.items()})
     change = _sum_by_tie(graph, {atom: change for atom, (_, change) in found.items()})
     return Sensitivity(graph, scores, {tie: change[tie] for tie in scores})
@@ -194,13 +199,6 @@ def _pull_back(reading: Reading, gradients: Mapping[str, Tensor]) -> Tensor:
     return flat @ flat.T
 
 
-def _order(readings: Readings, values: Mapping[int, Sequence[Tensor]]) -> dict[int, tuple[Tensor, Tensor]]:
-    """Atom -> scores of its channels, and the change that each number of them leaves."""
-    return {
-        atom: _greedy([one.covariance() for one in some], values[atom]) for atom, some in readings.items()
-    }
-
-
 def _greedy(covariances: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Scores and changes. Takes, one after the other, the channel that leaves the least."""
     left, value = torch.stack(list(covariances)), torch.stack(list(values))
@@ -225,8 +223,26 @@ def _greedy(covariances: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Te
     return scores, torch.tensor(change, dtype=torch.float64)
 
 
-def _best_half(scores: Tensor) -> Tensor:
-    return torch.topk(scores, max(1, len(scores) // 2)).indices.sort().values
+def _covariance(reading: Reading) -> Tensor:
+    """The covariance of the channels, with correlations shrunk as far as there are too few rows.
+
+    Otherwise as many channels as rows would explain all others. The strength is the oracle approximating
+    shrinkage of Chen et al. (2010), applied to the correlations.
+    """
+    covariance = reading.covariance()
+    diagonal = covariance.diagonal().clamp_min(0.0)
+    scale = diagonal.clamp_min(TINY).sqrt()
+    squares, size = float((covariance / scale / scale[:, None]).square().sum()), len(diagonal)
+    excess = (reading.count + 1 - 2 / size) * (squares - size)
+    strength = min(1.0, ((1 - 2 / size) * squares + size**2) / excess) if excess > 0 else 1.0
+    return (1 - strength) * covariance + strength * diagonal.diag()
+
+
+def _best_half(readings: Sequence[Reading], values: Sequence[Tensor]) -> Tensor:
+    """The half of the channels whose removal alone would change the output most."""
+    pairs = zip(readings, values, strict=True)
+    worth = torch.stack([one.covariance().diagonal() * value.diagonal() for one, value in pairs]).sum(0)
+    return torch.topk(worth, max(1, len(worth) // 2)).indices.sort().values
 
 
 @dataclass(frozen=True)
@@ -243,7 +259,7 @@ class _Prediction:
 
     @classmethod
     def of(cls, reading: Reading, value: Tensor, kept: Tensor) -> _Prediction:
-        covariance = reading.covariance()
+        covariance = _covariance(reading)
         kept = kept.to(covariance.device)
         ridge = RIDGE * covariance.diagonal().mean().clamp_min(TINY)
         among = covariance[kept][:, kept] + ridge * torch.eye(len(kept)).to(covariance)
