@@ -29,7 +29,7 @@ def test_a_curve_is_printed_and_written(
     weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = arguments(
-        weights, "--budgets", "0.8", "0.5", "--divisor", "1", "--output", str(tmp_path / "curve")
+        weights, "--budgets", "0.8", "50%", "--divisor", "1", "--output", str(tmp_path / "curve")
     )
     assert main(line) == 0
     shown = capsys.readouterr()
@@ -49,6 +49,7 @@ def test_a_curve_is_printed_and_written(
     ("options", "message"),
     [
         (("--budgets", "1.5"), "budgets are fractions of the MACs"),
+        (("--budgets", "half"), "such as 0.5 or 50%, not half"),
         (("--images", "0"), "images must be at least 1"),
         (("--weights", "nowhere.pt"), "there are no weights at nowhere.pt"),
     ],

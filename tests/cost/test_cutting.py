@@ -68,3 +68,17 @@ def test_an_unreachable_budget_is_refused() -> None:
     graph = chain()
     with pytest.raises(BudgetError, match="cannot be reached"):
         cut_to_budget(graph, curves(graph, (1.0, 1.0, 1.0)), 10)
+
+
+@pytest.mark.parametrize("budget", [0.8, 0.5])
+def test_memory_whose_peak_several_ties_make_is_cut_by_worth(budget: float) -> None:
+    graph = chain()
+    losses = curves(graph, (0.1, 5.0, 1.0))
+    found = cut_to_budget(graph, losses, budget, resource="memory", divisor=1)
+    assert graph.activation_bytes(found) <= budget * graph.activation_bytes()
+    uniform = peel.uniform(graph, budget, resource="memory", divisor=1)
+
+    def loss(widths: peel.Widths) -> float:
+        return sum(losses[tie][width] for tie, width in widths.items())
+
+    assert loss(found) < loss(uniform)

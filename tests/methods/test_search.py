@@ -295,9 +295,9 @@ def test_a_run_killed_in_the_search_resumes_to_the_same_plan(tmp_path: Path) -> 
     assert json.loads((straight / "result.json").read_text())["search"] == cost
 
 
-def test_a_trained_network_is_searched_and_fine_tuned() -> None:
+def test_a_trained_network_is_searched_and_fine_tuned(tmp_path: Path) -> None:
     settings: dict[str, Any] = {**SHORT, "weights": "pretrained", "init": "inherit"}
-    result = small_run(taught(), **settings)
+    result = small_run(taught(), output=tmp_path / "run", **settings)
     assert result.rows[-1].name == "search"
     assert set(result.rows[-1].before_training) == {"cut", "recalibrated", "repaired"}
     expected = small_run(taught(), dry_run=True, **settings).estimate

@@ -161,3 +161,11 @@ def test_a_network_without_floating_point_output_is_refused() -> None:
     graph = peel.trace(Perceptron(), torch.randn(2, 6))
     with pytest.raises(DataError, match="no floating-point output"):
         measure_sensitivity(model, graph, torch.randn(16, 6))
+
+
+def test_images_that_do_not_fit_are_refused() -> None:
+    model = Uneven(0.5).eval()
+    graph = peel.trace(model, torch.randn(1, 3, 8, 8))
+    for images in (torch.randn(8, 1, 8, 8), torch.full((8, 3, 8, 8), torch.nan)):
+        with pytest.raises(DataError, match=r"cannot take these images|vary and are finite"):
+            measure_sensitivity(model, graph, images)

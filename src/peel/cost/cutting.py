@@ -62,14 +62,18 @@ def cut_to_budget(
         now = used(binding, widths)
         cuts = []
         for tie in free:
-            width = _next_width(graph, tie, widths[tie], floors[tie])
-            saved = now - used(binding, {**widths, tie: width})
-            if saved > 0:
-                before, after = (int(some / graph.steps[tie]) for some in (widths[tie], width))
-                lost = losses[tie][after] - losses[tie][before]
-                cuts.append((lost / saved, saved, tie, width))
-        if not cuts:
-            break
+            for blocks in (1, 2, 4, 8):  # a latency model has steps: one block may save nothing
+                width = _narrower(graph, tie, widths[tie], floors[tie], blocks)
+                if (saved := now - used(binding, {**widths, tie: width})) > 0:
+                    cuts.append(
+                        (_lost(graph, losses[tie], tie, widths[tie], width) / saved, saved, tie, width)
+                    )
+                    break
+        if not cuts:  # no tie saves anything alone: several make the peak of the memory
+            narrower = {tie: _narrower(graph, tie, widths[tie], floors[tie], 1) for tie in free}
+            if all(narrower[tie] == widths[tie] for tie in free):
+                break
+            widths |= narrower
         wanted = min(SWEEP * now, now - 1)
         for _, saved, tie, width in sorted(cuts):
             widths[tie] = width
@@ -84,8 +88,12 @@ def floors_of(graph: Costed, base: Mapping[str, int], ties: Iterable[str]) -> di
     return {tie: max(1.0, min(FLOOR * graph.widths[tie], base[tie] / 2)) for tie in ties}
 
 
-def _next_width(graph: Costed, tie: str, width: float, floor: float) -> float:
-    """One block narrower, in whole steps of the tie, and not below the floor."""
+def _narrower(graph: Costed, tie: str, width: float, floor: float, blocks: int) -> float:
+    """Some blocks narrower, in whole steps of the tie, and not below the floor."""
     step = graph.steps[tie]
     block = max(1, round(BLOCK * graph.widths[tie] / step)) * step
-    return max(width - block, min(width, -(-floor // step) * step))
+    return max(width - blocks * block, min(width, -(-floor // step) * step))
+
+
+def _lost(graph: Costed, losses: Sequence[float], tie: str, before: float, after: float) -> float:
+    return losses[int(after / graph.steps[tie])] - losses[int(before / graph.steps[tie])]

@@ -25,7 +25,7 @@ class MethodConfig:
     resource: str = "macs"
     """What the budget counts: macs, params, memory (bytes of activations of one image), latency."""
     method: str = "peel"
-    """peel, uniform, magnitude, taylor, search, or your own as path/file.py:Name."""
+    """peel, uniform, magnitude, taylor, sensitivity, search, or your own as path/file.py:Name."""
     backbone_ratio: Annotated[float, Meta(gt=0, le=1)] = 0.8
     """Step 1: the fraction of the budget that the backbone costs (lambda)."""
     backbone_init: str | dict[str, int] = "uniform"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,8 +63,8 @@ class CurveConfig:
     """What the model was trained to: a file, a run folder with the trained original, or pretrained."""
     data: str
     """digits, cifar10, cifar100, fashion-mnist, or a folder of images."""
-    budgets: Annotated[tuple[float, ...], Parameter(consume_multiple=True)] = BUDGETS
-    """Fractions of the MACs."""
+    budgets: Annotated[tuple[float | str, ...], Parameter(consume_multiple=True)] = BUDGETS
+    """Fractions of the MACs, such as 0.5 or 50%."""
     images: int = 1000
     """Training images that calibrate. Their labels are not used."""
     test_images: int = 2000
@@ -84,19 +85,35 @@ class CurveConfig:
     """Seed of the choice of images."""
 
     def __post_init__(self) -> None:
-        wrong = [budget for budget in self.budgets if not 0 < budget < 1]
-        if wrong or not self.budgets:
-            given = wrong[0] if wrong else "none"
-            raise ConfigError(f"budgets are fractions of the MACs between 0 and 1, such as 0.5, not {given}.")
+        self.fractions()
         for name in ("images", "test_images"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}.")
+
+    def fractions(self) -> tuple[float, ...]:
+        """The budgets as numbers between 0 and 1."""
+        found = tuple(map(_fraction, self.budgets))
+        wrong = [given for given, value in zip(self.budgets, found, strict=True) if not 0 < value < 1]
+        if wrong or not found:
+            given = wrong[0] if wrong else "none"
+            raise ConfigError(
+                f"budgets are fractions of the MACs between 0 and 1, such as 0.5 or 50%, not {given}."
+            )
+        return found
+
+
+def _fraction(budget: float | str) -> float:
+    """A number, or a percentage as text; nan for anything else."""
+    try:
+        return float(budget[:-1]) / 100 if isinstance(budget, str) and budget.endswith("%") else float(budget)
+    except ValueError:
+        return math.nan
 
 
 def curve(model: str, config: CurveConfig, progress: Progress | None = None) -> Curve:
     """Load a trained network, cut it at each budget, repair it and judge it on test images."""
     report = progress or (lambda text, done, total: None)
-    budgets, total = config.budgets, len(config.budgets) + 2
+    budgets, total = config.fractions(), len(config.budgets) + 2
     report("loading", 0, total)
     names = ("image_size", "mean", "std", "data_root")
     settings = Config(**{name: getattr(config, name) for name in names})

@@ -112,6 +112,7 @@ class RunFolder:
 
     def write_bytes(self, name: str, data: bytes) -> None:
         with self._explained(name):
+            self.path(name).parent.mkdir(exist_ok=True)
             write_bytes(self.path(name), data)
 
     def write_json(self, name: str, value: Any) -> None:

@@ -81,7 +81,14 @@ def measure_sensitivity(model: nn.Module, graph: ChannelGraph, images: Images) -
     batches = make_batches(images, BATCH)
     # The change of the output is measured on other images than the channels are predicted with.
     held_out = min(-(-IMAGES // BATCH), len(batches) // 4)
-    readings = collect_readings(model, graph, batches[held_out:])
+    try:
+        readings = collect_readings(model, graph, batches[held_out:])
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise DataError(
+            f"the model cannot take these images, or the graph is not its own: {error}"
+        ) from error
+    if not readings:
+        raise DataError("no layer reads channels that vary and are finite on these images.")
     few = batches[:held_out] or batches
     with evaluating(model):
         torch.manual_seed(derive_seed("sensitivity"))
