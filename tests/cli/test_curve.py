@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.small import taught
+from helpers.small import Small, taught
 from peel.cli.main import main
 
 
@@ -64,3 +64,10 @@ def test_wrong_settings_are_refused(
         line += options
     assert main(line) != 0
     assert message in capsys.readouterr().err
+
+
+def test_a_network_that_is_not_trained_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    torch.save(Small().state_dict(), tmp_path / "random.pt")
+    assert main(arguments(tmp_path / "random.pt", "--budgets", "0.5")) != 0
+    assert "is right for only" in capsys.readouterr().err

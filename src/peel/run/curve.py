@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from ..cost.rounding import Divisor
 from ..data.augmentation import EVAL
 from ..data.datasets import Data, Split, balanced_order
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError
 from ..graph import trace
 from ..surgery.curve import BUDGETS, CurvePoint, accuracy_curve
-from ..train.engine import eval_batch_size
+from ..train.engine import Engine, eval_batch_size
 from ..train.objective import get_logits
 from .config import Config
 from .loading import check_model, load_model_and_data
-from .teacher import load_weights, saved_file
+from .teacher import load_weights, saved_file, why_it_fails
 
 #: Called with a text, the number of networks that were judged and their total.
 Progress = Callable[[str, int, int], None]
@@ -128,6 +128,10 @@ def curve(model: str, config: CurveConfig, progress: Progress | None = None) -> 
     report("tracing", 1, total)
     graph = trace(network, calibration[:1])
     original = judge(network)
+    if reason := why_it_fails(network, loaded, Engine(device), config.mean is not None):
+        raise DataError(
+            f"the network is right for only {original:.1%} of the test images of {loaded.name}. {reason}"
+        )
     points: list[CurvePoint] = []
     report(f"{budgets[0]:.0%} of the MACs", 2, total)
     for point in accuracy_curve(network, graph, calibration, judge, budgets=budgets, divisor=config.divisor):

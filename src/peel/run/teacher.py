@@ -23,7 +23,7 @@ from ..errors import ConfigError, DataError, StoreError
 from ..methods.problem import Problem
 from ..surgery.info import info_of
 from ..surgery.serialization import load, read_info
-from ..train.engine import eval_batch_size
+from ..train.engine import Engine, eval_batch_size
 from ..train.objective import get_logits, main_output
 from ..utils.files import parse_object, read_file
 from ..utils.fingerprint import fingerprint
@@ -104,7 +104,7 @@ def check_accuracy(teacher: Teacher, top1: float, problem: Problem, is_chosen: b
                 f"{text}; its record says {recorded:.1%}. It was trained on other data, or fed otherwise "
                 "(--mean, --std)."
             )
-    elif reason := _reason(teacher.model, problem, is_chosen):
+    elif reason := why_it_fails(teacher.model, data, problem.engine, is_chosen):
         raise DataError(f"{text}. {reason} Or train it: --weights train.")
 
 
@@ -113,9 +113,8 @@ def _error(fraction: float, count: int) -> float:
     return 3 * math.sqrt(max(fraction * (1 - fraction), 1 / count) / count)
 
 
-def _reason(model: nn.Module, problem: Problem, is_chosen: bool) -> str:
-    """Why a teacher fails on some test images; empty where it does not."""
-    data = problem.data
+def why_it_fails(model: nn.Module, data: Data, engine: Engine, is_chosen: bool) -> str:
+    """Why a trained network fails on some test images; empty where it does not."""
     index = torch.arange(0, data.test.size, -(-data.test.size // TRIED_IMAGES))
     assert data.test.labels is not None
     labels, count = data.test.labels.cpu()[index], len(index)
@@ -123,12 +122,12 @@ def _reason(model: nn.Module, problem: Problem, is_chosen: bool) -> str:
     def score(predicted: Tensor) -> float:
         return float((predicted == labels).float().mean())
 
-    predicted = _predictions(model, data, index, problem)
+    predicted = _predictions(model, data, index, engine)
     best, better = score(predicted), ""
     limit = best + _error(best, count)
     for name, (mean, std) in {} if is_chosen else NORMALIZATIONS.items():
         with contextlib.suppress(ConfigError):  # other channels, or splits of the user's own
-            top1 = score(_predictions(model, data.normalized(mean, std), index, problem))
+            top1 = score(_predictions(model, data.normalized(mean, std), index, engine))
             if top1 > max(best, limit):
                 flags = " ".join(f"{flag} {_numbers(x)}" for flag, x in (("--mean", mean), ("--std", std)))
                 best, better = top1, f"With {name} it is right for {top1:.1%} of {count}: give {flags}."
@@ -156,8 +155,7 @@ def _numbers(values: Sequence[float]) -> str:
 
 
 @torch.inference_mode()
-def _predictions(model: nn.Module, data: Data, index: Tensor, problem: Problem) -> Tensor:
-    engine = problem.engine
+def _predictions(model: nn.Module, data: Data, index: Tensor, engine: Engine) -> Tensor:
     model.eval()
     batches = data.test.batches(index, eval_batch_size(data.test), EVAL, engine.device, engine.workers)
     return torch.cat([get_logits(model(batch.inputs)).argmax(1).cpu() for batch in batches])
