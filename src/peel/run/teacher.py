@@ -226,11 +226,26 @@ def load_weights(path: Path, original: nn.Module) -> nn.Module:
 
 def _with_weights(original: nn.Module, stored: Any, source: str) -> nn.Module:
     model = copy.deepcopy(original)
+    weights = _find_state_dict(stored, source, model)
+    if wrong := _misfits(model.state_dict(), weights):
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise StoreError(f"{source} does not fit the model: {'; '.join(wrong[:3])}{more}.")
     try:
-        model.load_state_dict(_find_state_dict(stored, source, model))
+        model.load_state_dict(weights)
     except RuntimeError as error:
         raise StoreError(f"{source} does not fit the model. {error}") from error
     return model
+
+
+def _misfits(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:
+    """How a state dict differs from that of the model, one text for each name."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items() if isinstance(tensor, Tensor)}
+    wrong = [f"{name} is missing" for name in shapes if name not in given]
+    wrong += [f"the model has no {name}" for name in given if name not in wanted]
+    for name, shape in shapes.items():
+        if name in given and isinstance(given[name], Tensor) and tuple(given[name].shape) != shape:
+            wrong.append(f"{name} has shape {tuple(given[name].shape)}, not {shape}")
+    return wrong
 
 
 def _find_state_dict(stored: Any, source: str, model: nn.Module) -> dict[str, Tensor]:
