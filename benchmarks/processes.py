@@ -72,7 +72,7 @@ def run_all(script: str, names: Iterable[str], limits: Mapping[str, float], resu
     done = {(row["tool"], row["name"]) for row in read(results)}
     results.parent.mkdir(parents=True, exist_ok=True)
     pending = [(tool, name) for tool in limits for name in names if (tool, name) not in done]
-    threads = max(1, (os.cpu_count() or 1) // jobs)
+    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
     with ThreadPoolExecutor(jobs) as pool:
         rows = [
             pool.submit(_run_process, script, tool, name, limits[tool], threads) for tool, name in pending
