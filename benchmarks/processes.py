@@ -40,7 +40,9 @@ MAX_SIDE = 128
 
 
 def all_names() -> list[str]:
-    return [name for names in (*CNNS.values(), *HYBRIDS.values()) for name in names]
+    names = [name for names in (*CNNS.values(), *HYBRIDS.values()) for name in names]
+    assert len(names) == len(set(names)), "networks.toml names a network twice: it would count twice"
+    return names
 
 
 def input_size(name: str) -> tuple[int, int, int]:
