@@ -23,7 +23,7 @@ from peel.cost.rounding import Divisor
 from peel.data.datasets import Data, Split
 from peel.methods.problem import Problem
 from peel.train.engine import Engine, make_engine
-from peel.train.recipe import Recipe, backbone_recipe, named_recipe
+from peel.train.recipe import Recipe, backbone_recipe
 from peel.train.teacher_cache import CachedTeacher, LogitCache, make_logit_cache
 
 from ..allocation.results import Line, read, write
@@ -101,11 +101,6 @@ def trained_model(folder: Path, name: str, seed: int) -> nn.Module:
     return load_original(folder, name, seed)
 
 
-@cache
-def finetune_recipe(epochs: int) -> Recipe:
-    return named_recipe("finetune").changed(epochs=epochs)
-
-
 Work = Callable[[Lane, Any], dict[str, Any]]
 """(lane, job) -> the fields of the line besides those of the job."""
 
@@ -135,7 +130,7 @@ def run_jobs(
     results: Path,
     lanes: int,
     deadline: float = math.inf,
-    kind: Sequence[str] = ("network", "budget", "epochs"),
+    kind: Sequence[str] = ("network", "budget", "epochs", "batch_size"),
 ) -> None:
     """Do the jobs that are missing in the results. None starts that would end after the deadline.
 

@@ -26,7 +26,7 @@ from peel.train.objective import Objective
 from peel.train.recipe import Recipe, named_recipe
 from peel.utils.rng import derive_seed, seed_everything
 
-from .lanes import Lane, Setting, finetune_recipe, run_jobs
+from .lanes import Lane, Setting, run_jobs
 from .networks import NETWORKS, graph_of, original_path, original_seed
 from .peer import PEERS, TorchPruning, kept_channels
 
@@ -250,6 +250,8 @@ class FinetuneJob:
     """Repaired or cut."""
     teacher: bool
     epochs: int
+    batch_size: int
+    lr: float
     seed: int
     original: int
     divisor: Divisor
@@ -266,7 +268,7 @@ def fine_tune(lane: Lane, job: FinetuneJob) -> dict[str, Any]:
     line |= {"search_seconds": round(time.perf_counter() - began, 2)}
     seed_everything(derive_seed("init", "final", job.seed))  # paired: the same for all
     network = started(problem, plan, method, job.start, line)
-    recipe = lane.recipe(finetune_recipe(job.epochs))
+    recipe = lane.recipe(FINETUNE.changed(epochs=job.epochs, batch_size=job.batch_size, lr=job.lr))
     trainer = Trainer(problem, ())
     train = lane.taught(job.network, job.original) if job.teacher else lane.data.train
     try:
@@ -297,6 +299,12 @@ def objective_of(problem: Problem, recipe: Recipe, with_teacher: bool) -> Object
     return Distillation(objective, problem.trained) if with_teacher else objective
 
 
+#: The recipe of all arms, and the batch sizes and learning rates that it was chosen from.
+FINETUNE = named_recipe("finetune")
+RATES = tuple(itertools.product((128, 512), (0.04, 0.02, 0.01, 0.005, 0.002)))
+HIGH_RATE = (128, 0.02)
+
+
 class Stage(NamedTuple):
     """Arms that belong together. Torch-Pruning repairs nothing: by default its networks start cut."""
 
@@ -307,6 +315,7 @@ class Stage(NamedTuple):
     epochs: Sequence[int] = (10,)
     networks: Sequence[str] = tuple(NETWORKS)
     peer_start: str = "cut"
+    rates: Sequence[tuple[int, float]] = ((FINETUNE.batch_size, FINETUNE.lr),)
 
 
 #: Methods for questions that are not about methods, and the others of ours.
@@ -319,7 +328,7 @@ STAGES = {
     "cut": Stage(FEW, ("cut",)),
     "cut-rest": Stage(REST, ("cut",)),
     # ResNet-56 at the reductions of the literature
-    "published": Stage(budgets=PUBLISHED, networks=("cifar_resnet56",)),
+    "published": Stage((*FEW, *PEERS), budgets=PUBLISHED, networks=("cifar_resnet56",)),
     # Without a teacher
     "bare": Stage((*FEW, *PEERS), teacher=False),
     "bare-rest": Stage(REST, teacher=False),
@@ -327,6 +336,10 @@ STAGES = {
     "bare-cut-rest": Stage(REST, ("cut",), teacher=False),
     # Networks of Torch-Pruning, repaired
     "peers-repaired": Stage(tuple(PEERS), peer_start="repaired"),
+    # Torch-Pruning at the rate that suits it better in some cells
+    "peers-high-rate": Stage(tuple(PEERS), rates=(HIGH_RATE,)),
+    # Batch sizes and learning rates, for a network that is repaired and for one that is not
+    "rates": Stage(("sensitivity", "tp-local"), rates=RATES),
     # Schedules of other lengths
     "schedules": Stage(("uniform", "tp-global"), ("repaired", "cut"), epochs=(1, 2, 5, 20)),
 }
@@ -368,12 +381,14 @@ def finetune_jobs(
     cells = itertools.product(
         range(int(first), int(last or first) + 1),
         lengths,
+        stage.rates,
         stage.starts,
         stage.budgets,
         stage.methods,
         stage.networks,
     )
-    for seed, length, start, budget, method, network in cells:
+    for seed, length, (size, lr), start, budget, method, network in cells:
         begin = stage.peer_start if method in PEERS else start
         original = original_seed(originals, network, seed)
-        yield FinetuneJob(network, budget, method, begin, stage.teacher, length, seed, original, divisor)
+        how = begin, stage.teacher, length, size, lr
+        yield FinetuneJob(network, budget, method, *how, seed, original, divisor)

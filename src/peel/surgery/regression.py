@@ -2,6 +2,9 @@
 
 The penalty draws the weights to those that the layer has. The strength is the one that predicts held-out
 images best; the old weights, which no data can beat if there are too few, are one of the candidates.
+
+Where inputs hardly vary, such as the averages that squeeze-excite reads, the best weights are a hundred times
+larger than the old ones. They predict a little better and cannot be trained: so growth counts as an error.
 """
 
 from __future__ import annotations
@@ -16,6 +19,10 @@ RIDGES = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, float("inf"))
 
 #: The penalty where there are too few rows to hold some out.
 SAFE_RIDGE = 1e-2
+
+#: A change of the weights, squared and over their own square, that is free, and what more of it costs, as a
+#: fraction of the variance of the outputs.
+FREE_GROWTH, GROWTH_COST = 10.0, 1e-3
 
 #: One image in this many is held out to choose the penalty.
 HOLD_OUT = 4
@@ -205,7 +212,7 @@ class Regression:
         """The best fit; None if the rows are not finite."""
         chosen = SAFE_RIDGE
         if self.fitted.count and self.held_out.count:
-            chosen = min(RIDGES, key=lambda ridge: self._held_out_error(ridge, intercept))
+            chosen = min(RIDGES, key=lambda ridge: self._judge(ridge, intercept))
         rows = self.fitted if self.fitted.count else self.held_out
         if rows is self.fitted and self.held_out.count:
             rows.merge(self.held_out)  # type: ignore[arg-type]
@@ -220,12 +227,15 @@ class Regression:
         ratio = torch.where(target > TINY, fitted / target, 1.0).clamp(MIN_RATIO, 1 / MIN_RATIO)
         return Solution(fit, before / spread, _total(rows.error(fit)) / spread, ratio)
 
-    def _held_out_error(self, ridge: float, intercept: bool) -> float:
+    def _judge(self, ridge: float, intercept: bool) -> float:
+        """Error on the held-out rows over the variance of the outputs, and what the growth costs."""
         fit = self.fitted.solve(ridge, self.old, intercept=intercept)
         if fit is None or not fit.is_finite():
             return float("inf")
-        error = _total(self.held_out.error(fit) / self.held_out.variances(fit)[1].clamp_min(TINY))
-        return error if error == error else float("inf")
+        error = self.held_out.error(fit) / self.held_out.variances(fit)[1].clamp_min(TINY)
+        growth = _total((fit.weight - self.old).square()) / _total(self.old.square())
+        judged = float(error.mean()) + GROWTH_COST * max(0.0, growth - FREE_GROWTH)
+        return judged if judged == judged else float("inf")
 
 
 def _total(values: Tensor) -> float:

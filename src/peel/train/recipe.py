@@ -105,7 +105,7 @@ RECIPES: Mapping[str, Recipe] = {
     "cifar-fast": Recipe(epochs=30, lr=0.4, weight_decay=5e-4, warmup_epochs=3),
     # For a network that is cut from a trained one and repaired: small images, and large ones.
     "finetune": Recipe(
-        epochs=10, batch_size=128, lr=0.02, weight_decay=5e-4, warmup_epochs=0.0, label_smoothing=0.0
+        epochs=10, batch_size=128, lr=0.005, weight_decay=5e-4, warmup_epochs=0.0, label_smoothing=0.0
     ),
     "finetune-imagenet": Recipe(epochs=10, batch_size=256, lr=0.01, warmup_epochs=0.0),
     # For data of the user's own: a rate that most networks bear, no smoothing of targets.
