@@ -16,7 +16,7 @@ import peel
 from helpers.detectors import IMAGES, TARGETS, DetectionNet
 from helpers.own_data import PAIR, Restless, TwoInputs, bce, hits, numbered, stream, vectors
 from helpers.small import Small, few_digits, same_weights
-from peel.errors import ConfigError, DataError, PeelError
+from peel.errors import ConfigError, DataError, DivergedError, PeelError
 from peel.run.result import Result
 from peel.steps.criteria.legr import Legr
 from peel.train.callbacks import Callback
@@ -180,6 +180,12 @@ def test_a_training_function_that_fails_or_returns_another_model_is_named() -> N
     with pytest.raises(ConfigError, match="must train the given model in place"):
         run(train_fn=lambda model, epochs, teacher: Small(3))
 
+    def diverge(model: nn.Module, epochs: int, teacher: nn.Module | None) -> None:
+        next(model.parameters()).data.fill_(torch.nan)
+
+    with pytest.raises(DivergedError, match=r"train_fn .*diverge.* not finite .* Lower its learning rate"):
+        run(train_fn=diverge)
+
 
 def test_a_detector_is_pruned_by_its_own_losses() -> None:
     def boxes(found: list[Any], targets: list[Any]) -> float:
@@ -238,6 +244,10 @@ def test_two_inputs_in_a_dict() -> None:
     [
         ({"optimizer": torch.optim.Adam, "train": {"lr": 0.1}}, r"train\.lr has no effect with optimizer="),
         ({"data": (PAIR[0],)}, r"a pair \(train, val\), not a tuple of 1"),
+        (
+            {"data": PAIR[0]},
+            r"a pair \(train, val\), not one TensorDataset: peel.prune\(model, \(train, val\)\)",
+        ),
         ({"model": "resnet18"}, r"give the model itself instead of 'resnet18'"),
         ({"mean": 0.5}, r"the given data normalize themselves"),
         ({"train": {"batch_size": 200}}, r"a batch of 200 .* exceeds the training set of 96"),

@@ -162,7 +162,7 @@ def write_teacher(kind: str, path: Path) -> None:
         ("code", "teacher.pt cannot be loaded without running code"),
         ("pickle", "teacher.pt cannot be loaded without running code"),
         ("other network", "teacher.pt does not fit the model"),
-        ("numbers", "teacher.pt holds no state dict"),
+        ("numbers", r"teacher.pt holds no state dict .* Its keys: epoch\."),
         ("text", "teacher.pt cannot be loaded"),
         ("missing", "there are no weights at .*teacher.pt"),
         ("diverged", "the teacher's logits are not finite"),

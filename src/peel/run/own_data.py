@@ -3,12 +3,23 @@
 from dataclasses import replace
 from typing import Any
 
+from torch.utils.data import DataLoader, Dataset
+
 from ..data.datasets import Data
 from ..data.torch_data import LoaderSplit
 from ..errors import ConfigError, DataError
 from ..train.engine import Engine
 from ..train.task import Task
 from .config import Config
+
+
+def check_pair(given: object) -> None:
+    """Refuse a single dataset or loader."""
+    if isinstance(given, Dataset | DataLoader):
+        raise DataError(
+            f"data of your own are a pair (train, val), not one {type(given).__name__}: "
+            "peel.prune(model, (train, val))."
+        )
 
 
 def resolve_data(given: Any, config: Config) -> Data | str:

@@ -35,7 +35,7 @@ from .loading import (
     read_widths,
     resolve_recipes,
 )
-from .own_data import resolve_data, restrict_engine, restrict_settings
+from .own_data import check_pair, resolve_data, restrict_engine, restrict_settings
 from .pipeline import Pipeline
 from .result import Result
 from .resume import environment_of, open_or_resume, run_identity
@@ -81,6 +81,7 @@ def prune(
     >>> result = peel.prune("cifar_resnet20", "digits", budget="50%", output="run")
     >>> result.rows[-1].top1, result.model
     """
+    check_pair(data)
     config = _config_of(model, data, settings)
     weights, criterion = settings.get("weights"), settings.get("criterion")
     with preserve_process_state():

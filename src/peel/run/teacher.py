@@ -257,8 +257,10 @@ def _find_state_dict(stored: Any, source: str, model: nn.Module) -> dict[str, Te
             break
         stored = found
     if not isinstance(stored, dict) or not any(isinstance(value, Tensor) for value in stored.values()):
+        keys = ", ".join(map(str, list(stored)[:8])) if isinstance(stored, dict) else ""
         raise StoreError(
             f"{source} holds no state dict (names and tensors, maybe under `state_dict`, `model` or `net`)."
+            + (f" Its keys: {keys}." if keys else "")
         )
     wanted = list(model.state_dict())
     if not stored.keys() & set(wanted):

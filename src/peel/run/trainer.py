@@ -9,7 +9,7 @@ from torch import nn
 
 from ..cost.widths import Widths
 from ..data.datasets import Split
-from ..errors import ConfigError, CorruptFileError
+from ..errors import ConfigError, CorruptFileError, DivergedError
 from ..methods.problem import Problem
 from ..steps.distillation import Distillation, Pair
 from ..surgery import slim
@@ -139,6 +139,12 @@ class Trainer:
         seconds = time.perf_counter() - began
         if result not in (None, network) or layers != [(n, p.shape) for n, p in network.named_parameters()]:
             raise ConfigError("train_fn must train the given model in place and keep its layers as they are.")
+        broken = next((n for n, value in network.named_parameters() if not value.isfinite().all()), None)
+        if broken is not None:
+            raise DivergedError(
+                f"train_fn {name_of(train_fn)} left weights that are not finite ({broken}). Lower its "
+                "learning rate."
+            )
         passes = recipe.epochs * problem.data.train.size
         metrics = problem.evaluate(problem.engine.prepare(network))
         record = EpochRecord(
