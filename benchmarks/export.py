@@ -104,7 +104,7 @@ def render(results: Path) -> str:
     failed = [row for row in rows.values() if not row["ok"]]
     for row in failed:
         fixed = "yes" if "difference" in row else "no"
-        problem = row["problem"].replace("|", "/")[:200]
+        problem = row["problem"].replace("|", "/")
         lines.append(f"| {row['name']} | .{row['tool']} | {problem} | {fixed} |")
     if not failed:
         lines.append("| none | | | |")

@@ -101,16 +101,16 @@ def trained_model(folder: Path, name: str, seed: int) -> nn.Module:
     return load_original(folder, name, seed)
 
 
-Work = Callable[[Lane, Any], dict[str, Any]]
+Work = Callable[[Any, Any], dict[str, Any]]
 """(lane, job) -> the fields of the line besides those of the job."""
 
-_lane: Lane
+_lane: Any
 """The lane of this process, set by `start_lane`."""
 
 
-def start_lane(setting: Setting) -> None:
+def start_lane(open_lane: Callable[[Any], Any], setting: Any) -> None:
     global _lane
-    _lane = Lane.open(setting)
+    _lane = open_lane(setting)
 
 
 def work_in_lane(work: Work, job: Any) -> dict[str, Any]:
@@ -125,16 +125,18 @@ def work_in_lane(work: Work, job: Any) -> dict[str, Any]:
 def run_jobs(
     jobs: Iterable[Any],
     work: Work,
-    setting: Setting,
+    setting: Any,
     *,
     results: Path,
     lanes: int,
+    open_lane: Callable[[Any], Any] = Lane.open,
     deadline: float = math.inf,
     kind: Sequence[str] = ("network", "budget", "epochs", "batch_size"),
 ) -> None:
     """Do the jobs that are missing in the results. None starts that would end after the deadline.
 
-    `kind`: jobs that are alike in these fields take about the same time.
+    `open_lane`: setting -> what a process works with. `kind`: jobs that are alike in these fields take about
+    the same time.
     """
     began, lines = time.monotonic(), read(results)
     jobs = list(jobs)
@@ -142,7 +144,9 @@ def run_jobs(
     known = {tuple(line.get(name) for name in fields) for line in lines}
     waiting = [job for job in jobs if tuple(asdict(job).values()) not in known]
     running: dict[Future[dict[str, Any]], Any] = {}
-    with ProcessPoolExecutor(lanes, multiprocessing.get_context("spawn"), start_lane, (setting,)) as pool:
+    with ProcessPoolExecutor(
+        lanes, multiprocessing.get_context("spawn"), start_lane, (open_lane, setting)
+    ) as pool:
         while waiting or running:
             left = deadline - (time.monotonic() - began)
             for job in waiting[:]:

@@ -1,0 +1,71 @@
+"""The confirmation of `--method search`, which was chosen on other seeds and held-out training images.
+
+    for name in tiny-imagenet-32 cifar10; do
+        python -m experiments.trained prepare --archive $name.tar.xz --images images/$name.pt
+    done
+    nvidia-cuda-mps-control -d     # several trainings share the GPU
+    python -m experiments.confirmation originals --images images --originals originals
+    python -m experiments.confirmation plans --images images --originals originals
+    python -m experiments.confirmation train --images images --originals originals
+    python -m experiments.confirmation analyze
+
+`originals` trains each network on each data set. `plans` lets uniform, the search and the published form of
+PEEL plan, once for each row. `train` trains the plans from scratch with seeds 10 to 19, without and with the
+original as teacher; lines have top-1 on the test images after the last epoch. Jobs that are in the results
+are skipped, so the same command resumes an interrupted run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+from .tables import FOLDER, analyze
+from .work import DATA, NETWORKS, SEEDS, run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.confirmation",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in (
+        ("originals", "train the originals"),
+        ("plans", "let the methods plan"),
+        ("train", "train the plans"),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("--images", type=Path, default=Path("images"), help="folder of decoded images")
+        command.add_argument("--originals", type=Path, default=Path("originals"))
+        command.add_argument("--plans", type=Path, default=FOLDER / "plans.jsonl")
+        command.add_argument("--results", type=Path, default=FOLDER / f"{name}.jsonl")
+        command.add_argument("--data", nargs="+", default=list(DATA), choices=DATA)
+        command.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=NETWORKS)
+        command.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), choices=SEEDS)
+        command.add_argument(
+            "--teachers", type=int, nargs="+", default=[0, 1], choices=[0, 1], help="without, with"
+        )
+        command.add_argument("--lanes", type=int, default=8, help="processes")
+        command.add_argument("--count", type=int, help="use only so many images of each part, for a test")
+        command.add_argument("--epochs", type=int, help="another number of epochs, for a test")
+        command.add_argument("--batch-size", type=int, help="another batch size, for a test")
+        command.add_argument(
+            "--deadline",
+            type=float,
+            default=math.inf,
+            help="start nothing that would end after so many seconds",
+        )
+    command = commands.add_parser("analyze", help="print the tables")
+    command.add_argument("--folder", type=Path, default=FOLDER, help="the files of results")
+    options = vars(parser.parse_args())
+    if options["command"] == "analyze":
+        analyze(options["folder"])
+    else:
+        run(**{**options, "teachers": [bool(one) for one in options["teachers"]]})
+
+
+if __name__ == "__main__":
+    main()

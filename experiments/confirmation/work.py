@@ -1,0 +1,291 @@
+"""The jobs: train an original, let a method plan, train a planned network from scratch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import peel
+from peel import zoo
+from peel.data.datasets import Data, Split
+from peel.errors import DivergedError
+from peel.graph import ChannelGraph
+from peel.methods.config import MethodConfig
+from peel.methods.problem import Problem
+from peel.methods.registry import find_method
+from peel.run.trainer import Trainer
+from peel.steps.distillation import Distillation
+from peel.train.engine import Engine, make_engine
+from peel.train.objective import Objective
+from peel.train.recipe import Recipe, backbone_recipe, named_recipe
+from peel.train.teacher_cache import CachedTeacher, LogitCache, make_logit_cache
+from peel.utils.rng import derive_seed, seed_everything
+
+from ..allocation.results import read
+from ..trained.images import load_images
+from ..trained.lanes import run_jobs
+from ..trained.peer import fraction
+from ..trained.work import history_of
+
+#: Data -> file of the decoded images. VGG-16 had no part in the choice of the search.
+DATA = ("tiny-imagenet-32", "cifar10")
+NETWORKS = ("cifar_resnet18", "cifar_mobilenet_v2", "cifar_vgg16_bn")
+BUDGETS = ("25%", "10%")
+
+#: `peel` is the published form.
+METHODS = ("uniform", "search", "peel")
+
+SEEDS = tuple(range(10, 20))
+
+#: The seed of the originals and of the plans. One original and one plan serve all trainings of a row.
+PLAN_SEED = SEEDS[0]
+
+RECIPE = named_recipe("cifar-fast").changed(epochs=24, warmup_epochs=2.4, augment="crop-flip")
+
+
+class Setting(NamedTuple):
+    """What all jobs have in common."""
+
+    images: Path
+    """The folder of decoded images."""
+    originals: Path
+    plans: Path
+    count: int | None = None
+    epochs: int | None = None
+    batch_size: int | None = None
+
+
+class Lane(NamedTuple):
+    """What a process works with."""
+
+    setting: Setting
+    engine: Engine
+    loaded: dict[str, Data]
+    caches: dict[tuple[str, str], LogitCache | None]
+
+    @classmethod
+    def open(cls, setting: Setting) -> Lane:
+        torch.set_num_threads(1)
+        return cls(setting, make_engine(compile="off", workers=0), {}, {})
+
+    def data(self, name: str) -> Data:
+        if name not in self.loaded:
+            path = self.setting.images / f"{name}.pt"
+            self.loaded[name] = load_images(path, self.engine.device, self.setting.count)
+        return self.loaded[name]
+
+    def recipe(self, recipe: Recipe = RECIPE) -> Recipe:
+        changes = {"epochs": self.setting.epochs, "batch_size": self.setting.batch_size}
+        known: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
+        if "epochs" in known:
+            known["warmup_epochs"] = known["epochs"] / 10
+        return recipe.changed(**known)
+
+    def problem(
+        self, data: str, network: str, budget: str, seed: int, trained: nn.Module | None = None
+    ) -> Problem:
+        images = self.data(data)
+        model, graph = make_network(network, len(images.classes))
+        return Problem(
+            model=model,
+            graph=graph,
+            budget=int(fraction(budget) * graph.macs()),
+            resource="macs",
+            divisor="auto",
+            freeze=zoo.FROZEN.get(f"cifar:{network}", ()),
+            data=images,
+            backbone_recipe=self.recipe(backbone_recipe("cifar-fast").changed(augment="crop-flip")),
+            engine=self.engine,
+            seed=seed,
+            trained=trained,
+        )
+
+    def original(self, data: str, network: str) -> nn.Module:
+        model = make_network(network, len(self.data(data).classes))[0]
+        trained = peel.load(original_path(self.setting.originals, data, network), model=model)
+        return self.engine.prepare(trained).eval().requires_grad_(False)
+
+    def taught(self, data: str, network: str) -> Split:
+        """The training images, with cached logits of the original where the engine caches them."""
+        key, images = (data, network), self.data(data)
+        if key not in self.caches:
+            arguments = images.train, "crop-flip", len(images.classes), self.engine
+            is_cached = self.engine.cache_teacher
+            self.caches[key] = make_logit_cache(self.original(*key), *arguments) if is_cached else None
+        logits = self.caches[key]
+        return images.train if logits is None else CachedTeacher(images.train, logits)
+
+
+@cache
+def make_network(name: str, classes: int) -> tuple[nn.Module, ChannelGraph]:
+    model = zoo.create(name, num_classes=classes)
+    return model, peel.trace(model, torch.zeros(1, 3, 32, 32))
+
+
+def original_path(folder: Path, data: str, network: str) -> Path:
+    return folder / f"{data}-{network}" / "original.json"
+
+
+# Originals
+
+
+@dataclass(frozen=True)
+class OriginalJob:
+    data: str
+    network: str
+    seed: int = PLAN_SEED
+
+
+def train_original(lane: Lane, job: OriginalJob) -> dict[str, Any]:
+    """Train an original from scratch and save it."""
+    problem = lane.problem(job.data, job.network, "100%", job.seed)
+    line = train_network(lane, problem, problem.graph.widths, "original", with_teacher=False)
+    trained = line.pop("network")
+    path = original_path(lane.setting.originals, job.data, job.network)
+    peel.save(trained, path.with_suffix(""))
+    return line | {"macs": problem.graph.macs(), "params": problem.graph.params()}
+
+
+def train_network(
+    lane: Lane, problem: Problem, widths: Any, stage: str, *, with_teacher: bool, names: Any = None
+) -> dict[str, Any]:
+    """Train a network of these widths from fresh weights. Seeds fix weights, order and augmentation."""
+    seed_everything(derive_seed("init", "confirmation", problem.seed))
+    network = peel.slim(problem.model, widths, graph=problem.graph).requires_grad_(True)
+    recipe, trainer = lane.recipe(), Trainer(problem, ())
+    objective: Objective = problem.task.objective(recipe.label_smoothing)
+    train: Split = problem.data.train
+    if with_teacher:
+        objective = Distillation(objective, lane.original(*names), 0.1, 1.0)  # the defaults of `peel run`
+        train = lane.taught(*names)
+    trained = trainer.train(stage, network, objective, recipe, train)
+    return history_of(trainer, stage) | {"network": trained}
+
+
+# Plans
+
+
+@dataclass(frozen=True)
+class PlanJob:
+    data: str
+    network: str
+    budget: str
+    method: str
+    seed: int = PLAN_SEED
+
+
+def make_plan(lane: Lane, job: PlanJob) -> dict[str, Any]:
+    """What the method decides, and the seconds that it takes beside those of the original."""
+    began = time.perf_counter()
+    trained = lane.original(job.data, job.network)
+    problem = lane.problem(job.data, job.network, job.budget, job.seed, trained)
+    config = MethodConfig(budget=problem.budget, method=job.method)
+    method = find_method(job.method)
+    method.check(problem, config)
+    plan = method.plan(problem, config, Trainer(problem, ()).train)
+    last = plan.rounds[-1] if plan.rounds else None
+    return {
+        "widths": plan.slim.widths,
+        "macs": plan.slim.macs,
+        "params": plan.slim.params,
+        "original_macs": plan.original.macs,
+        "note": last.note if last else "",
+        "factors": last.factors if last else {},
+        "search_seconds": round(time.perf_counter() - began, 1),
+        "search_macs": method.search_macs(problem),
+    }
+
+
+# Trainings
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    data: str
+    network: str
+    budget: str
+    method: str
+    teacher: bool
+    seed: int
+
+
+def train_planned(lane: Lane, job: TrainJob) -> dict[str, Any]:
+    plan = find_plan(lane.setting.plans, job)
+    problem = lane.problem(job.data, job.network, job.budget, job.seed)
+    names = job.data, job.network
+    try:
+        line = train_network(lane, problem, plan["widths"], "final", with_teacher=job.teacher, names=names)
+    except DivergedError as error:
+        return {"error": str(error)}
+    line.pop("network")
+    return line | {"top1": line["top1"][-1], "macs": plan["macs"], "params": plan["params"]}
+
+
+def find_plan(plans: Path, job: TrainJob) -> dict[str, Any]:
+    wanted = job.data, job.network, job.budget, job.method
+    found = [line for line in read(plans) if _plan_key(line) == wanted]
+    if not found:
+        raise FileNotFoundError(f"{plans} has no plan for {' '.join(wanted)}: run `plans` first.")
+    return found[-1]
+
+
+def _plan_key(line: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(line[name] for name in ("data", "network", "budget", "method"))
+
+
+def train_jobs(
+    data: Sequence[str], networks: Sequence[str], seeds: Sequence[int], teachers: Sequence[bool]
+) -> Iterator[TrainJob]:
+    """Seeds come first, so that what a short run leaves has all rows."""
+    cells = itertools.product(seeds, teachers, BUDGETS, networks, data, METHODS)
+    for seed, teacher, budget, network, name, method in cells:
+        yield TrainJob(name, network, budget, method, teacher, seed)
+
+
+KINDS = {"originals": train_original, "plans": make_plan, "train": train_planned}
+
+
+def run(
+    command: str,
+    images: Path,
+    originals: Path,
+    plans: Path,
+    results: Path,
+    data: Sequence[str],
+    networks: Sequence[str],
+    seeds: Sequence[int],
+    teachers: Sequence[bool],
+    lanes: int,
+    deadline: float = math.inf,
+    count: int | None = None,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+) -> None:
+    """Do what is missing of a command."""
+    jobs: list[Any]
+    if command == "originals":
+        jobs = [OriginalJob(name, network) for network in networks for name in data]
+    elif command == "plans":
+        cells = itertools.product(METHODS, networks, data, BUDGETS)
+        jobs = [PlanJob(name, network, budget, method) for method, network, name, budget in cells]
+    else:
+        jobs = list(train_jobs(data, networks, seeds, teachers))
+    run_jobs(
+        jobs,
+        KINDS[command],
+        Setting(images, originals, plans, count, epochs, batch_size),
+        open_lane=Lane.open,
+        results=plans if command == "plans" else results,
+        lanes=lanes,
+        deadline=deadline,
+        kind=[name for name in ("data", "network", "budget", "method", "teacher") if name in asdict(jobs[0])],
+    )
