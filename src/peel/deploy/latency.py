@@ -108,7 +108,8 @@ class LatencyTimer:
 
     def _time(self, networks: Sequence[Widths]) -> tuple[float, list[float]]:
         """Seconds of the original, and the time of each network as a fraction of it."""
-        calls = {"original": self._original} | {str(i): self._call(w) for i, w in enumerate(networks)}
+        calls = {"original": self._original}
+        calls |= {f"a slim network ({i + 1})": self._call(widths) for i, widths in enumerate(networks)}
         times = measure(calls, seconds=self.seconds)
         self.notes += filter(None, [spread_note(times) if not self.notes else None])
         original = times.pop("original")
