@@ -79,7 +79,7 @@ def welch(first: Sequence[float], second: Sequence[float]) -> tuple[float, float
     """The difference of means, and half of its 95 % interval."""
     errors = [statistics.variance(some) / len(some) for some in (first, second)]
     parts = [error**2 / (len(some) - 1) for error, some in zip(errors, (first, second), strict=True)]
-    freedom = sum(errors) ** 2 / max(sum(parts), 1e-300)
+    freedom = max(1.0, sum(errors) ** 2 / max(sum(parts), 1e-300))
     return statistics.mean(first) - statistics.mean(second), t_quantile(freedom) * math.sqrt(sum(errors))
 
 
