@@ -84,7 +84,7 @@ def welch(first: Sequence[float], second: Sequence[float]) -> tuple[float, float
 
 
 def t_quantile(freedom: float) -> float:
-    """The 97.5 % quantile of Student's t, to 0.2 % from 3 degrees of freedom on (Cornish-Fisher)."""
+    """The 97.5 % quantile of Student's t, to 1 % from 3 degrees of freedom on (Cornish-Fisher)."""
     z = 1.959964
     first = (z**3 + z) / (4 * freedom)
     second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)

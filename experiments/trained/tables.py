@@ -6,13 +6,13 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..allocation.results import Line, read
 from .latency import architecture
 from .networks import NETWORKS
 from .peer import PEERS, fraction
-from .work import METHODS, PUBLISHED
+from .work import FINETUNE, METHODS, PUBLISHED
 
 FOLDER = Path(__file__).parents[1] / "results" / "trained"
 
@@ -73,10 +73,14 @@ class Arm(NamedTuple):
     start: str
     teacher: bool
     epochs: int
+    batch_size: int
+    lr: float
 
     @property
     def label(self) -> str:
-        return f"{self.method}{'' if self.method in PEERS and self.start == 'cut' else ', ' + self.start}"
+        start = "" if self.method in PEERS and self.start == "cut" else f", {self.start}"
+        usual = (self.batch_size, self.lr) == (FINETUNE.batch_size, FINETUNE.lr)
+        return f"{self.method}{start}{'' if usual else f', rate {self.lr:g}, batch {self.batch_size}'}"
 
     @classmethod
     def of(cls, line: Line) -> Arm:
@@ -189,8 +193,9 @@ def print_finetuned(arms: Lines, times: dict[tuple[str, str], Line], title: str)
         table([*heads, "against best Torch-Pruning", "latency ms", "speed-up"], rows)
 
 
-def _order(arm: Arm) -> tuple[int, float, int, str]:
-    return list(NETWORKS).index(arm.network), -fraction(arm.budget), METHODS.index(arm.method), arm.start
+def _order(arm: Arm) -> tuple[Any, ...]:
+    place = list(NETWORKS).index(arm.network), -fraction(arm.budget), METHODS.index(arm.method)
+    return *place, arm.start, -arm.batch_size, arm.lr
 
 
 def _finetuned_row(
