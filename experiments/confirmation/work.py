@@ -16,6 +16,7 @@ from torch import nn
 
 import peel
 from peel import zoo
+from peel.cost.widths import Widths
 from peel.data.datasets import Data, Split
 from peel.errors import DivergedError
 from peel.graph import ChannelGraph
@@ -36,7 +37,7 @@ from ..trained.lanes import run_jobs
 from ..trained.peer import fraction
 from ..trained.work import history_of
 
-#: Data -> file of the decoded images. VGG-16 had no part in the choice of the search.
+#: VGG-16 had no part in the choice of the search.
 DATA = ("tiny-imagenet-32", "cifar10")
 NETWORKS = ("cifar_resnet18", "cifar_mobilenet_v2", "cifar_vgg16_bn")
 BUDGETS = ("25%", "10%")
@@ -148,27 +149,29 @@ class OriginalJob:
 def train_original(lane: Lane, job: OriginalJob) -> dict[str, Any]:
     """Train an original from scratch and save it."""
     problem = lane.problem(job.data, job.network, "100%", job.seed)
-    line = train_network(lane, problem, problem.graph.widths, "original", with_teacher=False)
-    trained = line.pop("network")
+    trained, line = train_network(lane, problem, problem.graph.widths)
     path = original_path(lane.setting.originals, job.data, job.network)
     peel.save(trained, path.with_suffix(""))
     return line | {"macs": problem.graph.macs(), "params": problem.graph.params()}
 
 
 def train_network(
-    lane: Lane, problem: Problem, widths: Any, stage: str, *, with_teacher: bool, names: Any = None
-) -> dict[str, Any]:
-    """Train a network of these widths from fresh weights. Seeds fix weights, order and augmentation."""
+    lane: Lane, problem: Problem, widths: Widths, taught_by: tuple[str, str] | None = None
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Train a network of these widths from fresh weights. Seeds fix weights, order and augmentation.
+
+    `taught_by`: the data and the network of the original that teaches it.
+    """
     seed_everything(derive_seed("init", "confirmation", problem.seed))
     network = peel.slim(problem.model, widths, graph=problem.graph).requires_grad_(True)
     recipe, trainer = lane.recipe(), Trainer(problem, ())
     objective: Objective = problem.task.objective(recipe.label_smoothing)
     train: Split = problem.data.train
-    if with_teacher:
-        objective = Distillation(objective, lane.original(*names), 0.1, 1.0)  # the defaults of `peel run`
-        train = lane.taught(*names)
-    trained = trainer.train(stage, network, objective, recipe, train)
-    return history_of(trainer, stage) | {"network": trained}
+    if taught_by is not None:
+        objective = Distillation(objective, lane.original(*taught_by))
+        train = lane.taught(*taught_by)
+    trained = trainer.train("final", network, objective, recipe, train)
+    return trained, history_of(trainer, "final")
 
 
 # Plans
@@ -221,12 +224,11 @@ class TrainJob:
 def train_planned(lane: Lane, job: TrainJob) -> dict[str, Any]:
     plan = find_plan(lane.setting.plans, job)
     problem = lane.problem(job.data, job.network, job.budget, job.seed)
-    names = job.data, job.network
+    taught_by = (job.data, job.network) if job.teacher else None
     try:
-        line = train_network(lane, problem, plan["widths"], "final", with_teacher=job.teacher, names=names)
+        line = train_network(lane, problem, plan["widths"], taught_by)[1]
     except DivergedError as error:
         return {"error": str(error)}
-    line.pop("network")
     return line | {"top1": line["top1"][-1], "macs": plan["macs"], "params": plan["params"]}
 
 
