@@ -4,10 +4,10 @@
     python benchmarks/latency_model.py [NETWORK ...] [--backends eager onnxruntime] [--output FILE.json]
     python benchmarks/latency_model.py --device cuda --batch 256 --backends eager compile
 
-For each network and backend: `--fit` networks of other widths are timed and the model is fitted to them; then
-`--unseen` networks with other random widths are timed, and the uniform networks at 75, 50 and 35 % of the
-latency. Run it on an idle machine: the last column says what `peel` noticed. The output file gets all widths
-and times.
+For each network and backend: `--fit` networks of other widths are timed and the model is fitted to them;
+`--unseen` networks with other random widths, timed among them, judge it. Then the uniform networks at 75, 50
+and 35 % of the latency are timed. Run it on an idle machine: the last column says what `peel` noticed. The
+output file gets all widths and times.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 import peel
 from peel import zoo
 from peel.cost.latency import Accuracy, fit_latency
+from peel.cost.widths import Widths
 from peel.deploy.latency import FACTORS, LatencyTimer, design
 
 NETWORKS = ["resnet18", "mobilenet_v2", "efficientnet_b0"]
@@ -76,14 +77,13 @@ def _validate(name: str, backend: str, options: argparse.Namespace) -> dict[str,
         seconds=options.seconds,
     )
     fitted = design(graph, options.fit)
-    times = timer(fitted)
+    unseen = design(graph, options.unseen + len(FACTORS), seed=1)[len(FACTORS) :]
+    times, judged = _interleaved(timer, fitted, unseen)
     notes = list(timer.notes)
     latency = fit_latency(graph, fitted, times, timer.conditions)
     graph = graph.with_latency(latency)
-    unseen = design(graph, options.unseen + len(FACTORS), seed=1)[len(FACTORS) :]
     budgets = [peel.uniform(graph, budget, resource="latency") for budget in BUDGETS]
-    measured = timer([graph.widths, *unseen, *budgets])
-    original, judged = measured[0], measured[1 : 1 + len(unseen)]
+    original, *used = timer([graph.widths, *budgets])
     accuracy = Accuracy.of((graph.latency(widths) * 1e9 for widths in unseen), judged)
     return {
         "network": name,
@@ -95,11 +95,22 @@ def _validate(name: str, backend: str, options: argparse.Namespace) -> dict[str,
         "p95": accuracy.p95,
         "own_median": latency.accuracy.median,
         "own_p95": latency.accuracy.p95,
-        "budgets": {b: t / original for b, t in zip(BUDGETS, measured[1 + len(unseen) :], strict=True)},
+        "budgets": {budget: time / original for budget, time in zip(BUDGETS, used, strict=True)},
         "notes": list(dict.fromkeys([*notes, *timer.notes])),
         "fit": [[dict(widths), time] for widths, time in zip(fitted, times, strict=True)],
         "unseen": [[dict(widths), time] for widths, time in zip(unseen, judged, strict=True)],
     }
+
+
+def _interleaved(
+    timer: LatencyTimer, first: list[Widths], second: list[Widths]
+) -> tuple[list[float], list[float]]:
+    """The times of both, measured in a random order: the speed of the machine drifts."""
+    networks = [*first, *second]
+    order = torch.randperm(len(networks)).tolist()
+    times = dict(zip(order, timer([networks[i] for i in order]), strict=True))
+    ordered = [times[i] for i in range(len(networks))]
+    return ordered[: len(first)], ordered[len(first) :]
 
 
 def _line(found: dict[str, Any]) -> str:

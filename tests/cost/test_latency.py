@@ -19,9 +19,9 @@ from peel.cost.rounding import resolve_budget
 
 
 @functools.cache
-def measured() -> peel.ChannelGraph:
-    """ResNet-18 with a latency model from noisy times."""
-    _, graph = traced_zoo("resnet18")
+def measured(name: str = "resnet18") -> peel.ChannelGraph:
+    """A network with a latency model from noisy times."""
+    _, graph = traced_zoo(name)
     return graph.with_latency(planted_model(graph, noise=0.02))
 
 
@@ -109,9 +109,18 @@ def test_every_method_meets_a_latency_budget(budget: str | float) -> None:
     shares = {"56x56": 0.1, "28x28": 0.2, "14x14": 0.3, "7x7": 0.4}
     peeled = peel.reallocate(graph, backbone, shares, budget, resource="latency")
     for widths in (uniform, peeled):
-        assert 0.97 * target < graph.latency(widths) * 1e9 <= target
+        assert 0.95 * target <= graph.latency(widths) * 1e9 <= target
     assert graph.latency(backbone) < 0.9 * target / 1e9
     assert peeled != uniform
+
+
+@pytest.mark.parametrize("budget", ["75%", "50%", "35%"])
+def test_widths_that_meet_a_latency_are_well_aligned(budget: str) -> None:
+    """A few percent of a latency are not worth widths that no kernel likes: 26 instead of 24."""
+    graph = measured("mobilenet_v2")
+    widths = peel.uniform(graph, budget, resource="latency")
+    assert all(width % 8 == 0 for width in widths.values() if width >= 64)
+    assert all(width % 4 == 0 for width in widths.values() if width >= 16)
 
 
 def test_the_fixed_part_of_a_latency_leaves_the_backbone_its_share() -> None:
@@ -162,7 +171,7 @@ def test_several_limits_hold_at_once_and_one_is_used_up(limits: str, binding: st
     for widths in (peel.uniform(graph, limits), peel.reallocate(graph, backbone, equal, limits)):
         used = {name: graph.cost(name)(graph.units(widths)) / most for name, most in amounts.items()}
         assert max(used.values()) <= 1
-        assert max(used.values()) > 0.97
+        assert max(used.values()) >= (0.95 if binding == "latency" else 0.97)
     assert used.keys() == amounts.keys()
 
 

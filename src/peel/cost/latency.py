@@ -40,6 +40,9 @@ PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 #: Parts of the cross-validation, and the fraction of the networks that only judge.
 FOLDS, HELD_OUT = 5, 0.25
 
+#: The original counts as so many networks: budgets are fractions of its latency, and it is timed most often.
+ORIGINAL_WEIGHT = 8.0
+
 #: Fewer networks cannot be fitted and judged.
 MIN_NETWORKS = 16
 
@@ -238,7 +241,8 @@ def fit_latency(
 def _choose(graph: Costs, units: Array, measured: Array) -> tuple[int, float]:
     """The kernel step and the penalty with the smallest error in cross-validation."""
     errors: dict[tuple[int, float], float] = {}
-    for step in KERNEL_STEPS:
+    widest = max(graph.widths.values(), default=1)
+    for step in (step for step in KERNEL_STEPS if step <= widest):
         fit = _Fit.of(graph, units, step)
         for penalty in PENALTIES:
             squares = 0.0
@@ -265,6 +269,8 @@ class _Fit:
     """Per total, the coefficient of each product."""
     values: Array
     """Per network, the value of each product."""
+    weights: Array
+    """Per network, how much its error counts."""
 
     @classmethod
     def of(cls, graph: Costs, units: Array, step: int) -> _Fit:
@@ -272,7 +278,8 @@ class _Fit:
         columns = list(units.T)
         forms = {form: round_up(form.value(columns), step) for factors in products for form in factors}
         values = [np.prod([forms[form] for form in factors], axis=0) for factors in products]
-        return cls(products, totals, np.array(values).T)
+        is_original = (units == graph.units(graph.widths)).all(axis=1)
+        return cls(products, totals, np.array(values).T, np.where(is_original, ORIGINAL_WEIGHT, 1.0))
 
     @cached_property
     def columns(self) -> Array:
@@ -283,9 +290,10 @@ class _Fit:
         relative = self.columns[rows] / measured[rows][:, None]
         scale = relative.mean(axis=0)
         scale[scale == 0] = 1.0
-        weights = np.full(len(scale), penalty * len(relative))
-        weights[: len(scale) - len(self.products)] = 0.0
-        fractions = nonnegative_least_squares(relative / scale, np.ones(len(relative)), weights)
+        penalties = np.full(len(scale), penalty * len(relative))
+        penalties[: len(scale) - len(self.products)] = 0.0
+        roots = np.sqrt(self.weights[rows])
+        fractions = nonnegative_least_squares(relative / scale * roots[:, None], roots, penalties)
         return np.asarray(fractions / scale)
 
     def predict(self, times: Array) -> Array:

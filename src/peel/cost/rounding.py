@@ -23,6 +23,9 @@ GAP, ALIGNED_GAP = 1e-3, 5e-3
 #: Aligned widths that leave more than this fraction unspent are replaced by less aligned ones.
 MAX_ALIGNED_GAP = 1e-2
 
+#: The same two for latency, which is known within a few percent, and where badly aligned widths are slow.
+LATENCY_GAP = 5e-2
+
 #: `divisor="auto"` takes multiples of the first of these that lie within this fraction of the ideal width.
 ALIGNMENTS, REACH = (8, 4, 2), 1 / 8
 
@@ -289,11 +292,12 @@ class _Rounding:
         Where aligned widths leave too much of the budget, as in networks of few layers, finer ones are tried.
         """
         found = []
+        gap = LATENCY_GAP if self.limits.resource == "latency" else MAX_ALIGNED_GAP
         for first in range(len(ALIGNMENTS) if self.divisor == "auto" else 1):
             around = [self._around(i, u, ALIGNMENTS[first:]) for i, u in enumerate(ideal)]
             down, up = np.array(around).T
             found.append(self._improve(self._fill(down, up, ideal), down, up, ideal))
-            if self.limits.cost(found[-1]) >= self.limits.target * (1 - MAX_ALIGNED_GAP):
+            if self.limits.cost(found[-1]) >= self.limits.target * (1 - gap):
                 break
         units = max(found, key=self.limits.cost)
         return Widths({name: int(units[i]) * self.unit[i] for i, name in enumerate(self.graph.widths)})
@@ -330,8 +334,9 @@ class _Rounding:
         for i in order:
             units[i] = up[i]
             cost = self.limits.cost(units)
-            # A step that costs nothing (a head only used in training) is only taken toward the ideal.
-            is_idle = cost == spent and 2 * ideal[i] < down[i] + up[i]
+            # A step that costs nothing (a head only used in training) is only taken toward the ideal, or to a
+            # better alignment.
+            is_idle = cost == spent and gain[i] <= 0 and 2 * ideal[i] < down[i] + up[i]
             if gain[i] < 0 or is_idle or self.limits.load(units) > 1:
                 units[i] = down[i]
             else:
@@ -342,6 +347,7 @@ class _Rounding:
         """Where a gap is left, round other ties up and down while that spends more."""
         target, spent = self.limits.target, self.limits.cost(units)
         gap = ALIGNED_GAP if self.divisor == "auto" else GAP
+        gap = LATENCY_GAP if self.limits.resource == "latency" else gap
         while target - spent > target * gap:
             columns: Any = _alternatives(units, down, up - down)
             costs = np.where(np.asarray(self.limits.load(columns)) <= 1, self.limits.cost(columns), -1)

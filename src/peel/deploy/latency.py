@@ -99,22 +99,30 @@ class LatencyTimer:
     def _original(self) -> Callable[[], object]:
         return self._call(self.graph.widths)
 
+    @cached_property
+    def _images(self) -> Tensor:
+        return torch.randn(self.batch, *self.graph.input_shapes[0][1:], device=self.place)
+
     def _call(self, widths: Widths) -> Callable[[], object]:
         """Runs a batch through the network of these widths."""
         network = slim(self.model, widths, graph=self.graph).eval()
-        images = torch.randn(self.batch, *self.graph.input_shapes[0][1:])
-        runner = make_runner(self.backend, network, images, device=self.place, threads=self.thread_count)
-        return partial(runner, images.to(self.place))
+        runner = make_runner(
+            self.backend, network, self._images, device=self.place, threads=self.thread_count
+        )
+        return partial(runner, self._images)
 
     def _time(self, networks: Sequence[Widths]) -> tuple[float, list[float]]:
         """Seconds of the original, and the time of each network as a fraction of it."""
         calls = {"original": self._original}
-        calls |= {f"a slim network ({i + 1})": self._call(widths) for i, widths in enumerate(networks)}
+        for i, widths in enumerate(networks):
+            if widths != self.graph.widths:
+                calls[f"a slim network ({i + 1})"] = self._call(widths)
         times = measure(calls, seconds=self.seconds)
         self.notes += filter(None, [spread_note(times) if not self.notes else None])
         original = times.pop("original")
         # What else runs on the machine makes times longer: the p10 is nearer to the network's own time.
-        return original.median, [timing.p10 / original.p10 for timing in times.values()]
+        ratios = iter([timing.p10 / original.p10 for timing in times.values()])
+        return original.median, [1.0 if w == self.graph.widths else next(ratios) for w in networks]
 
 
 def measure_latency(
