@@ -13,7 +13,8 @@
 Torch-Pruning (pip install torch-pruning==1.6.1) choose channels. `curve` judges networks right after the
 cut, recalibrated and repaired. `finetune` trains the stages of work.py, such as `main:0-2`; a line has top-1
 after every epoch. A seed has an original of its own, or uses that of seed 0. `latency` times the networks of
-`finetune` in ONNX Runtime, on one thread.
+`finetune` in ONNX Runtime, on one thread. `latency-models` fits the latency models that the stage `latency`
+of `finetune` needs, for the same conditions.
 
 Each job adds one line to a file of results. Jobs that are in the file are skipped, so the same command
 resumes an interrupted run.
@@ -28,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from .images import prepare
-from .latency import latency
-from .networks import NETWORKS
-from .tables import FOLDER, analyze
+from .latency import latency, latency_models
+from .networks import FOLDER, NETWORKS
+from .tables import analyze
 from .work import CURVE, METHODS, RECIPES, STAGES, curve, finetune, originals, peers
 
 
@@ -60,6 +61,8 @@ def main() -> None:
     command.add_argument("--results", type=Path, default=FOLDER / "latency.jsonl", help="the file of times")
     command.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=NETWORKS)
     command.add_argument("--seconds", type=float, default=2.0, help="of timing for each network")
+    command = commands.add_parser("latency-models", help="measure what the stage `latency` needs")
+    command.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=NETWORKS)
     command = commands.add_parser("analyze", help="print the tables")
     command.add_argument("--folder", type=Path, default=FOLDER, help="the files of results")
     command.add_argument("--epochs", type=int, default=10, help="epochs of the main table")
@@ -71,6 +74,7 @@ def main() -> None:
         "curve": curve,
         "finetune": finetune,
         "latency": latency,
+        "latency-models": latency_models,
         "analyze": analyze,
     }
     functions[options.pop("command")](**options)

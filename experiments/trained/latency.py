@@ -18,12 +18,15 @@ from peel.deploy.bench import bench
 from peel.utils.fingerprint import fingerprint
 
 from ..allocation.results import Line, read, write
-from .networks import NETWORKS, graph_of
+from .networks import NETWORKS, graph_of, latency_path
 
 #: Networks that are interleaved with their original at a time.
 TOGETHER = 6
 
 ORIGINAL = "original"
+
+#: Of timing for each network of a latency model.
+SECONDS = 0.3
 
 
 def latency(trained: Path, results: Path, networks: Sequence[str], seconds: float) -> None:
@@ -37,6 +40,18 @@ def latency(trained: Path, results: Path, networks: Sequence[str], seconds: floa
             for line in measure(name, dict(missing[first : first + TOGETHER]), seconds):
                 write(results, line)
                 print(f"{name} {line['architecture']}: {line['milliseconds']:.3f} ms", flush=True)
+
+
+def latency_models(networks: Sequence[str]) -> None:
+    """Measure the latency models that are missing. They take minutes, on an idle machine."""
+    for name in networks:
+        if not latency_path(name).exists():
+            model, example = NETWORKS[name]().eval(), torch.zeros(1, 3, 32, 32)
+            found = peel.measure_latency(
+                model, example, graph=graph_of(name), backend="onnxruntime", threads=1, seconds=SECONDS
+            )
+            found.save(latency_path(name))
+            print(f"{name}: error {found.accuracy.median:.1%}, p95 {found.accuracy.p95:.1%}", flush=True)
 
 
 def architecture(line: Line) -> str:

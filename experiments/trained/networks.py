@@ -65,6 +65,19 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+#: Where the results are.
+FOLDER = Path(__file__).parents[1] / "results" / "trained"
+
+
+def latency_path(name: str) -> Path:
+    return FOLDER / f"latency-{name}.json"
+
+
+@cache
+def latency_model(name: str) -> peel.LatencyModel:
+    return peel.LatencyModel.load(latency_path(name))
+
+
 def original_path(folder: Path, name: str, seed: int) -> Path:
     """Where a trained original is saved. A seed without one of its own uses that of seed 0."""
     return folder / f"{name}-{seed}" / "original.json"

@@ -10,11 +10,9 @@ from typing import Any, NamedTuple
 
 from ..allocation.results import Line, read
 from .latency import architecture
-from .networks import NETWORKS
+from .networks import FOLDER, NETWORKS
 from .peer import PEERS, fraction
 from .work import FINETUNE, METHODS, PUBLISHED
-
-FOLDER = Path(__file__).parents[1] / "results" / "trained"
 
 #: Quantiles of Student's t for 95 % intervals, by degrees of freedom; beyond them, that of the normal.
 T95 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -70,6 +68,7 @@ class Arm(NamedTuple):
     network: str
     budget: str
     method: str
+    resource: str
     start: str
     teacher: bool
     epochs: int
@@ -79,6 +78,7 @@ class Arm(NamedTuple):
     @property
     def label(self) -> str:
         start = "" if self.method in PEERS and self.start == "cut" else f", {self.start}"
+        start = start if self.resource == "macs" else f"{start}, budget of latency"
         usual = (self.batch_size, self.lr) == (FINETUNE.batch_size, FINETUNE.lr)
         return f"{self.method}{start}{'' if usual else f', rate {self.lr:g}, batch {self.batch_size}'}"
 
@@ -104,6 +104,7 @@ def analyze(folder: Path, epochs: int) -> None:
         print_best(chosen)
         print_best_latency(chosen, times)
     print_repair_gain(arms)
+    print_latency_budgets(arms, times)
     print_schedules(arms)
     print_published(arms)
     errors = [line for line in read(folder / "finetune.jsonl") if "error" in line]
@@ -241,6 +242,11 @@ def _final(lines: Sequence[Line]) -> list[float]:
     return [line["top1"][-1] for line in lines]
 
 
+def is_ours(arm: Arm) -> bool:
+    """Cut by peel to a budget of MACs."""
+    return arm.method not in PEERS and arm.resource == "macs" and arm.start != "fresh"
+
+
 def is_peer(arm: Arm) -> bool:
     """Torch-Pruning as it is; repaired, its networks are ours."""
     return arm.method in PEERS and arm.start == "cut"
@@ -251,7 +257,7 @@ def print_best(arms: Lines) -> None:
     rows = []
     for cell in dict.fromkeys(arm[:2] for arm in sorted(arms, key=_order)):
         chosen = {arm: some for arm, some in arms.items() if arm[:2] == cell}
-        ours, peer = _best(chosen, lambda arm: arm.method not in PEERS), _best(chosen, is_peer)
+        ours, peer = _best(chosen, is_ours), _best(chosen, is_peer)
         if ours and peer:
             scores = [f"{arm.label} {Stat.of(_final(chosen[arm])).text}" for arm in (ours, peer)]
             rows.append([*cell, *scores, paired(chosen[ours], chosen[peer])])
@@ -303,6 +309,25 @@ def print_repair_gain(arms: Lines) -> None:
         print("\n## Repaired minus cut, in points, after each epoch")
         heads = ["network", "budget", "method", "teacher", "epochs", *map(str, range(1, most + 1))]
         table(heads, [[*row, *[""] * (len(heads) - len(row))] for row in rows])
+
+
+def print_latency_budgets(arms: Lines, times: dict[tuple[str, str], Line]) -> None:
+    """Budgets of latency against budgets of MACs, at the same predicted latency."""
+    rows = []
+    for arm in sorted(arms, key=_order):
+        other = arm._replace(resource="macs")
+        if arm.resource == "latency" and other in arms:
+            pair = [arms[other], arms[arm]]
+            cells = [arm.network, arm.method, arm.budget]
+            for some in pair:
+                timed = _times(some, times)
+                speed = f"{statistics.mean(one['speedup'] for one in timed):.2f}" if timed else ""
+                cells += [Stat.of(_final(some)).text, speed]
+            rows.append([*cells, paired(pair[1], pair[0])])
+    if rows:
+        print("\n## Budgets of latency against budgets of MACs, at the same predicted latency")
+        heads = ["network", "method", "MACs", "top-1, MACs", "speed-up", "top-1, latency", "speed-up"]
+        table([*heads, "difference"], rows)
 
 
 def print_schedules(arms: Lines) -> None:

@@ -27,7 +27,7 @@ from peel.train.recipe import Recipe, named_recipe
 from peel.utils.rng import derive_seed, seed_everything
 
 from .lanes import Lane, Setting, run_jobs
-from .networks import NETWORKS, graph_of, original_path, original_seed
+from .networks import NETWORKS, graph_of, latency_model, original_path, original_seed
 from .peer import PEERS, TorchPruning, kept_channels
 
 #: The arms. `streams` is uniform with the residual streams at their original width.
@@ -174,8 +174,13 @@ def make_plan(lane: Lane, job: CurveJob | FinetuneJob) -> tuple[Problem, Plan, M
         method: Method = TorchPruning(kept[job.budget])
     else:
         method = find_method("uniform" if is_streams else job.method)
-    config = MethodConfig(budget=problem.budget)
-    return problem, method.plan(problem, config, Trainer(problem, ()).train), method
+    plan = method.plan(problem, MethodConfig(budget=problem.budget), Trainer(problem, ()).train)
+    if isinstance(job, FinetuneJob) and job.resource == "latency":
+        graph = problem.graph.with_latency(latency_model(job.network))
+        budget = math.ceil(1e9 * graph.latency(plan.widths))
+        problem = replace(problem, graph=graph, budget=budget, resource="latency")
+        plan = method.plan(problem, MethodConfig(budget=budget), Trainer(problem, ()).train)
+    return problem, plan, method
 
 
 def describe(problem: Problem, plan: Plan) -> dict[str, Any]:
@@ -246,8 +251,10 @@ class FinetuneJob:
     network: str
     budget: str
     method: str
+    resource: str
+    """Of the budget: macs, or the latency that the network has if the budget is one of MACs."""
     start: str
-    """Repaired or cut."""
+    """Repaired, cut or fresh (from scratch)."""
     teacher: bool
     epochs: int
     batch_size: int
@@ -268,7 +275,8 @@ def fine_tune(lane: Lane, job: FinetuneJob) -> dict[str, Any]:
     line |= {"search_seconds": round(time.perf_counter() - began, 2)}
     seed_everything(derive_seed("init", "final", job.seed))  # paired: the same for all
     network = started(problem, plan, method, job.start, line)
-    recipe = lane.recipe(FINETUNE.changed(epochs=job.epochs, batch_size=job.batch_size, lr=job.lr))
+    usual = RECIPES["plain"].changed(warmup_epochs=1) if job.start == "fresh" else FINETUNE
+    recipe = lane.recipe(usual.changed(epochs=job.epochs, batch_size=job.batch_size, lr=job.lr))
     trainer = Trainer(problem, ())
     train = lane.taught(job.network, job.original) if job.teacher else lane.data.train
     try:
@@ -281,6 +289,10 @@ def fine_tune(lane: Lane, job: FinetuneJob) -> dict[str, Any]:
 def started(problem: Problem, plan: Plan, method: Method, start: str, line: dict[str, Any]) -> nn.Module:
     """The network before training. Its top-1 after each step of surgery goes to the line."""
     before: dict[str, float] = {}
+    if start == "fresh":
+        network = peel.slim(problem.model, plan.widths, graph=problem.graph).requires_grad_(True)
+        line["before"] = {start: problem.evaluate(network).top1 or 0.0}
+        return network
     watch_step, copies = watch_top1(problem, before), dict[str, nn.Module]()
 
     def watch(step: str, network: nn.Module) -> None:
@@ -315,6 +327,7 @@ class Stage(NamedTuple):
     epochs: Sequence[int] = (10,)
     networks: Sequence[str] = tuple(NETWORKS)
     peer_start: str = "cut"
+    resource: str = "macs"
     rates: Sequence[tuple[int, float]] = ((FINETUNE.batch_size, FINETUNE.lr),)
 
 
@@ -340,6 +353,13 @@ STAGES = {
     "peers-high-rate": Stage(tuple(PEERS), rates=(HIGH_RATE,)),
     # Batch sizes and learning rates, for a network that is repaired and for one that is not
     "rates": Stage(("sensitivity", "tp-local"), rates=RATES),
+    # After every epoch at the other budgets of the curve
+    "curve": Stage(("sensitivity", *PEERS), budgets=("90%", "70%", "30%")),
+    "curve-cut": Stage(("sensitivity",), ("cut",), budgets=("90%", "70%", "30%")),
+    # From scratch, for as many epochs
+    "scratch": Stage(FEW, ("fresh",), rates=((256, 0.2),)),
+    # Budgets of latency, against those of MACs in `main`
+    "latency": Stage(("peel", *FEW), resource="latency"),
     # Schedules of other lengths
     "schedules": Stage(("uniform", "tp-global"), ("repaired", "cut"), epochs=(1, 2, 5, 20)),
 }
@@ -390,5 +410,5 @@ def finetune_jobs(
     for seed, length, (size, lr), start, budget, method, network in cells:
         begin = stage.peer_start if method in PEERS else start
         original = original_seed(originals, network, seed)
-        how = begin, stage.teacher, length, size, lr
+        how = stage.resource, begin, stage.teacher, length, size, lr
         yield FinetuneJob(network, budget, method, *how, seed, original, divisor)

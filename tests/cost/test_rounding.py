@@ -193,6 +193,19 @@ def test_uniform_and_reallocate_agree_on_the_smallest_network(divisor: int) -> N
         peel.uniform(graph, budget - 1, divisor=divisor)
 
 
+def test_whole_ideals_are_aligned_too_but_for_original_widths() -> None:
+    """Methods that rank channels ask for 47 or 363 of them."""
+    _, graph = traced_zoo("mobilenet_v2")
+    rng = np.random.default_rng(0)
+    ideal = {tie: int(rng.integers(width // 3, width)) for tie, width in graph.widths.items()}
+    ideal |= {tie: 144 for tie, width in graph.widths.items() if width == 144}
+    widths = round_to_budget(graph, ideal, graph.macs(ideal))
+    assert graph.macs(widths) <= graph.macs(ideal)
+    assert all(widths[tie] == 144 for tie in graph.widths if graph.widths[tie] == 144)
+    assert all(width % 8 == 0 for width in widths.values() if width >= 64)
+    assert all(abs(widths[tie] - ideal[tie]) <= ideal[tie] / 8 + 1 for tie in widths)
+
+
 def test_widths_are_less_aligned_where_much_of_the_budget_would_be_left() -> None:
     """The stem alone sets the peak of ResNet-18: at 40 channels a tenth of a budget of 70 % is left."""
     _, graph = traced_zoo("resnet18")

@@ -227,6 +227,24 @@ def test_a_trained_network_is_cut_repaired_and_fine_tuned(method: str) -> None:
     assert slim.metric > 0.75
 
 
+def test_a_given_network_that_guesses_is_noted() -> None:
+    data = numbered(192), numbered(96, seed=5)
+    torch.manual_seed(0)
+    model, short = Small(3), {**SHORT, "train": {"epochs": 1}, "method": "uniform"}
+
+    def asks(result: Result) -> bool:
+        return any("are its weights trained?" in note for note in result.notes)
+
+    assert asks(peel.prune(model, data, **short))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(6):
+        for images, labels in DataLoader(data[0], 32):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+    assert not asks(peel.prune(model, data, **short))
+
+
 def test_two_inputs_in_a_dict() -> None:
     images, targets = PAIR[0].tensors
     samples = [{"first": x, "second": x, "target": y} for x, y in zip(images, targets)]

@@ -303,12 +303,15 @@ class _Rounding:
         return Widths({name: int(units[i]) * self.unit[i] for i, name in enumerate(self.graph.widths)})
 
     def _around(self, i: int, ideal: float, alignments: Sequence[int]) -> tuple[int, int]:
-        """The widths of a tie below and above its ideal, in units. The same where the ideal is whole."""
+        """The widths of a tie below and above its ideal, in units.
+
+        The same where the ideal is whole; with `auto`, where it is that of the original.
+        """
         low, high = self.low[i], self.high[i]
         if low == high:
             return low, low
         down, up = _multiples(ideal, self.step[i])
-        if self.divisor == "auto" and down != up:
+        if self.divisor == "auto" and not down == up == self.original[i]:
             pairs = [_multiples(ideal, lcm(self.unit[i], n) // self.unit[i]) for n in alignments]
             least, most = max(low, ideal * (1 - REACH)), min(high, ideal * (1 + REACH))
             down = next((u for u, _ in pairs if u >= least), down)

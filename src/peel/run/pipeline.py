@@ -33,7 +33,7 @@ from .latency import budget_notes, with_latency
 from .result import Result, Row, StageRecord
 from .resume import RunState, refuse_changes
 from .speed import Bench, measure_speed, stored_speed, with_speed
-from .teacher import Teacher, check_accuracy, find_teacher, weights_hash
+from .teacher import Teacher, chance_notes, check_accuracy, find_teacher, weights_hash
 from .trainer import Trainer
 
 
@@ -162,7 +162,11 @@ class Pipeline:
         self.trainer.begin_stage("original", prefix="evaluating ")
         self.teacher_metrics = self.problem.evaluate(self.problem.engine.prepare(self.loaded_teacher.model))
         is_chosen = self.config.mean is not None or self.config.std is not None
-        if self.teacher_metrics.top1 is not None and not self.problem.data.is_own:
+        if self.teacher_metrics.top1 is None:
+            return
+        if self.problem.data.is_own:
+            self.notes += chance_notes(self.loaded_teacher, self.teacher_metrics.top1, self.problem)
+        else:
             check_accuracy(self.loaded_teacher, self.teacher_metrics.top1, self.problem, is_chosen)
 
     def run(self) -> Result:

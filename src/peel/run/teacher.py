@@ -41,6 +41,10 @@ NORMALIZATIONS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 }
 
 
+#: A top-1 below this, over the number of outputs, looks like that of a network that was not trained.
+NEAR_CHANCE = 1.5
+
+
 @dataclass(frozen=True)
 class Teacher:
     """A trained original."""
@@ -106,6 +110,19 @@ def check_accuracy(teacher: Teacher, top1: float, problem: Problem, is_chosen: b
             )
     elif reason := why_it_fails(teacher.model, data, problem.engine, is_chosen):
         raise DataError(f"{text}. {reason} Or train it: --weights train.")
+
+
+def chance_notes(teacher: Teacher, top1: float, problem: Problem) -> list[str]:
+    """A note where a classifier is no better than a guess on data of the user's own."""
+    example = map_tensors(problem.data.example(2), lambda tensor: tensor.to(problem.engine.device))
+    with torch.inference_mode():
+        logits = main_output(call_model(teacher.model.eval(), example))
+    if logits is None or top1 > NEAR_CHANCE / logits.shape[1]:
+        return []
+    return [
+        f"The given network is right for {top1:.1%} of the validation samples, and has {logits.shape[1]} "
+        "outputs: are its weights trained? A network that is not: weights='train'."
+    ]
 
 
 def _error(fraction: float, count: int) -> float:
