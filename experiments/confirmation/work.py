@@ -37,7 +37,7 @@ from ..trained.lanes import run_jobs
 from ..trained.peer import fraction
 from ..trained.work import history_of
 
-#: VGG-16 had no part in the choice of the search.
+#: VGG-16 had no part in the choice of the search. It is trained on the first data set only.
 DATA = ("tiny-imagenet-32", "cifar10")
 NETWORKS = ("cifar_resnet18", "cifar_mobilenet_v2", "cifar_vgg16_bn")
 BUDGETS = ("25%", "10%")
@@ -46,6 +46,9 @@ BUDGETS = ("25%", "10%")
 METHODS = ("uniform", "search", "peel")
 
 SEEDS = tuple(range(10, 20))
+
+#: The published form is trained with fewer seeds: it stands beside the comparison.
+PUBLISHED_SEEDS = SEEDS[:5]
 
 #: The seed of the originals and of the plans. One original and one plan serve all trainings of a row.
 PLAN_SEED = SEEDS[0]
@@ -248,9 +251,16 @@ def train_jobs(
     data: Sequence[str], networks: Sequence[str], seeds: Sequence[int], teachers: Sequence[bool]
 ) -> Iterator[TrainJob]:
     """Seeds come first, so that what a short run leaves has all rows."""
-    cells = itertools.product(seeds, teachers, BUDGETS, networks, data, METHODS)
-    for seed, teacher, budget, network, name, method in cells:
-        yield TrainJob(name, network, budget, method, teacher, seed)
+    cells = itertools.product(seeds, teachers, BUDGETS, pairs_of(data, networks), METHODS)
+    for seed, teacher, budget, (name, network), method in cells:
+        if method != "peel" or seed in PUBLISHED_SEEDS:
+            yield TrainJob(name, network, budget, method, teacher, seed)
+
+
+def pairs_of(data: Sequence[str], networks: Sequence[str]) -> list[tuple[str, str]]:
+    """Data sets and networks that belong together."""
+    pairs = [(name, network) for network in networks for name in data]
+    return [pair for pair in pairs if pair != (DATA[1], NETWORKS[2])]
 
 
 KINDS = {"originals": train_original, "plans": make_plan, "train": train_planned}
@@ -275,10 +285,10 @@ def run(
     """Do what is missing of a command."""
     jobs: list[Any]
     if command == "originals":
-        jobs = [OriginalJob(name, network) for network in networks for name in data]
+        jobs = [OriginalJob(*pair) for pair in pairs_of(data, networks)]
     elif command == "plans":
-        cells = itertools.product(METHODS, networks, data, BUDGETS)
-        jobs = [PlanJob(name, network, budget, method) for method, network, name, budget in cells]
+        cells = itertools.product(METHODS, pairs_of(data, networks), BUDGETS)
+        jobs = [PlanJob(*pair, budget, method) for method, pair, budget in cells]
     else:
         jobs = list(train_jobs(data, networks, seeds, teachers))
     run_jobs(
