@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,25 @@ def test_a_curve_is_printed_and_written(
     rows = list(csv.DictReader((tmp_path / "curve.csv").read_text().splitlines()))
     assert [float(row["repaired"]) for row in rows] == [point["repaired"] for point in found["points"]]
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_mean_and_std_are_lists_as_in_a_run(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--mean", "0.3", "0.3", "0.3", "--std", "0.4", "0.4", "0.4", "--budgets", "0.5", "--json"]
+    assert main(arguments(weights, *settings)) == 0
+    assert json.loads(capsys.readouterr().out)["original"] > 0.5
+
+
+def test_without_matplotlib_the_table_is_printed_and_written(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(arguments(weights, "--budgets", "0.5", "--output", str(tmp_path / "curve"))) != 0
+    shown = capsys.readouterr()
+    assert "nothing was trained" in shown.out
+    assert "peel-pruning[report]" in shown.err
+    assert (tmp_path / "curve.csv").exists()
 
 
 @pytest.mark.parametrize(

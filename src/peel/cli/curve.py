@@ -51,12 +51,12 @@ def curve(
         found = run_curve(
             model, settings, lambda text, done, total: status.update(f"{done + 1} of {total}: {text}")
         )
-    if output is not None:
-        _write(found, output)
     if json:
         print_json(found.to_dict())
     else:
         _draw(found, console)
+    if output is not None:
+        _write(found, output)
     return 0
 
 
@@ -83,8 +83,7 @@ def _draw(found: Curve, console: Console) -> None:
 
 
 def _write(found: Curve, output: Path) -> None:
-    from ..report.charts import budget_chart
-
+    """The table, and then a picture, which needs matplotlib."""
     base = output.with_suffix("") if output.suffix in (".json", ".csv", ".png") else output
     points: dict[str, Any] = {}
     for column, field in COLUMNS.items():
@@ -96,8 +95,13 @@ def _write(found: Curve, output: Path) -> None:
             base.with_name(base.name + ".json"), json_library.dumps(found.to_dict(), indent=1).encode()
         )
         write_bytes(base.with_name(base.name + ".csv"), found.to_csv().encode())
-        write_bytes(
-            base.with_name(base.name + ".png"), budget_chart(points, 100 * found.original, found.model)
-        )
+        from ..report.charts import budget_chart
+
+        picture = budget_chart(points, 100 * found.original, found.model)
+        write_bytes(base.with_name(base.name + ".png"), picture)
+    except ImportError as error:
+        raise PeelError(
+            f'the picture needs matplotlib: pip install "peel-pruning[report]". {base}.json and .csv are written.'
+        ) from error
     except OSError as error:
         raise PeelError(f"cannot write {error.filename or base}: {error.strerror}.") from error

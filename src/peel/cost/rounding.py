@@ -23,11 +23,11 @@ GAP, ALIGNED_GAP = 1e-3, 5e-3
 #: Aligned widths that leave more than this fraction unspent are replaced by less aligned ones.
 MAX_ALIGNED_GAP = 1e-2
 
-#: The same two for latency, which is known within a few percent, and where badly aligned widths are slow.
-LATENCY_GAP = 5e-2
-
 #: `divisor="auto"` takes multiples of the first of these that lie within this fraction of the ideal width.
 ALIGNMENTS, REACH = (8, 4, 2), 1 / 8
+
+#: The same for latency, which is known within a few percent, and where badly aligned widths are slow.
+LATENCY_GAP, LATENCY_REACH = 5e-2, 1 / 4
 
 #: Up to this many ties, all ways to round them are compared.
 MAX_TIES = 14
@@ -313,7 +313,8 @@ class _Rounding:
         down, up = _multiples(ideal, self.step[i])
         if self.divisor == "auto" and not down == up == self.original[i]:
             pairs = [_multiples(ideal, lcm(self.unit[i], n) // self.unit[i]) for n in alignments]
-            least, most = max(low, ideal * (1 - REACH)), min(high, ideal * (1 + REACH))
+            reach = LATENCY_REACH if self.limits.resource == "latency" else REACH
+            least, most = max(low, ideal * (1 - reach)), min(high, ideal * (1 + reach))
             down = next((u for u, _ in pairs if u >= least), down)
             up = next((u for _, u in pairs if u <= most), up)
         return down, int(min(up, high))

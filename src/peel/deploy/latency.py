@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cost.latency import MIN_NETWORKS, LatencyModel, fit_latency
-from ..cost.rounding import ALIGNMENTS, REACH, Divisor
+from ..cost.rounding import ALIGNMENTS, LATENCY_REACH, Divisor
 from ..cost.widths import Widths
 from ..errors import ConfigError, check_choice
 from ..graph import ChannelGraph, trace
@@ -186,6 +186,6 @@ def _aligned(width: float, step: int, divisor: Divisor) -> int:
     for alignment in alignments:
         multiple = lcm(alignment, step)
         nearest = max(1, round(width / multiple)) * multiple
-        if abs(nearest - width) <= REACH * width:
+        if abs(nearest - width) <= LATENCY_REACH * width:
             return nearest
     return nearest

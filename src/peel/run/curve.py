@@ -22,7 +22,7 @@ from ..graph import trace
 from ..surgery.curve import BUDGETS, CurvePoint, accuracy_curve
 from ..train.engine import Engine, eval_batch_size
 from ..train.objective import get_logits
-from .config import Config
+from .config import Config, Numbers
 from .loading import check_model, load_model_and_data
 from .teacher import load_weights, saved_file, why_it_fails
 
@@ -73,9 +73,9 @@ class CurveConfig:
     """Widths are multiples of this; auto: what kernels like."""
     image_size: int | None = None
     """Side of the images in pixels."""
-    mean: tuple[float, ...] | None = None
+    mean: Numbers | None = None
     """Mean of the pixels (0 to 1). Default: what the weights have, else of the data."""
-    std: tuple[float, ...] | None = None
+    std: Numbers | None = None
     """Standard deviation of the pixels, likewise."""
     data_root: str | None = None
     """Where torchvision stores the data sets it downloads."""
