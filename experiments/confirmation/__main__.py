@@ -10,8 +10,8 @@
     python -m experiments.confirmation analyze
 
 `originals` trains each network on each data set. `plans` lets uniform, the search and the published form of
-PEEL plan, once for each row. `train` trains the plans from scratch with seeds 10 to 19 (the published form: 10
-to 14), without and with the original as teacher; lines have top-1 on the test images after the last epoch.
+PEEL plan, once for each row. `train` trains the plans from scratch with seeds 10 to 19 (the published form:
+10 to 14), without and with the original as teacher; lines have top-1 on the test images after the last epoch.
 Jobs that are in the results are skipped, so the same command resumes an interrupted run.
 """
 

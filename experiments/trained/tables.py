@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..allocation.results import Line, read
 from .latency import architecture
-from .networks import FOLDER, NETWORKS
+from .networks import NETWORKS
 from .peer import PEERS, fraction
 from .work import FINETUNE, METHODS, PUBLISHED
 

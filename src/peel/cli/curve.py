@@ -101,7 +101,7 @@ def _write(found: Curve, output: Path) -> None:
         write_bytes(base.with_name(base.name + ".png"), picture)
     except ImportError as error:
         raise PeelError(
-            f'the picture needs matplotlib: pip install "peel-pruning[report]". {base}.json and .csv are written.'
+            f'the picture needs matplotlib: pip install "peel-pruning[report]". The table is in {base}.csv.'
         ) from error
     except OSError as error:
         raise PeelError(f"cannot write {error.filename or base}: {error.strerror}.") from error
