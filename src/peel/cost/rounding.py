@@ -237,6 +237,9 @@ class _Rounding:
             hint = did_you_mean(name, graph.widths)
             raise BudgetError(f"freeze: no free tie is called {name!r}.{hint} peel inspect lists the ties.")
         self.graph, self.limits, self.divisor = graph, limits, divisor
+        self.gap, self.max_gap, self.reach = ALIGNED_GAP if divisor == "auto" else GAP, MAX_ALIGNED_GAP, REACH
+        if limits.resource == "latency":
+            self.gap, self.max_gap, self.reach = LATENCY_GAP, LATENCY_GAP, LATENCY_REACH
         self.original = graph.units()
         smallest = graph.units(at_least) if at_least is not None else [0] * len(self.original)
         self.unit = list(graph.steps.values())
@@ -292,12 +295,11 @@ class _Rounding:
         Where aligned widths leave too much of the budget, as in networks of few layers, finer ones are tried.
         """
         found = []
-        gap = LATENCY_GAP if self.limits.resource == "latency" else MAX_ALIGNED_GAP
         for first in range(len(ALIGNMENTS) if self.divisor == "auto" else 1):
             around = [self._around(i, u, ALIGNMENTS[first:]) for i, u in enumerate(ideal)]
             down, up = np.array(around).T
             found.append(self._improve(self._fill(down, up, ideal), down, up, ideal))
-            if self.limits.cost(found[-1]) >= self.limits.target * (1 - gap):
+            if self.limits.cost(found[-1]) >= self.limits.target * (1 - self.max_gap):
                 break
         units = max(found, key=self.limits.cost)
         return Widths({name: int(units[i]) * self.unit[i] for i, name in enumerate(self.graph.widths)})
@@ -313,8 +315,7 @@ class _Rounding:
         down, up = _multiples(ideal, self.step[i])
         if self.divisor == "auto" and not down == up == self.original[i]:
             pairs = [_multiples(ideal, lcm(self.unit[i], n) // self.unit[i]) for n in alignments]
-            reach = LATENCY_REACH if self.limits.resource == "latency" else REACH
-            least, most = max(low, ideal * (1 - reach)), min(high, ideal * (1 + reach))
+            least, most = max(low, ideal * (1 - self.reach)), min(high, ideal * (1 + self.reach))
             down = next((u for u, _ in pairs if u >= least), down)
             up = next((u for _, u in pairs if u <= most), up)
         return down, int(min(up, high))
@@ -350,9 +351,7 @@ class _Rounding:
     def _improve(self, units: IntArray, down: IntArray, up: IntArray, ideal: Sequence[float]) -> IntArray:
         """Where a gap is left, round other ties up and down while that spends more."""
         target, spent = self.limits.target, self.limits.cost(units)
-        gap = ALIGNED_GAP if self.divisor == "auto" else GAP
-        gap = LATENCY_GAP if self.limits.resource == "latency" else gap
-        while target - spent > target * gap:
+        while target - spent > target * self.gap:
             columns: Any = _alternatives(units, down, up - down)
             costs = np.where(np.asarray(self.limits.load(columns)) <= 1, self.limits.cost(columns), -1)
             if costs.max(initial=-1) <= spent:
@@ -360,7 +359,7 @@ class _Rounding:
             # Of those that leave no gap, the best aligned, then the nearest to the ideal. Else the one that
             # spends most.
             distance = (((columns.T - ideal) / ideal) ** 2).sum(1)
-            is_good = costs >= target * (1 - gap)
+            is_good = costs >= target * (1 - self.gap)
             order = np.lexsort((distance, self._misaligned(columns).sum(0), ~is_good))
             best = order[0] if is_good.any() else np.argmax(costs)
             units, spent = columns[:, best], costs[best]
