@@ -7,7 +7,8 @@
 For each network and backend: `--fit` networks of other widths are timed and the model is fitted to them;
 `--unseen` networks with other random widths, timed among them, judge it. Then the uniform networks at 75, 50
 and 35 % of the latency are timed. Run it on an idle machine: the last column says what `peel` noticed. The
-output file gets all widths and times.
+output file gets all widths and times. With `--refit FILE`, an output file, the model is fitted again to the
+times in that file, and only the uniform networks are timed.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ def main() -> None:
         "| network | backend | batch | original | median | 95th percentile | own estimate | budgets | notes |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
+    known = json.loads(options.refit.read_text()) if options.refit is not None else []
+    cells = {(cell["network"], cell["backend"]): cell for cell in known}
     found = []
     for name in options.networks:
         for backend in options.backends:
-            found.append(_validate(name, backend, options))
+            found.append(_validate(name, backend, options, cells.get((name, backend))))
             print(_line(found[-1]), flush=True)
             if options.output is not None:
                 options.output.write_text(json.dumps(found, indent=1) + "\n")
@@ -58,10 +61,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--unseen", type=int, default=30, help="networks that it is judged on")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each network")
     parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("--refit", type=Path, default=None, help="an output file: use its times")
     return parser.parse_args()
 
 
-def _validate(name: str, backend: str, options: argparse.Namespace) -> dict[str, Any]:
+def _validate(
+    name: str, backend: str, options: argparse.Namespace, known: dict[str, Any] | None
+) -> dict[str, Any]:
     torch.manual_seed(0)
     channels, height, width = zoo.find(name).input_size
     model = zoo.create(name).eval()
@@ -76,11 +82,16 @@ def _validate(name: str, backend: str, options: argparse.Namespace) -> dict[str,
         device=options.device,
         seconds=options.seconds,
     )
-    fitted = design(graph, options.fit)
-    unseen = design(graph, options.unseen + len(FACTORS), seed=1)[len(FACTORS) :]
-    times, judged = _interleaved(timer, fitted, unseen)
+    if known is not None:
+        (fitted, times), (unseen, judged) = (zip(*known[part], strict=True) for part in ("fit", "unseen"))
+        conditions = known["conditions"]
+    else:
+        fitted = design(graph, options.fit)
+        unseen = design(graph, options.unseen + len(FACTORS), seed=1)[len(FACTORS) :]
+        times, judged = _interleaved(timer, fitted, unseen)
+        conditions = timer.conditions
     notes = list(timer.notes)
-    latency = fit_latency(graph, fitted, times, timer.conditions)
+    latency = fit_latency(graph, fitted, times, conditions)
     graph = graph.with_latency(latency)
     budgets = [peel.uniform(graph, budget, resource="latency") for budget in BUDGETS]
     original, *used = timer([graph.widths, *budgets])
@@ -89,7 +100,6 @@ def _validate(name: str, backend: str, options: argparse.Namespace) -> dict[str,
         "network": name,
         "backend": backend,
         "conditions": latency.conditions,
-        "kernel_step": latency.kernel_step,
         "original_ms": original / 1e6,
         "median": accuracy.median,
         "p95": accuracy.p95,

@@ -109,14 +109,14 @@ def test_a_command_measures_and_writes_a_file(tmp_path: Path, capsys: pytest.Cap
 
 def latency_file(folder: Path, **conditions: object) -> Path:
     """A planted latency that was measured on this machine, unless the conditions say otherwise."""
-    model = planted_model(peel.trace(Small(), few_digits().example()), 24)
+    model = planted_model(peel.trace(Small(), few_digits().example()), 24, step=1, fixed=0.0)
     here = {"backend": "eager", "batch": 4, "threads": 1, "device": processor_name(), "device_type": "cpu"}
     return replace(model, conditions={**here, **conditions}).save(folder / "latency.json")
 
 
 def test_a_run_meets_its_latency_budget_and_says_what_it_measured(tmp_path: Path) -> None:
     file, folder = latency_file(tmp_path), tmp_path / "run"
-    result = small_run(budget="99%", resource="latency", latency=str(file), output=folder)
+    result = small_run(budget="85%", resource="latency", latency=str(file), output=folder)
     assert result.plan is not None
     assert result.plan.slim.cost <= result.plan.budget
     for row in result.rows:

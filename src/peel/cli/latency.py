@@ -98,7 +98,6 @@ def _as_dict(model: LatencyModel, path: Path) -> dict[str, object]:
         "median_error": model.accuracy.median,
         "p95_error": model.accuracy.p95,
         "judged_on": model.accuracy.networks,
-        "kernel_step": model.kernel_step,
         "conditions": model.conditions,
     }
 

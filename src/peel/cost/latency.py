@@ -2,8 +2,8 @@
 
 The model is a constant plus a sum of terms, each a time that is not negative times a product of numbers of
 channels: those of the input and the output of a layer (its arithmetic), or those of one tensor (its memory
-traffic). Numbers of channels are first rounded up to the step of the kernels. So the latency never falls as a
-width grows, and a budget is met by bisection as for MACs.
+traffic). Numbers of channels are first rounded up to the kernel step of the term. So the latency never falls
+as a width grows, and a budget is met by bisection as for MACs.
 
 Times are in nanoseconds, so that a budget is a whole number.
 """
@@ -31,8 +31,9 @@ from .widths import Widths
 Array = npt.NDArray[np.float64]
 Factors = tuple[Form, ...]
 
-#: Kernels compute channels in blocks of one of these. Cross-validation chooses.
-KERNEL_STEPS = (1, 8, 16, 32)
+#: Kernels compute channels in blocks of these sizes. A network uses several kernels; the fit finds how much
+#: of the time goes by each size.
+KERNEL_STEPS = (1, 8, 16, 32, 64)
 
 #: How strongly the times of single terms are held near those that the totals of the network explain.
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -66,9 +67,10 @@ class Costs(Protocol):
 
 
 class LatencyTerm(NamedTuple):
-    """`nanoseconds` times the product of the rounded forms."""
+    """`nanoseconds` times the product of the forms, rounded up to multiples of `kernel_step`."""
 
     nanoseconds: float
+    kernel_step: int
     factors: Factors
 
 
@@ -117,24 +119,26 @@ class LatencyModel:
     constant: float
     """Nanoseconds that no width changes."""
     terms: tuple[LatencyTerm, ...]
-    kernel_step: int
-    """Numbers of channels are rounded up to multiples of this."""
     accuracy: Accuracy
     conditions: dict[str, str | int | float | None]
     """Machine, backend, batch, threads, versions."""
     format: str = "peel-latency"
-    version: int = 1
+    version: int = 2
 
     @cached_property
-    def _forms(self) -> tuple[list[Form], list[tuple[float, list[int]]]]:
-        """The distinct forms, and for each term its time and its forms."""
-        index = {form: i for i, form in enumerate(dict.fromkeys(f for t in self.terms for f in t.factors))}
-        return list(index), [(term.nanoseconds, [index[f] for f in term.factors]) for term in self.terms]
+    def _forms(self) -> tuple[list[tuple[Form, int]], list[tuple[float, list[int]]]]:
+        """The distinct forms with their kernel steps, and for each term its time and its forms."""
+        keys = [[(form, term.kernel_step) for form in term.factors] for term in self.terms]
+        index = {key: i for i, key in enumerate(dict.fromkeys(key for several in keys for key in several))}
+        times = [term.nanoseconds for term in self.terms]
+        return list(index), [
+            (time, [index[key] for key in several]) for time, several in zip(times, keys, strict=True)
+        ]
 
     def total(self, units: Sequence[Any]) -> Any:
         """Nanoseconds. Units may be fractions, and arrays of many candidates."""
         forms, terms = self._forms
-        values = [round_up(form.value(units), self.kernel_step) for form in forms]
+        values = [round_up(form.value(units), step) for form, step in forms]
         total: Any = self.constant
         for nanoseconds, factors in terms:
             value: Any = nanoseconds
@@ -196,10 +200,12 @@ class LatencyModel:
         forms, terms = self._forms
         times = np.array([self.constant, *(time for time, _ in terms)])
         numbers = [
-            number for form in forms for number in (form.constant, *(times for _, times in form.units))
+            number for form, _ in forms for number in (form.constant, *(times for _, times in form.units))
         ]
-        ties = {tie for form in forms for tie, _ in form.units}
-        is_sound = np.isfinite(times).all() and (times >= 0).all() and self.kernel_step >= 1
+        ties = {tie for form, _ in forms for tie, _ in form.units}
+        is_sound = (
+            np.isfinite(times).all() and (times >= 0).all() and min((s for _, s in forms), default=1) >= 1
+        )
         if not is_sound or min(numbers, default=0) < 0 or not ties <= set(range(len(self.network.widths))):
             raise StoreError(
                 f"{path} is corrupt: a time or a term is impossible. Measure again: peel latency."
@@ -230,41 +236,40 @@ def fit_latency(
         raise ConfigError("a measured latency is zero or not finite. Measure again on an idle machine.")
     units = np.array([graph.units(widths) for widths in networks], dtype=np.float64)
     judged = max(4, round(HELD_OUT * len(units)))
-    step, penalty = _choose(graph, units[:-judged], measured[:-judged])
-    fit = _Fit.of(graph, units, step)
+    fit = _Fit.of(graph, units)
+    penalty = _choose_penalty(fit, measured, len(units) - judged)
     unseen = fit.predict(fit.solve(measured, slice(0, -judged), penalty))[-judged:]
     constant, terms = fit.terms(fit.solve(measured, slice(None), penalty))
     accuracy = Accuracy.of(unseen, measured[-judged:])
-    return LatencyModel(NetworkKey.of(graph), constant, terms, step, accuracy, dict(conditions or {}))
+    return LatencyModel(NetworkKey.of(graph), constant, terms, accuracy, dict(conditions or {}))
 
 
-def _choose(graph: Costs, units: Array, measured: Array) -> tuple[int, float]:
-    """The kernel step and the penalty with the smallest error in cross-validation."""
-    errors: dict[tuple[int, float], float] = {}
-    widest = max(graph.widths.values(), default=1)
-    for step in (step for step in KERNEL_STEPS if step <= widest):
-        fit = _Fit.of(graph, units, step)
-        for penalty in PENALTIES:
-            squares = 0.0
-            for part in range(FOLDS):
-                is_left_out = np.arange(len(units)) % FOLDS == part
-                predicted = fit.predict(fit.solve(measured, ~is_left_out, penalty))
-                squares += float(((predicted / measured - 1)[is_left_out] ** 2).sum())
-            errors[step, penalty] = squares
-    # Where steps do as well, the smaller one; where penalties do, the stronger one.
-    return min(errors, key=lambda key: (round(np.log(errors[key] + 1e-12), 2), key[0], -key[1]))
+def _choose_penalty(fit: _Fit, measured: Array, count: int) -> float:
+    """The penalty with the smallest error in cross-validation on the first `count` networks."""
+    errors: dict[float, float] = {}
+    parts = np.arange(count) % FOLDS
+    for penalty in PENALTIES:
+        errors[penalty] = 0.0
+        for part in range(FOLDS):
+            left_out = np.flatnonzero(parts == part)
+            predicted = fit.predict(fit.solve(measured, np.flatnonzero(parts != part), penalty))
+            errors[penalty] += float(((predicted / measured - 1)[left_out] ** 2).sum())
+    # Where penalties do as well, the stronger one.
+    return min(errors, key=lambda penalty: (round(np.log(errors[penalty] + 1e-12), 2), -penalty))
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """The linear regression of one kernel step. Rows are networks, columns are what time may depend on.
+    """The linear regression. Rows are networks, columns are what time may depend on.
 
-    Columns: a constant, totals of the whole network (MACs, MACs of layers with one free axis, bytes of
-    activations, parameters), then every distinct product of channels. The penalty holds the last ones small:
-    they correct the totals, layer by layer, as far as the measurements ask for it.
+    Columns: a constant, then for every kernel step totals of the whole network (MACs, MACs of layers with one
+    free axis, bytes of activations, parameters), then for every kernel step each distinct product of
+    channels. The penalty holds the last ones small: they correct the totals, layer by layer, as far as the
+    measurements ask for it.
     """
 
-    products: list[Factors]
+    products: list[tuple[int, Factors]]
+    """Kernel steps and factors."""
     totals: Array
     """Per total, the coefficient of each product."""
     values: Array
@@ -273,13 +278,24 @@ class _Fit:
     """Per network, how much its error counts."""
 
     @classmethod
-    def of(cls, graph: Costs, units: Array, step: int) -> _Fit:
+    def of(cls, graph: Costs, units: Array) -> _Fit:
         products, totals = _products(graph)
         columns = list(units.T)
-        forms = {form: round_up(form.value(columns), step) for factors in products for form in factors}
-        values = [np.prod([forms[form] for form in factors], axis=0) for factors in products]
+        widest = max(graph.widths.values(), default=1)
+        steps = [step for step in KERNEL_STEPS if step <= widest]
+        forms = {form: form.value(columns) for factors in products for form in factors}
+        values = [
+            np.prod([round_up(forms[form], step) for form in factors], axis=0)
+            for step in steps
+            for factors in products
+        ]
         is_original = (units == graph.units(graph.widths)).all(axis=1)
-        return cls(products, totals, np.array(values).T, np.where(is_original, ORIGINAL_WEIGHT, 1.0))
+        return cls(
+            [(step, factors) for step in steps for factors in products],
+            np.kron(np.eye(len(steps)), totals).astype(np.float64),
+            np.array(values).T,
+            np.where(is_original, ORIGINAL_WEIGHT, 1.0),
+        )
 
     @cached_property
     def columns(self) -> Array:
@@ -305,7 +321,7 @@ class _Fit:
         of_products = times[1 + count :] + times[1 : 1 + count] @ self.totals
         pairs = zip(of_products, self.products, strict=True)
         return float(times[0]), tuple(
-            LatencyTerm(float(time), factors) for time, factors in pairs if time > 0
+            LatencyTerm(float(time), step, factors) for time, (step, factors) in pairs if time > 0
         )
 
 
