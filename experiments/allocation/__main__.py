@@ -15,8 +15,9 @@ read the test images. `run` trains the stages of jobs.py: first every allocation
 some with a long one, then the trials of searches (trial.py) and their plans. Each training adds one line to
 the results. Jobs that are in the results are skipped, so the same command resumes an interrupted run. The
 allocations are described in allocations.py. `originals` and `predict` compare allocations without training
-one (predict.py). With `originals --taught 24` and `run --teachers`, networks are trained with a teacher
-(teaching.py). `simulate` compares designs of searches without training.
+one (predict.py); `sensitivity` allocates by the sensitivity of an original (sensitivity.py). With
+`originals --taught 24` and `run --teachers`, networks are trained with a teacher (teaching.py). `simulate`
+compares designs of searches without training.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from .jobs import STAGES
 from .plot import PICTURE, plot
 from .predict import EPOCHS, ORIGINALS, originals, predict
 from .results import REPAIRS, RESULTS
+from .sensitivity import sensitivity
 from .simulate import simulate
 from .tables import analyze
 from .train import measure, run
@@ -78,6 +80,7 @@ def main() -> None:
     command.add_argument(
         "--deadline", type=float, default=math.inf, help="start nothing after so many seconds"
     )
+    commands.add_parser("sensitivity", parents=[images, small, folder], help="allocate by sensitivity")
     commands.add_parser("analyze", parents=[results], help="print the tables")
     commands.add_parser("simulate", parents=[results], help="compare designs of searches by trials")
     command = commands.add_parser("plot", parents=[results], help="draw the picture")
@@ -89,6 +92,7 @@ def main() -> None:
         "run": run,
         "originals": originals,
         "predict": predict,
+        "sensitivity": sensitivity,
         "analyze": analyze,
         "simulate": simulate,
         "plot": plot,

@@ -17,10 +17,12 @@ MobileNetV2 has more, with other groups:
     fine fitted         the best point of the fit with finer groups
     fine ratios         the widths of `fine fitted` at 10 %, over uniform, at another budget
 
-Both networks have two with finer groups that are found without training an allocation:
+Both networks have some that are found without training an allocation:
 
     repair found        by the loss of the original, cut and repaired (see predict.py)
     repair hidden       the same scores, hidden channels only: the residual stream stays uniform
+    sensitivity         widths by `peel.measure_sensitivity` (see sensitivity.py); with `half`, half of the
+                        way from uniform to them; with `hidden`, the residual stream stays uniform
 
 Plans of searches by short trainings (see trial.py), one for every two seeds or one in all:
 

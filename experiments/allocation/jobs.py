@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from .fit import (
     samples_of,
     widths_at,
 )
-from .results import FOUND, HIDDEN, LONG, REPAIRED, REPAIRS, SHORT, Line, mean_scores, read
+from .results import FOUND, HIDDEN, LONG, REPAIRED, REPAIRS, SENSITIVE, SHORT, Line, mean_scores, read
 from .trial import balanced, balanced_plans, inner_groups, plans, trials
 
 #: Of the short trainings: how many of the best get a long one, and how many from there to the worst.
@@ -139,9 +140,11 @@ def candidates(stage: str, name: str, budget: str, seed: int, lines: Sequence[Li
         case ["last"]:
             return last_group(name, budget)
         case ["repair"]:
-            return found_by_repair(name, budget)
+            return stored(REPAIRS, name, budget, FOUND)
         case ["hidden"]:
             return hidden_by_repair(name, budget)
+        case ["sensitivity", *variant]:
+            return stored(SENSITIVE, name, budget, " ".join(("sensitivity", *variant)))
         case ["trials"]:
             return trials(name, budget)
         case ["balanced"]:
@@ -170,15 +173,11 @@ def last_group(name: str, budget: str) -> list[Candidate]:
     return [one for one in coarse(name, budget) if one.allocation == wanted]
 
 
-def found_by_repair(name: str, budget: str) -> list[Candidate]:
-    """The result of the search with repaired networks."""
-    cell = name, budget, FOUND
-    widths = [
-        line["widths"]
-        for line in read(REPAIRS)
-        if (line["network"], line["budget"], line["allocation"]) == cell
-    ]
-    return [candidate(*cell, one) for one in widths[:1]]
+def stored(path: Path, *cell: str) -> list[Candidate]:
+    """The allocation of a file, by network, budget and name."""
+    lines = read(path)
+    cells = [(line["network"], line["budget"], line["allocation"]) for line in lines]
+    return [candidate(*cell, lines[cells.index(cell)]["widths"])] if cell in cells else []
 
 
 @cache

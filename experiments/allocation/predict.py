@@ -83,6 +83,12 @@ def original_path(folder: Path, name: str, seed: int) -> Path:
     return folder / f"{name}-{seed}.pt"
 
 
+def load_original(folder: Path, name: str, seed: int, device: torch.device) -> nn.Module:
+    model = copy.deepcopy(network(name).model).to(device).eval()
+    model.load_state_dict(torch.load(original_path(folder, name, seed)))
+    return model
+
+
 # In a process
 
 
@@ -106,11 +112,10 @@ class Cutter:
 
     def load(self, name: str, seed: int) -> Original:
         device, train = self.lane.engine.device, self.lane.images.train
-        model = copy.deepcopy(network(name).model).to(device).eval()
-        model.load_state_dict(torch.load(original_path(self.folder, name, seed)))
+        model = load_original(self.folder, name, seed, device)
         rng = torch.Generator().manual_seed(derive_seed("repair", seed))
         index = torch.randperm(train.size, generator=rng)[:IMAGES]
-        lesson = teach(model, next(iter(train.batches(index, IMAGES, EVAL, device))).images, PLACES)
+        lesson = teach(model, next(iter(train.batches(index, IMAGES, EVAL, device))).inputs, PLACES)
         torch.cuda.empty_cache()
         return Original(model, lesson, principal_channels(model, network(name).graph, lesson))
 

@@ -26,6 +26,9 @@ REPAIRED, RECALIBRATED, FOUND = "repaired", "recalibrated", "repair found"
 #: The same search over hidden channels only: the residual stream stays uniform.
 HIDDEN = "repair hidden"
 
+#: Allocations by sensitivity (sensitivity.py).
+SENSITIVE = RESULTS.with_name("sensitivity.jsonl")
+
 
 def write(path: Path, line: Line) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)

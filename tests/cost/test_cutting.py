@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import peel
+from helpers.graphs import traced_zoo
 from peel.cost.cutting import cut_to_budget
 from peel.errors import BudgetError
 
@@ -45,6 +46,14 @@ def test_the_loss_is_near_the_least_of_all_widths(worths: tuple[float, ...], bud
     assert loss(dict(found)) <= 1.15 * best
     uniform = peel.uniform(graph, budget, divisor=1)
     assert loss(dict(found)) <= loss(dict(uniform)) + 1e-9
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.25, 0.1])
+def test_the_budget_is_used_up(budget: float) -> None:
+    """What the last block saves too much is given back."""
+    _, graph = traced_zoo("resnet18")
+    found = cut_to_budget(graph, curves(graph, tuple(range(1, 13))), budget, divisor=1)
+    assert 0.995 * budget <= graph.macs(found) / graph.macs() <= budget
 
 
 def test_frozen_ties_keep_their_width_and_others_without_losses_follow_uniform() -> None:

@@ -57,6 +57,9 @@ def cut_to_budget(
     def used(resource: str, widths: Mapping[str, float]) -> float:
         return float(cost_of(graph, resource)(fractional_units(graph, widths))) / amounts[resource]
 
+    def scaled(factor: float) -> dict[str, float]:
+        return {**widths, **{tie: min(graph.widths[tie], factor * widths[tie]) for tie in free}}
+
     while max(used(name, widths) for name in amounts) > 1:
         binding = max(amounts, key=lambda name: used(name, widths))
         now = used(binding, widths)
@@ -80,7 +83,13 @@ def cut_to_budget(
             wanted -= saved
             if wanted <= 0:
                 break
-    return round_to_budget(graph, widths, target.budget, **options)
+    # The last block saved more than was asked for: all layers share the rest.
+    low, high = 1.0, 2.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        fits = max(used(name, scaled(middle)) for name in amounts) <= 1
+        low, high = (middle, high) if fits else (low, middle)
+    return round_to_budget(graph, scaled(low), target.budget, **options)
 
 
 def floors_of(graph: Costed, base: Mapping[str, int], ties: Iterable[str]) -> dict[str, float]:
