@@ -147,6 +147,28 @@ def test_a_python_file_that_does_not_build_the_network_is_not_written(
 # Refused
 
 
+@pytest.mark.parametrize("name", ["own_net", "notes", "class", "json", "torch"])
+def test_a_python_file_hides_and_overwrites_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_net.py").write_text(OWN)
+    (tmp_path / "notes.py").write_text("# mine\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ExportError, match=rf"{name}\.py (is there|cannot be imported|would hide)"):
+        peel.export(slim_small(), tmp_path / f"{name}.py", build="own_net.py:Net")
+    assert names(tmp_path) == ["notes.py", "own_net.py"]
+    assert (tmp_path / "own_net.py").read_text() == OWN
+
+
+def test_a_python_file_does_not_take_the_name_of_the_module_it_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_net.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ExportError, match="would hide the module own_net"):
+        peel.export(slim_small(), tmp_path / "out" / "own_net.py", build="own_net.py:Net")
+
+
 def test_an_exporter_failure_is_one_line_and_leaves_nothing_behind(tmp_path: Path) -> None:
     for suffix in (".onnx", ".pt2"):
         with pytest.raises(ExportError) as caught:

@@ -81,6 +81,13 @@ def test_slow_calls_are_measured_often_enough_for_an_interval(clock: Clock) -> N
     assert gc.isenabled()
 
 
+def test_calls_that_become_slow_after_the_warm_up_do_not_take_long(clock: Clock) -> None:
+    """Another process takes the cores: a call of a millisecond takes 300."""
+    seconds = iter([0.001] * 210)
+    measure({"a": clock.taking(lambda: next(seconds, 0.3))}, seconds=1)
+    assert clock.now < 10
+
+
 def test_fast_calls_are_repeated_in_a_round_and_for_the_time_given(clock: Clock) -> None:
     times = measure({"a": clock.taking(0.001, "a")}, seconds=10)
     assert clock.now == pytest.approx(10, rel=0.05)

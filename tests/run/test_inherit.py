@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import peel
 from helpers.small import Counting, Small, few_digits, same_weights, small_run, taught
@@ -68,6 +69,20 @@ def test_weights_may_be_a_state_dict() -> None:
     assert result.rows[0].top1 > 0.5
     with pytest.raises(peel.StoreError, match="the given state dict does not fit the model"):
         small_run(Small(), weights={"conv1.weight": torch.zeros(3)}, stages=["original"])
+
+
+def test_weights_may_be_a_plain_safetensors_file(tmp_path: Path) -> None:
+    path = tmp_path / "trained.safetensors"
+    save_file(taught().state_dict(), path)
+    result = small_run(Small(), few_digits(600, 300), weights=str(path), stages=["original"])
+    assert result.rows[0].top1 > 0.5
+
+
+def test_a_note_says_that_fine_tuning_lost_accuracy() -> None:
+    good = inherit(method="uniform", train={"epochs": 1, "batch_size": 100, "lr": 1e-4})
+    bad = inherit(method="uniform", train={"epochs": 1, "batch_size": 100, "lr": 1.0})
+    assert not any("Fine-tuning lost" in note for note in good.notes)
+    assert any("points of top-1: right after the repair, uniform had" in note for note in bad.notes)
 
 
 def test_the_recipe_is_that_of_fine_tuning_unless_trained_from_scratch() -> None:

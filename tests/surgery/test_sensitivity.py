@@ -152,6 +152,37 @@ def test_channels_that_come_in_several_slices_have_scores(net: type[Net]) -> Non
     assert small.eval()(images).shape == model(images).shape
 
 
+def test_a_loss_beside_the_logits_does_not_count() -> None:
+    class WithLoss(Perceptron):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            logits = super().forward(x)
+            return {"logits": logits, "loss": logits.square().mean()}
+
+    torch.manual_seed(0)
+    model, plain, images = WithLoss().eval(), Perceptron().eval(), torch.randn(64, 6)
+    plain.load_state_dict(model.state_dict())
+    found, expected = measured(model, images), measured(plain, images)
+    for tie, change in expected.change.items():
+        assert torch.equal(found.change[tie], change)
+
+
+def test_batches_of_several_inputs() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right, self.head = nn.Linear(6, 16), nn.Linear(4, 16), nn.Linear(16, 3)
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return self.head(torch.relu(self.left(a) + self.right(b)))
+
+    torch.manual_seed(0)
+    model = Two().eval()
+    inputs = [(torch.randn(16, 6), torch.randn(16, 4)) for _ in range(4)]
+    graph = peel.trace(model, inputs[0])
+    found = measure_sensitivity(model, graph, [(some, torch.zeros(16)) for some in inputs])
+    assert graph.macs(found.widths("50%")) <= graph.macs() / 2
+
+
 def test_a_network_without_floating_point_output_is_refused() -> None:
     class Labels(Perceptron):
         def forward(self, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from ..surgery.serialization import load, save
 from ..version import __version__
 from .networks import shape_of
 from .onnx_model import OnnxModel, first_line, write_onnx
-from .python_file import run_python, write_python
+from .python_file import check_python_path, run_python, write_python
 
 #: Batches that an exported file is run with.
 BATCHES = (1, 5)
@@ -100,8 +100,8 @@ def export(
     if writer is None:
         kinds = ", ".join(WRITERS)
         raise ExportError(f"{path} has no format that peel can export: end its name in one of {kinds}.")
-    if path.suffix == ".py" and not path.stem.isidentifier():
-        raise ExportError(f"{path} cannot be imported under that name: use letters, digits and underscores.")
+    if path.suffix == ".py":
+        check_python_path(path)
     name = type(model).__name__
     job = _prepare(model, example_input, batch, build)
     with temporary_folder(path) as folder:

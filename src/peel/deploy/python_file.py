@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import keyword
 import os
 import subprocess
 import sys
@@ -22,8 +23,13 @@ from ..utils.references import load_object, module_of_file
 from ..version import __version__
 from ..zoo import cifar
 
-TEMPLATE = Template('''\
-"""A slim network, written by peel $version, which it does not need: only torch, safetensors$packages.
+#: How a written file begins. No other file is overwritten.
+BEGIN = '"""A slim network, written by peel '
+
+TEMPLATE = Template(
+    BEGIN
+    + '''\
+$version, which it does not need: only torch, safetensors$packages.
 
     from $stem import load, normalize
     model = load()
@@ -79,7 +85,8 @@ def normalize(pixels):
     """Pixels from 0 to 1 as the network was trained on them; of the shape INPUT["shape"] each."""
     mean, std = (torch.tensor(INPUT.get(name, value)) for name, value in (("mean", [0.0]), ("std", [1.0])))
     return (pixels - mean[:, None, None]) / std[:, None, None]
-''')
+'''
+)
 
 #: Runs the file where peel cannot be imported: FILE INPUTS OUTPUTS.
 CHECK = """
@@ -105,10 +112,21 @@ save_file(made, sys.argv[3])
 """
 
 
+def check_python_path(path: Path) -> None:
+    """Refuse a name that cannot be imported, or a file of the user's own."""
+    if not path.stem.isidentifier() or keyword.iskeyword(path.stem):
+        raise ExportError(f"{path} cannot be imported under that name: use letters, digits and underscores.")
+    if path.exists() and not path.read_text(errors="replace").startswith(BEGIN):
+        raise ExportError(f"{path} is there already, and peel did not write it. Name another file.")
+
+
 def write_python(model: nn.Module, path: Path, build: str | None) -> list[Path]:
     """Write `PATH` with a JSON and a safetensors file beside it. Returns all three."""
-    json_path = save(model, path.with_suffix(""))
     imports, call, packages = _builder(model, build)
+    module = packages.removeprefix(" and ")
+    if path.stem in {"torch", "safetensors", module} | sys.stdlib_module_names:
+        raise ExportError(f"{path} would hide the module {path.stem} from Python. Name another file.")
+    json_path = save(model, path.with_suffix(""))
     text = TEMPLATE.substitute(
         version=__version__, stem=path.stem, packages=packages, imports=imports, call=call
     )

@@ -15,6 +15,8 @@ from ..utils.environment import count_cores
 WARM_SECONDS, WARM_CALLS = 0.2, 3
 #: In a round each call is repeated for about this time, between 1 and `MOST_CALLS` times.
 ROUND_SECONDS, MOST_CALLS = 0.02, 50
+#: A round ends early after this many times its time: another process has taken the cores.
+SLOW_ROUND = 5
 #: Fewer rounds than this have no interval.
 MIN_ROUNDS = 10
 #: A speed-up counts from here on: the same network in other memory differs by about as much.
@@ -95,8 +97,12 @@ def _calls_per_round(seconds: float) -> int:
 
 
 def _time_calls(call: Callable[[], object], count: int) -> list[float]:
+    """The times of `count` calls; of fewer where they take much longer than in the warm-up."""
     call()
-    return [_seconds(call) for _ in range(count)]
+    times: list[float] = []
+    while len(times) < count and sum(times) < SLOW_ROUND * ROUND_SECONDS:
+        times.append(_seconds(call))
+    return times
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -30,7 +30,7 @@ from .config import Config
 from .estimate import estimate_work, seconds_per_mac
 from .folder import RunFolder
 from .latency import budget_notes, with_latency
-from .result import Result, Row, StageRecord
+from .result import Result, Row, StageRecord, lost_by_training
 from .resume import RunState, refuse_changes
 from .speed import Bench, measure_speed, stored_speed, with_speed
 from .teacher import Teacher, chance_notes, check_accuracy, find_teacher, weights_hash
@@ -412,6 +412,7 @@ class Pipeline:
                 self._add_row(name, widths)
         order = dict.fromkeys(("original", "uniform", self.config.method_name))
         rows = [self.rows[name] for name in order if name in self.rows]
+        self.notes += lost_by_training(rows, self.problem.data.test.size)
         bench: Bench | None = None
         if self.world.is_main_process:
             rows, missed = with_latency(self.problem, rows, networks)

@@ -1,5 +1,6 @@
 """What a run returns, and what it stores of each stage."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +58,22 @@ class Result:
     """Seconds per stage, of a dry run."""
     bench: Mapping[str, Any] | None = None
     """The times of the networks, as `peel bench --json` prints them; `error` where they cannot be timed."""
+
+
+def lost_by_training(rows: Sequence[Row], test_images: int) -> list[str]:
+    """A note for each network that training made worse than it was after the repair, beyond chance."""
+    notes = []
+    for row in rows:
+        repaired, trained = row.before_training.get("repaired"), row.top1
+        if repaired is None or trained is None:
+            continue
+        lost = repaired - trained
+        if lost > max(0.005, math.sqrt(trained * (1 - trained) / max(1, test_images))):
+            notes.append(
+                f"Fine-tuning lost {100 * lost:.1f} points of top-1: right after the repair, {row.name} had "
+                f"{repaired:.2%}. Try a lower rate (--train.lr) or more epochs (--train.epochs)."
+            )
+    return notes
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..data.augmentation import EVAL
@@ -228,10 +229,11 @@ def saved_file(path: Path) -> Path:
 
 def load_weights(path: Path, original: nn.Module) -> nn.Module:
     """A copy of the original with the weights stored at `path`."""
-    if path.suffix in (".json", ".safetensors"):
+    is_plain = path.suffix == ".safetensors" and not path.with_suffix(".json").exists()
+    if path.suffix in (".json", ".safetensors") and not is_plain:
         return load(path, model=original)
     try:
-        stored: Any = torch.load(path, map_location="cpu", weights_only=True)
+        stored: Any = load_file(path) if is_plain else torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = "without running code from it" if "weights_only" in str(error) else "by torch"
         raise StoreError(

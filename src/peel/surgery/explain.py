@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,11 +85,13 @@ class ReadingCollector(Visitor):
         return inputs[torch.unravel_index(places, inputs.shape[:-1])]
 
 
-def collect_readings(model: nn.Module, graph: ChannelGraph, images: Images) -> dict[int, list[Reading]]:
+def collect_readings(
+    model: nn.Module, graph: ChannelGraph, batches: Sequence[Any]
+) -> dict[int, list[Reading]]:
     """Atom -> what each layer reads of it. Channels that do not vary, or are not finite, do not count."""
     collector = ReadingCollector(graph)
     with evaluating(model):
-        for number, batch in enumerate(make_batches(images, BATCH)):
+        for number, batch in enumerate(batches):
             collector.batch = number
             with CallWatcher(model, collector):
                 run_model(model, batch)
@@ -112,7 +115,7 @@ def explain_scores(model: nn.Module, graph: ChannelGraph, images: Images) -> dic
     >>> small = peel.slim(model, widths, graph=graph, weights="inherit", scores=scores)
     """
     by_atom = {}
-    for atom, readings in collect_readings(model, graph, images).items():
+    for atom, readings in collect_readings(model, graph, make_batches(images, BATCH)).items():
         by_atom[atom] = greedy_order(torch.stack([_weighted_covariance(one) for one in readings]).sum(0))
     return per_channel(graph, by_atom)
 

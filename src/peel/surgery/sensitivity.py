@@ -148,7 +148,9 @@ def _factors(
 
 
 def _flat(output: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(output) if isinstance(value, Tensor) and value.is_floating_point()]
+    """The outputs that have a value for each image. A model may return its loss beside them."""
+    tensors = [value for value in tree_leaves(output) if isinstance(value, Tensor)]
+    return [value for value in tensors if value.is_floating_point() and value.ndim > 0]
 
 
 def _squared_gradients(model: nn.Module, batches: Sequence[Any]) -> dict[str, Tensor]:
@@ -165,7 +167,8 @@ def _squared_gradients(model: nn.Module, batches: Sequence[Any]) -> dict[str, Te
                 if not outputs:
                     raise DataError("the network has no floating-point output that its layers lead to.")
                 random = [
-                    torch.randn_like(value) / value.detach().std().clamp_min(1e-12) for value in outputs
+                    torch.randn_like(value) / value.detach().std(correction=0).clamp_min(1e-12)
+                    for value in outputs
                 ]
                 pairs = zip(outputs, random, strict=True)
                 total = torch.stack([(value * some).sum() for value, some in pairs]).sum()
