@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 import peel
 from helpers.small import Counting, Small, few_digits, same_weights, small_run, taught
 from peel.errors import ConfigError, DataError
+from peel.run.result import lost_by_training
 from peel.train.recipe import RECIPES
 
 
@@ -79,10 +81,12 @@ def test_weights_may_be_a_plain_safetensors_file(tmp_path: Path) -> None:
 
 
 def test_a_note_says_that_fine_tuning_lost_accuracy() -> None:
-    good = inherit(method="uniform", train={"epochs": 1, "batch_size": 100, "lr": 1e-4})
-    bad = inherit(method="uniform", train={"epochs": 1, "batch_size": 100, "lr": 1.0})
-    assert not any("Fine-tuning lost" in note for note in good.notes)
-    assert any("points of top-1: right after the repair, uniform had" in note for note in bad.notes)
+    result = inherit(method="uniform", train={"epochs": 1, "batch_size": 100, "lr": 1.0})
+    assert any("points of top-1: right after the repair, uniform had" in note for note in result.notes)
+    row = result.rows[-1]
+    for top1, is_noted in ((0.80, False), (0.57, False), (0.50, True)):
+        changed = replace(row, top1=top1, before_training={"cut": 0.3, "repaired": 0.58})
+        assert bool(lost_by_training([changed], 300)) == is_noted
 
 
 def test_the_recipe_is_that_of_fine_tuning_unless_trained_from_scratch() -> None:
