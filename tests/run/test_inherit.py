@@ -80,6 +80,21 @@ def test_weights_may_be_a_plain_safetensors_file(tmp_path: Path) -> None:
     assert result.rows[0].top1 > 0.5
 
 
+def test_without_epochs_networks_are_repaired_only(tmp_path: Path) -> None:
+    counting, folder = Counting(), tmp_path / "run"
+    settings = {"method": "magnitude", "train": {"epochs": 0}, "output": folder, "callbacks": [counting]}
+    result = inherit(**settings)
+    assert not counting.steps
+    for row in result.rows[1:]:
+        assert row.top1 == row.before_training["repaired"]
+    assert (folder / "slim.safetensors").exists()
+    assert same_weights(inherit(**settings).model, result.model)
+    with pytest.raises(ConfigError, match="nothing is trained from scratch"):
+        small_run(train={"epochs": 0})
+    with pytest.raises(ConfigError, match="backbone needs at least one epoch"):
+        inherit(backbone={"epochs": 0})
+
+
 def test_a_note_says_that_fine_tuning_lost_accuracy() -> None:
     result = inherit(method="uniform", train={"epochs": 1, "batch_size": 100, "lr": 1.0})
     assert any("points of top-1: right after the repair, uniform had" in note for note in result.notes)

@@ -131,7 +131,7 @@ def test_the_backbone_of_the_paper_trains_for_50_epochs(name: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("epochs", 0, "train.epochs: expected int >= 1, not 0"),
+        ("epochs", -1, "train.epochs: expected int >= 0, not -1"),
         ("epochs", 2.5, "train.epochs: expected int, not 2.5"),
         ("batch_size", True, "train.batch_size: expected int, not True"),
         ("lr", -0.1, "train.lr: expected float >= 0.0, not -0.1"),
@@ -177,7 +177,7 @@ def test_an_unknown_recipe_is_answered_with_similar_names() -> None:
         ({"milestones": 0.5}, "milestones: expected a list, not 0.5"),
         ({"milestones": [0.5, 1.5]}, "milestones: expected float < 1.0"),
         ({"nesterov": "false"}, "nesterov: expected bool, not 'false'"),
-        ({"epochs": 0}, "epochs: expected int >= 1, not 0"),
+        ({"epochs": -1}, "epochs: expected int >= 0, not -1"),
     ],
 )
 def test_a_recipe_checks_its_values(change: dict[str, Any], words: str) -> None:

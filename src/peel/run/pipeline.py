@@ -96,12 +96,21 @@ class Pipeline:
         if config.inherits and config.distill == "in-place":
             raise ConfigError('in-place distillation trains from scratch: set init="scratch", or distill.')
         self._load_teacher()
+        self._check_epochs()
         self._check_given_plan()
         self._check_batch_sizes(bool(self.networks) or ("original" in stages and self.loaded_teacher is None))
         uniform = problem.uniform()
         self._check_networks(uniform if "uniform" in stages else None, self.given_widths)
         if self.is_searched:
             self.method.check(self.problem, config)
+
+    def _check_epochs(self) -> None:
+        """Networks that are cut from trained weights need no training; others do."""
+        from_scratch = "original" in self.config.stages and self.loaded_teacher is None
+        if self.recipe.epochs == 0 and (from_scratch or (self.networks and not self.config.inherits)):
+            raise ConfigError("without epochs (0) nothing is trained from scratch: give trained --weights.")
+        if self.trains_backbone and self.problem.backbone_recipe.epochs == 0:
+            raise ConfigError("the backbone needs at least one epoch: set --backbone.epochs.")
 
     def _check_given_plan(self) -> None:
         problem, widths = self.problem, self.given_widths
@@ -325,7 +334,7 @@ class Pipeline:
             objective = InPlace(objective, weight, config.hard_weight, config.temperature, logits)
             return self._train(name, pair, objective, widths)
         network = self._start(name, widths, is_own, before)
-        if config.distill == "none":
+        if config.distill == "none" or self.recipe.epochs == 0:
             return self._train(name, network, objective, widths, before_training=before)
         teacher = problem.trained
         assert teacher is not None

@@ -82,9 +82,9 @@ class Trainer:
                 folder.checkpoints(stage).clear()  # the run was killed before it cleared them
             self.records[stage] = done
             return self._finished(self._load(stage, _widths_of(network)))
-        self.begin_stage(stage, prefix="training ")
-        if self.problem.task.train_fn is not None:
-            history = [self._train_with(self.problem.task.train_fn, network, objective, recipe)]
+        self.begin_stage(stage, prefix="training " if recipe.epochs else "evaluating ")
+        if recipe.epochs == 0 or self.problem.task.train_fn is not None:
+            history = [self._train_without_loop(network, objective, recipe)]
             if folder is not None:
                 folder.restart_metrics(stage, history)
             return self._end_stage(stage, network, history, [], before_training)
@@ -125,10 +125,24 @@ class Trainer:
             self.folder.save_stage(stage, self.records[stage], network)
         return network
 
+    def _train_without_loop(self, network: nn.Module, objective: Objective, recipe: Recipe) -> EpochRecord:
+        """No epoch, or the user's own function trains the network: all its epochs are one record."""
+        problem, train_fn, seconds = self.problem, self.problem.task.train_fn, 0.0
+        if recipe.epochs and train_fn is not None:
+            seconds = self._train_with(train_fn, network, objective, recipe)
+        passes = recipe.epochs * problem.data.train.size
+        metrics = problem.evaluate(problem.engine.prepare(network))
+        record = EpochRecord(
+            recipe.epochs, recipe.epochs, 0.0, {}, metrics.to_dict(), seconds, passes / max(seconds, 1e-9)
+        )
+        for callback in self.callbacks if recipe.epochs else ():
+            callback.on_epoch_end(record)
+        return record
+
     def _train_with(
         self, train_fn: TrainFunction, network: nn.Module, objective: Objective, recipe: Recipe
-    ) -> EpochRecord:
-        """The user's own function trains the network; all its epochs are one record."""
+    ) -> float:
+        """Let the user's own function train the network. Returns the seconds."""
         problem, layers = self.problem, [(name, p.shape) for name, p in network.named_parameters()]
         seed_everything(derive_seed("model", problem.seed))
         teacher = objective.teacher if isinstance(objective, Distillation) else None
@@ -145,14 +159,7 @@ class Trainer:
                 f"train_fn {name_of(train_fn)} left weights that are not finite ({broken}). Lower its "
                 "learning rate."
             )
-        passes = recipe.epochs * problem.data.train.size
-        metrics = problem.evaluate(problem.engine.prepare(network))
-        record = EpochRecord(
-            recipe.epochs, recipe.epochs, 0.0, {}, metrics.to_dict(), seconds, passes / max(seconds, 1e-9)
-        )
-        for callback in self.callbacks:
-            callback.on_epoch_end(record)
-        return record
+        return seconds
 
     def _finished(self, network: nn.Module) -> nn.Module:
         """A trained network, which knows how to be fed."""

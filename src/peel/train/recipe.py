@@ -23,7 +23,7 @@ SCHEDULES = ("cosine", "steps", "constant")
 class Recipe:
     """Hyperparameters of a training with SGD. Their types and ranges are checked."""
 
-    epochs: Annotated[int, Meta(ge=1, description="Number of epochs.")] = 100
+    epochs: Annotated[int, Meta(ge=0, description="Number of epochs; 0: only repair what is cut.")] = 100
     batch_size: Annotated[int, Meta(ge=1, description="Images per step, over all processes.")] = 512
     lr: Annotated[float, Meta(ge=0, description="Peak learning rate.")] = 0.2
     momentum: Annotated[float, Meta(ge=0, lt=1, description="Momentum of SGD.")] = 0.9
