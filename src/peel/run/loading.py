@@ -152,7 +152,8 @@ def model_notes(
     if isinstance(model, nn.Module) and config.weights == "train":
         notes.append("The weights of the given model are not used: every network is trained from scratch.")
     elif config.inherits:
-        notes.append("Every network is cut from the trained original, repaired and fine-tuned.")
+        steps = " and repaired" if config.train.epochs == 0 else ", repaired and fine-tuned"
+        notes.append(f"Every network is cut from the trained original{steps}.")
     frozen = [name for name, parameter in network.named_parameters() if not parameter.requires_grad]
     if frozen and len(frozen) < len(list(network.parameters())):
         more = f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
