@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -258,3 +259,23 @@ def test_a_note_says_that_the_weights_of_a_given_model_are_not_used() -> None:
     model = taught()
     assert any("not used" in note for note in small_run(model, stages=["original"]).notes)
     assert not any("not used" in note for note in small_run(model, weights=model, stages=["original"]).notes)
+
+
+def test_a_result_prints_its_table_and_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    result = small_run(output=tmp_path, method="uniform", distill="none")
+    text = str(replace(result, notes=["A short note."]))
+    lines = text.splitlines()
+    assert len(lines) < 20
+    assert max(map(len, lines)) <= 100
+    for row in result.rows:
+        assert f"{row.top1:.2%}" in text
+    assert "note: A short note." in lines
+    assert f"files in {tmp_path}" in " ".join(lines)
+    assert repr(result) == str(result)
+
+
+def test_the_result_of_a_dry_run_prints_its_plan() -> None:
+    text = str(small_run(dry_run=True, method="uniform", distill="none"))
+    assert "conv4" in text
+    assert "nothing was trained" in text

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..cost.budget import format_bytes, format_count, format_latency
+from ..cost.budget import format_bytes, format_count, format_exact, format_latency
+from ..methods.plan import Plan
 from ..utils.tables import make_table
 from ..utils.text import format_duration
 from .charts import label
@@ -110,3 +111,26 @@ def _known(rows: Rows, fields: Mapping[str, str], show: Callable[[float], str]) 
 
 def _cell(value: float | None, show: Callable[[float], str]) -> str:
     return "" if value is None else show(value)
+
+
+def draw_estimate(plan: Plan, estimate: Mapping[str, float], console: Console) -> None:
+    """The plan of a dry run, and the seconds of its stages."""
+    from rich.markup import escape
+
+    networks = plan.networks
+    table = make_table("tie", *("equal shares" if name == "peel" else name for name in networks))
+    for tie in plan.original.widths:
+        table.add_row(escape(tie), *(str(network.widths[tie]) for network in networks.values()))
+    table.add_row("macs", *(format_count(network.macs) for network in networks.values()))
+    table.add_row("params", *(format_count(network.params) for network in networks.values()))
+    table.add_row("memory, 1 image", *(format_bytes(network.memory) for network in networks.values()))
+    latencies = [network.latency for network in networks.values() if network.latency is not None]
+    if latencies:
+        table.add_row("latency", *map(format_latency, latencies))
+    console.print(table)
+    console.print(f"\nbudget: {format_exact(plan.budget, plan.resource)}")
+    for name, amount in plan.limits.items():
+        console.print(f"limit: {format_exact(amount, name)}")
+    for name, seconds in estimate.items():
+        console.print(f"about {format_duration(seconds)} for {name}")
+    console.print(f"about {format_duration(sum(estimate.values()))} in all; nothing was trained")
