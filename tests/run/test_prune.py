@@ -153,7 +153,8 @@ def test_only_the_chosen_stages_are_run(
     [
         (["final"], "need a plan"),
         (["original", "uniform"], "need a plan"),
-        (["plan"], "need a plan"),
+        (["plan"], "need a plan: add backbone, or"),
+        (["backbone", "final"], "need a plan: add plan, or"),
         (["backbone", "plan", "final"], "distillation needs the trained original"),
         (["backbon"], "Did you mean backbone"),
     ],
@@ -166,6 +167,20 @@ def test_stages_that_cannot_work_are_refused_before_training(
         small_run(stages=stages, callbacks=[counting], output=tmp_path / "run")
     assert counting.steps == {}
     assert not (tmp_path / "run").exists()
+
+
+def test_a_method_without_backbone_needs_no_stage_for_it() -> None:
+    settings: dict[str, Any] = {"weights": "pretrained", "init": "inherit", "method": "sensitivity"}
+    result = small_run(taught(), stages=["original", "plan", "final"], **settings)
+    whole = small_run(taught(), **settings)
+    assert [row.name for row in result.rows] == ["original", "sensitivity"]
+    assert result.rows[-1].macs == whole.rows[-1].macs
+    with pytest.raises(ConfigError, match="need a plan: add plan, or"):
+        small_run(taught(), stages=["original", "final"], **settings)
+
+
+def test_the_uniform_method_is_not_compared_with_itself() -> None:
+    assert not any("uniform network" in note for note in small_run(method="uniform").notes)
 
 
 def test_a_dry_run_trains_and_writes_nothing(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..cost.budget import format_count
 from ..utils.tables import make_table
+from ..utils.text import format_number_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,7 +18,8 @@ def draw_bench(result: Benchmark, console: Console) -> None:
     given = result.conditions
     runtime = f"ONNX Runtime {given['onnxruntime']}" if given["onnxruntime"] else "no ONNX Runtime"
     console.print(
-        f"{given['device']}, {given['threads']} threads of {given['cores']} cores, batch {given['batch']}, "
+        f"{given['device']}, {format_number_of(given['threads'], 'thread')} of "
+        f"{format_number_of(given['cores'], 'core')}, batch {given['batch']}, "
         f"{given['precision']}, torch {given['torch']}, {runtime}",
         markup=False,
     )
