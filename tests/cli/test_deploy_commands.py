@@ -49,7 +49,7 @@ def test_bench_of_a_run(finished: tuple[Path, Result], capsys: pytest.CaptureFix
     assert slim["efficiency"] == pytest.approx(slim["speedup"]["median"] / slim["mac_reduction"])
     assert main(line) == 0
     shown = capsys.readouterr().out
-    for expected in ("1 threads of", "batch 1", "p10 to p90", "samples/s", "speed-up", "over MACs"):
+    for expected in ("1 thread of", "batch 1", "p10 to p90", "samples/s", "speed-up", "over MACs"):
         assert expected in shown
 
 

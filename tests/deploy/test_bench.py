@@ -41,6 +41,9 @@ def test_modules_are_compared_with_the_first() -> None:
         threads=1,
         seconds=0.1,
     )
+    text = str(result)
+    assert len(text.splitlines()) < 10
+    assert "samples/s" in text
     first, second = result.entries
     assert (first.network, first.baseline, first.speedup) == ("heavy", None, None)
     assert (second.network, second.baseline) == ("light", "heavy")

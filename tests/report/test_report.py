@@ -267,6 +267,44 @@ def test_a_running_stage_and_a_stage_without_a_row_are_named() -> None:
     assert_all_in(["original is at epoch 1 of 40", "can be compared once both are trained"], page)
 
 
+def test_the_page_has_the_score_after_each_epoch() -> None:
+    cells = '<td class="words">{}</td><td>60.00 %</td><td>60.00 %</td><td>60.00 %</td><td>60.00 %</td>'
+    page = render(record())
+    assert cells.format(1) in page
+    assert '<td class="words">2</td><td>70.00 %</td>' in page
+    assert '<td class="words">0</td>' not in page
+    repaired = result()
+    for row in repaired["rows"][1:]:
+        row["before_training"] = {"cut": 0.1, "repaired": 0.4567}
+    page = render(record(result=repaired))
+    assert_all_in(['<td class="words">0</td><td>–</td><td>–</td><td>45.67 %</td><td>45.67 %</td>'], page)
+    assert "Epoch 0 is the network after repair" in page
+
+
+def test_a_curve_begins_at_the_repaired_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("peel.report.page.curves_chart", lambda panels: drawn.append(panels) or "")
+    repaired = result()
+    repaired["rows"][1]["before_training"] = {"cut": 0.1, "repaired": 0.4}
+    render(record(result=repaired))
+    curves = drawn[0]["test top-1 (%)"]
+    assert curves["uniform"] == [(0, 40.0), (1, 60.0), (2, 70.0)]
+    assert curves["original"] == [(1, 60.0), (2, 70.0)]
+
+
+@pytest.mark.parametrize("method", ["sensitivity", "uniform"])
+def test_the_page_of_a_method_without_backbone_does_not_speak_of_one(method: str) -> None:
+    plan = replace(PLAN, backbone=None, rounds=(), method=MethodConfig(method=method), name=method)
+    metrics = [line for line in record().metrics if line["stage"] in ("original", "uniform")]
+    config = {**record().config, "method": method}
+    for known in (plan, None):
+        page = render(record(plan=known, metrics=metrics, config=config, result=None))
+        assert "backbone" not in page
+        assert "mportance" not in page
+        assert ("lines show the uniform network" in page) == (method != "uniform")
+    assert_all_in(["lines show the backbone and the uniform network", "Importance over"], render(record()))
+
+
 def test_given_widths_have_no_backbone() -> None:
     plan = replace(PLAN, backbone=None, rounds=(), method=None)
     page = render(record(plan=plan, metrics=[epoch("peel", 1), epoch("peel", 2)]))

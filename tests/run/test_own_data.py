@@ -167,11 +167,13 @@ def test_an_own_training_function(tmp_path: Path) -> None:
     assert calls == [(2, False), (1, False), (2, True), (2, True)]
     assert all(row.metric is not None and row.loss is not None for row in result.rows)
     assert any("train_fn trains every network" in note for note in result.notes)
+    assert any("without an L1 term" in note for note in result.notes)
     again = run(train_fn=train_fn, output=tmp_path, criterion="gradient")
     assert len(calls) == 4
     assert result.model is not None
     assert again.model is not None
     assert same_weights(result.model, again.model)
+    assert not any("L1" in note for note in run(train_fn=train_fn, method="uniform").notes)
 
 
 def test_a_training_function_that_fails_or_returns_another_model_is_named() -> None:

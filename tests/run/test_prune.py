@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,8 @@ def test_only_the_chosen_stages_are_run(
     [
         (["final"], "need a plan"),
         (["original", "uniform"], "need a plan"),
-        (["plan"], "need a plan"),
+        (["plan"], "need a plan: add backbone, or"),
+        (["backbone", "final"], "need a plan: add plan, or"),
         (["backbone", "plan", "final"], "distillation needs the trained original"),
         (["backbon"], "Did you mean backbone"),
     ],
@@ -165,6 +167,20 @@ def test_stages_that_cannot_work_are_refused_before_training(
         small_run(stages=stages, callbacks=[counting], output=tmp_path / "run")
     assert counting.steps == {}
     assert not (tmp_path / "run").exists()
+
+
+def test_a_method_without_backbone_needs_no_stage_for_it() -> None:
+    settings: dict[str, Any] = {"weights": "pretrained", "init": "inherit", "method": "sensitivity"}
+    result = small_run(taught(), stages=["original", "plan", "final"], **settings)
+    whole = small_run(taught(), **settings)
+    assert [row.name for row in result.rows] == ["original", "sensitivity"]
+    assert result.rows[-1].macs == whole.rows[-1].macs
+    with pytest.raises(ConfigError, match="need a plan: add plan, or"):
+        small_run(taught(), stages=["original", "final"], **settings)
+
+
+def test_the_uniform_method_is_not_compared_with_itself() -> None:
+    assert not any("uniform network" in note for note in small_run(method="uniform").notes)
 
 
 def test_a_dry_run_trains_and_writes_nothing(tmp_path: Path) -> None:
@@ -258,3 +274,23 @@ def test_a_note_says_that_the_weights_of_a_given_model_are_not_used() -> None:
     model = taught()
     assert any("not used" in note for note in small_run(model, stages=["original"]).notes)
     assert not any("not used" in note for note in small_run(model, weights=model, stages=["original"]).notes)
+
+
+def test_a_result_prints_its_table_and_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    result = small_run(output=tmp_path, method="uniform", distill="none")
+    text = str(replace(result, notes=["A short note."]))
+    lines = text.splitlines()
+    assert len(lines) < 20
+    assert max(map(len, lines)) <= 100
+    for row in result.rows:
+        assert f"{row.top1:.2%}" in text
+    assert "note: A short note." in lines
+    assert f"files in {tmp_path}" in " ".join(lines)
+    assert repr(result) == str(result)
+
+
+def test_the_result_of_a_dry_run_prints_its_plan() -> None:
+    text = str(small_run(dry_run=True, method="uniform", distill="none"))
+    assert "conv4" in text
+    assert "nothing was trained" in text

@@ -21,7 +21,7 @@ from peel.run.result import Result
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SENTENCE = "Speed-up over the original in torch eager, batch 1, 1 threads"
+SENTENCE = "Speed-up over the original in torch eager, batch 1, 1 thread of"
 
 
 def table(result: Result) -> str:

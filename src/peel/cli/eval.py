@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from ..cost.budget import format_count
-from .terminal import make_console, make_table, print_json, show_status
+from ..utils.tables import make_table
+from .terminal import make_console, print_json, show_status
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,7 +12,8 @@ from cyclopts import Parameter
 
 from ..cost.budget import format_bytes
 from ..errors import ConfigError, ExportError
-from .terminal import make_console, make_table, show_status
+from ..utils.tables import make_table
+from .terminal import make_console, show_status
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -49,8 +49,9 @@ class RunProgress(Callback):
         self.work = dict(stages)
 
     def on_stage_begin(self, name: str, description: str) -> None:
-        if self.name in self.work:
-            self.done_work += self.work[self.name]
+        # A stage begins several times where its network is evaluated before the training.
+        if name != self.name:
+            self.done_work += self.work.get(self.name, 0.0)
         self.name = name
         self.fraction = self.first_fraction = 0.0
         self.began = time.perf_counter()

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from ..report.summary import draw_estimate
 from ..run.config import Config, make_config
 from ..run.prune import prune
 from ..run.result import Result
@@ -20,7 +21,7 @@ from ..train.signals import handle_signals
 from ..utils.environment import is_main_process
 from .launch import command_line, launch
 from .progress import RunProgress
-from .summary import draw_estimate, draw_result
+from .summary import draw_result
 from .terminal import make_console, print_json
 
 #: Settings that do not change what is computed. They are not part of the name of the default folder.
@@ -86,15 +87,15 @@ def run(
             command=command_line(),
         )
     if is_main_process():
-        _show(result, dry_run=dry_run, json=json, with_notes=quiet)
+        _show(result, json=json, with_notes=quiet)
     return 0
 
 
-def _show(result: Result, *, dry_run: bool, json: bool, with_notes: bool) -> None:
+def _show(result: Result, *, json: bool, with_notes: bool) -> None:
     if json:
         print_json(_as_json(result))
-    elif dry_run:
-        draw_estimate(result, make_console())
+    elif result.plan is not None and result.estimate is not None:
+        draw_estimate(result.plan, result.estimate, make_console())
     else:
         draw_result(result, make_console(), with_notes=with_notes)
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -20,17 +19,6 @@ def make_console(*, stderr: bool = False) -> Console:
     if console.is_terminal:
         return console
     return Console(stderr=stderr, highlight=False, width=160, no_color=True)
-
-
-def make_table(first: str, *others: str) -> Table:
-    """A plain table: text in the first column, numbers in the others."""
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column(first)
-    for name in others:
-        table.add_column(name, justify="right")
-    return table
 
 
 def print_json(data: dict[str, Any]) -> None:

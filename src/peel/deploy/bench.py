@@ -15,9 +15,11 @@ from ..errors import ConfigError, PeelError
 from ..train.engine import find_device
 from ..utils.environment import count_cores
 from ..utils.process_state import preserve_process_state
+from ..utils.tables import as_text
 from ..utils.validation import check_value
 from ..version import __version__
 from .backends import BACKENDS, available_backends, can_run, make_runner
+from .bench_table import draw_bench
 from .networks import Network, load_networks, make_network
 from .onnx_model import first_line
 from .timing import Speedup, Timing, compare, current_load, load_note, measure, spread_note
@@ -57,13 +59,16 @@ class Entry:
         return {**values, "efficiency": self.efficiency}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Benchmark:
-    """What `bench` measured, and under which conditions."""
+    """What `bench` measured, and under which conditions. Printed, it is a table."""
 
     entries: Sequence[Entry]
     conditions: Mapping[str, Any]
     notes: Sequence[str]
+
+    def __repr__(self) -> str:
+        return as_text(partial(draw_bench, self))
 
     def to_dict(self) -> dict[str, Any]:
         entries = [entry.to_dict() for entry in self.entries]

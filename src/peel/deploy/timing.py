@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..utils.environment import count_cores
+from ..utils.text import format_number_of
 
 #: Every call runs this long before it is timed, and at least `WARM_CALLS` times.
 WARM_SECONDS, WARM_CALLS = 0.2, 3
@@ -156,9 +157,8 @@ def load_note(load: float, threads: int) -> str | None:
     cores = count_cores()
     if load + threads <= cores + 0.5:
         return None
-    return (
-        f"the machine was busy: a load of {load:.1f} on {cores} cores, before {threads} threads were timed."
-    )
+    load_text = f"a load of {load:.1f} on {format_number_of(cores, 'core')}"
+    return f"the machine was busy: {load_text}, before the timing with {format_number_of(threads, 'thread')}."
 
 
 def spread_note(timings: Mapping[str, Timing]) -> str | None:

@@ -108,7 +108,8 @@ def groups_chart(
             figure.legend(handles, names, loc="outside upper right", ncols=len(names))
         row[0].set_yticks(range(len(groups)), groups)
         row[0].invert_yaxis()
-        return _svg(figure, "groups", "Importance, share of the pool and MACs of each group")
+        titles = [title for title, _ in single] + ["MACs"] * bool(macs)
+        return _svg(figure, "groups", f"Of each group: {', '.join(titles)}")
 
 
 def _group_bars(

@@ -52,6 +52,7 @@ def render(record: RunRecord) -> str:
     )
     stages, rows, scores = _stages(record), _rows(record), _scores(record)
     bench = (record.result or {}).get("bench") or {}
+    has_backbone = _has_backbone(record)
     return template.render(
         title=_title(record),
         facts=_facts(record),
@@ -62,8 +63,11 @@ def render(record: RunRecord) -> str:
         speed=_speed(rows, bench),
         comparison=_comparison(record, rows, scores),
         plan=_plan(record.plan) if record.plan is not None else None,
+        lines=_lines(record, has_backbone),
+        has_backbone=has_backbone,
+        has_importance=has_backbone or bool(record.plan and record.plan.rounds),
         importance=_importance(stages),
-        training=_training(stages, scores[0]) if stages else None,
+        training=_training(stages, rows, scores[0]) if stages else None,
         command=record.state.get("command", ""),
         given=_settings_table(record.config),
         resolved=_settings_table(record.state.get("identity", {})),
@@ -130,6 +134,19 @@ def _slim_name(record: RunRecord) -> str:
     if record.plan is not None:
         return record.plan.name
     return str(record.config.get("method", "peel")).rpartition(":")[2]
+
+
+def _has_backbone(record: RunRecord) -> bool:
+    """Whether the method has a backbone; before there is a plan, whether it is PEEL."""
+    if record.plan is not None:
+        return record.plan.backbone is not None
+    return _slim_name(record) == "peel"
+
+
+def _lines(record: RunRecord, has_backbone: bool) -> list[str]:
+    """The networks that the chart of the widths shows as lines."""
+    names = ["the backbone"] if has_backbone else []
+    return names if _slim_name(record) == "uniform" else [*names, "the uniform network"]
 
 
 def _budget(record: RunRecord) -> str:
@@ -285,14 +302,13 @@ def _widths_table(plan: Plan) -> Table:
             group,
             *(str(of_tie[tie]) for of_tie in widths.values()),
             _percent_of(after[tie], before[tie]),
-            _cell(importance, tie, _short),
+            *([_cell(importance, tie, _short)] if importance else []),
         ]
         for group, ties in plan.groups.items()
         for tie in ties
     ]
-    return Table(
-        ["tie", "group", *map(label, widths), f"{label(plan.name)} of original", "importance"], rows, words=2
-    )
+    columns = ["tie", "group", *map(label, widths), f"{label(plan.name)} of original"]
+    return Table([*columns, *(["importance"] if importance else [])], rows, words=2)
 
 
 def _macs_table(macs: Mapping[str, Mapping[str, int]]) -> Table:
@@ -312,7 +328,11 @@ def _budget_sentences(plan: Plan) -> str:
     if wider := sum(after[tie] > before[tie] for tie in after):
         used += f" {wider} of {len(after)} widths are above the original."
     if plan.backbone is None:
-        return used if plan.rounds else f"{used} There is no backbone and no importance of groups."
+        return (
+            used
+            if plan.rounds or plan.method is not None
+            else f"{used} There is no backbone and no importance of groups."
+        )
     policy = plan.method.policy if plan.method is not None else ""
     pool = f"the policy “{policy}” reallocates the pool of {plan.pool:,}"
     return f"{used} The backbone costs {plan.backbone.cost:,}; {pool}."
@@ -360,25 +380,58 @@ def _importance(stages: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any] | 
     return {"svg": importance_chart(curves), "table": table}
 
 
-def _training(stages: Mapping[str, list[dict[str, Any]]], score: _Score) -> dict[str, Any]:
+def _training(
+    stages: Mapping[str, list[dict[str, Any]]], rows: Mapping[str, Mapping[str, Any]], score: _Score
+) -> dict[str, Any]:
     is_metric = score.key == "metric"
     title = f"test {score.name}" if is_metric else f"test {score.name} (%)"
-    quantities = {
-        "training loss": ("train", "loss", 1),
-        "test loss": ("test", "loss", 1),
-        title: ("test", score.key, 1 if is_metric else 100),
-    }
+    curves = _score_curves(stages, rows, score)
+    scale = 1 if is_metric else 100
     panels = {
-        title: {
-            stage: [(line["epoch"], scale * _number(line.get(part, {}).get(key))) for line in epochs]
+        name: {
+            stage: [(line["epoch"], _number(line.get(part, {}).get("loss"))) for line in epochs]
             for stage, epochs in stages.items()
         }
-        for title, (part, key, scale) in quantities.items()
+        for name, part in (("training loss", "train"), ("test loss", "test"))
     }
-    rows = [_training_row(stage, epochs, score) for stage, epochs in stages.items()]
+    panels[title] = {
+        stage: [(epoch, scale * _number(value)) for epoch, value in curve.items()]
+        for stage, curve in curves.items()
+    }
     names = ["training loss", f"training {score.name}", "test loss", f"test {score.name}"]
     columns = ["stage", "loss terms", "epochs", *names, "images/s", "time"]
-    return {"svg": curves_chart(panels), "table": Table(columns, rows, words=2)}
+    last = [_training_row(stage, epochs, score) for stage, epochs in stages.items()]
+    return {
+        "svg": curves_chart(panels),
+        "table": Table(columns, last, words=2),
+        "score": score.name,
+        "has_start": any(0 in curve for curve in curves.values()),
+        "epochs": _epochs_table(curves, score),
+    }
+
+
+Curves = dict[str, dict[int, float | None]]
+"""Stage -> epoch -> score."""
+
+
+def _score_curves(
+    stages: Mapping[str, list[dict[str, Any]]], rows: Mapping[str, Mapping[str, Any]], score: _Score
+) -> Curves:
+    """The score on test images. Epoch 0: after the last step of surgery, where there was one."""
+    curves: Curves = {}
+    for stage, epochs in stages.items():
+        steps = list(rows.get(stage, {}).get("before_training", {}).values())
+        curves[stage] = dict(enumerate(steps[-1:]))
+        curves[stage] |= {line["epoch"]: (line.get("test") or {}).get(score.key) for line in epochs}
+    return curves
+
+
+def _epochs_table(curves: Curves, score: _Score) -> Table:
+    rows = [
+        [str(epoch), *(_cell(curve, epoch, score.show) for curve in curves.values())]
+        for epoch in sorted({epoch for curve in curves.values() for epoch in curve})
+    ]
+    return Table(["epoch", *map(label, curves)], rows)
 
 
 def _training_row(stage: str, epochs: Sequence[Mapping[str, Any]], score: _Score) -> list[str]:
@@ -409,7 +462,7 @@ def _settings_table(settings: Mapping[str, Any]) -> Table:
     return Table(("setting", "value"), rows, words=2)
 
 
-def _cell(row: Mapping[str, Any], key: str, words: Callable[[Any], str]) -> str:
+def _cell(row: Mapping[Any, Any], key: Any, words: Callable[[Any], str]) -> str:
     return NONE if row.get(key) is None else words(row[key])
 
 

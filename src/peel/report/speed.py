@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ..utils.text import format_number_of
 from .charts import label
 
 COLUMNS = ("speed-up", "over MACs")
@@ -39,8 +40,9 @@ def speed_sentences(bench: Mapping[str, Any], has_latency: bool) -> list[str]:
         return [f"The networks were not timed: {bench['error']}"]
     given, backend = bench["conditions"], bench["entries"][0]["backend"]
     conditions = (
-        f"Speed-up over the original in torch {backend}, batch {given['batch']}, {given['threads']} threads "
-        f"of {given['cores']} cores, {given['precision']}, {given['device']}."
+        f"Speed-up over the original in torch {backend}, batch {given['batch']}, "
+        f"{format_number_of(given['threads'], 'thread')} of {format_number_of(given['cores'], 'core')}, "
+        f"{given['precision']}, {given['device']}."
     )
     conditions += " Latencies have the conditions of the latency model." if has_latency else ""
     verdicts = [

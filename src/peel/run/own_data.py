@@ -68,10 +68,7 @@ def restrict_settings(config: Config, data: Data, task: Task) -> tuple[Config, l
     if task.train_fn is not None:
         if config.distill == "in-place":
             raise ConfigError('with train_fn, distill is "teacher" (it gets the original) or "none".')
-        notes.append(
-            "train_fn trains every network, so recipes count for their epochs only, and the backbone has no "
-            "L1 term on the scales of its norm layers."
-        )
+        notes.append("train_fn trains every network, so recipes count for their epochs only.")
     elif config.distill != "none" and not task.has_output:
         config = replace(config, distill="none", kd_weight=None, hard_weight=0.0)
         notes.append("Distillation is off: in training the model returns no output that could be compared.")

@@ -73,7 +73,9 @@ class Pipeline:
     @property
     def is_searched(self) -> bool:
         """Whether the method makes the plan."""
-        return self.given_widths is None and "backbone" in self.config.stages
+        stages, needs_backbone = self.config.stages, self.method.trains_backbone(self.config)
+        asked = "backbone" in stages or ("plan" in stages and not needs_backbone)
+        return self.given_widths is None and asked
 
     @property
     def trains_backbone(self) -> bool:
@@ -88,11 +90,11 @@ class Pipeline:
     def check(self) -> None:
         """Refuse what cannot work, before anything is written or trained."""
         problem, config, stages = self.problem, self.config, self.config.stages
-        makes_plan = {"backbone", "plan"} <= set(stages)
-        if self.given_widths is None and not makes_plan and (self.networks or "plan" in stages):
-            raise ConfigError(
-                f"the stages {', '.join(stages)} need a plan: add backbone and plan, or set plan=widths."
-            )
+        needed = ("backbone", "plan") if self.method.trains_backbone(config) else ("plan",)
+        missing = [stage for stage in needed if stage not in stages]
+        if self.given_widths is None and missing and (self.networks or "plan" in stages):
+            needs = f"the stages {', '.join(stages)} need a plan"
+            raise ConfigError(f"{needs}: add {' and '.join(missing)}, or set plan=widths.")
         if config.inherits and config.distill == "in-place":
             raise ConfigError('in-place distillation trains from scratch: set init="scratch", or distill.')
         self._load_teacher()
@@ -182,6 +184,8 @@ class Pipeline:
         work = self._work(self._expected_plan())
         for callback in self.trainer.callbacks:
             callback.on_run_begin(work)
+        if self.trains_backbone and self.problem.task.train_fn is not None:
+            self.notes.append("train_fn trains the backbone without an L1 term on the scales of norm layers.")
         self._tell(self.notes)
         self.problem = replace(self.problem, trained=self._original())
         plan = self._plan()
@@ -207,7 +211,7 @@ class Pipeline:
         """What is known of the plan before training."""
         if self.given_widths is not None:
             return self._given_plan(self.given_widths)
-        if "backbone" in self.config.stages:
+        if self.is_searched:
             return self.method.preview(self.problem, self.config)
         return assemble_plan(self.problem, self.problem.uniform())
 
@@ -275,7 +279,7 @@ class Pipeline:
             plan = self._given_plan(self.given_widths)
         elif self.world.broadcast(self.folder is not None and self.folder.has("plan.json")):
             return self.world.broadcast(self._stored_plan())
-        elif "backbone" not in self.config.stages:
+        elif not self.is_searched:
             return None
         else:
             began = time.perf_counter()
@@ -306,6 +310,8 @@ class Pipeline:
         return [*(stage_of_round(number) for number in range(self.config.rounds)), "plan"]
 
     def _compare_with_uniform(self, widths: Widths) -> None:
+        if self.config.method == "uniform":
+            return
         uniform, cost, resource = self.problem.uniform(), self.problem.cost, self.problem.resource
         difference = max(abs(widths[tie] / uniform[tie] - 1) for tie in uniform)
         if difference < 0.02:

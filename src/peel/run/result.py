@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from torch import nn
 
 from ..methods.plan import Plan
+from ..report.summary import draw_estimate, draw_rows
 from ..train.history import EpochRecord
+from ..utils.tables import as_text
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,10 @@ class Row:
     """Top-1, or the metric, after each step of surgery (cut, recalibrated, repaired) on inherited weights."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
+    """What `prune` returns. Printed, it is the table and the notes."""
+
     model: nn.Module | None
     """The trained slim network; None where the stages end before it."""
     plan: Plan | None
@@ -58,6 +63,21 @@ class Result:
     """Seconds per stage, of a dry run."""
     bench: Mapping[str, Any] | None = None
     """The times of the networks, as `peel bench --json` prints them; `error` where they cannot be timed."""
+
+    def __repr__(self) -> str:
+        return as_text(self._draw)
+
+    def _draw(self, console: Console) -> None:
+        if self.plan is not None and self.estimate is not None:
+            draw_estimate(self.plan, self.estimate, console)
+        elif self.rows:
+            draw_rows([vars(row) for row in self.rows], self.bench or {}, console)
+        else:
+            console.print("no network was trained to its end")
+        for note in self.notes:
+            console.print(f"note: {note}", markup=False)
+        if self.folder is not None:
+            console.print(f"files in {self.folder}", markup=False)
 
 
 def lost_by_training(rows: Sequence[Row], test_images: int) -> list[str]:

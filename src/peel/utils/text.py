@@ -14,6 +14,11 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def format_number_of(count: int, noun: str) -> str:
+    """1 thread, 2 threads."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested names joined by dots: {"train": {"lr": 0.1}} becomes {"train.lr": 0.1}."""
     flat: dict[str, Any] = {}
