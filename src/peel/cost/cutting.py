@@ -1,6 +1,6 @@
 """Widths from what each layer is worth: cut where the least is lost for the cost."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .budget import Budget
@@ -57,10 +57,10 @@ def cut_to_budget(
     def used(resource: str, widths: Mapping[str, float]) -> float:
         return float(cost_of(graph, resource)(fractional_units(graph, widths))) / amounts[resource]
 
-    def scaled(factor: float) -> dict[str, float]:
-        return {**widths, **{tie: min(graph.widths[tie], factor * widths[tie]) for tie in free}}
+    def fits(widths: Mapping[str, float]) -> bool:
+        return all(used(name, widths) <= 1 for name in amounts)
 
-    while max(used(name, widths) for name in amounts) > 1:
+    while not fits(widths):
         binding = max(amounts, key=lambda name: used(name, widths))
         now = used(binding, widths)
         cuts = []
@@ -83,13 +83,22 @@ def cut_to_budget(
             wanted -= saved
             if wanted <= 0:
                 break
-    # The last block saved more than was asked for: all layers share the rest.
+    return round_to_budget(graph, _share_rest(graph, widths, free, fits), target.budget, **options)
+
+
+def _share_rest(
+    graph: Costed, widths: Mapping[str, float], free: Iterable[str], fits: Callable[[dict[str, float]], bool]
+) -> dict[str, float]:
+    """The free layers scaled up by a common factor, as far as it fits: the last block may save too much."""
+
+    def scaled(factor: float) -> dict[str, float]:
+        return {**widths, **{tie: min(graph.widths[tie], factor * widths[tie]) for tie in free}}
+
     low, high = 1.0, 2.0
     for _ in range(30):
         middle = (low + high) / 2
-        fits = max(used(name, scaled(middle)) for name in amounts) <= 1
-        low, high = (middle, high) if fits else (low, middle)
-    return round_to_budget(graph, scaled(low), target.budget, **options)
+        low, high = (middle, high) if fits(scaled(middle)) else (low, middle)
+    return scaled(low)
 
 
 def floors_of(graph: Costed, base: Mapping[str, int], ties: Iterable[str]) -> dict[str, float]:
