@@ -20,6 +20,7 @@ from helpers.small import CPU, WIDTHS, Counting, Small, few_digits, same_weights
 from peel import zoo
 from peel.errors import ConfigError, CorruptFileError, DataError, RunError, StoreError
 from peel.run.result import Result
+from peel.run.teacher import load_weights, why_it_fails
 from peel.train.loop import evaluate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -165,7 +166,7 @@ def write_teacher(kind: str, path: Path) -> None:
         ("numbers", r"teacher.pt holds no state dict .* Its keys: epoch\."),
         ("text", "teacher.pt cannot be loaded"),
         ("missing", "there are no weights at .*teacher.pt"),
-        ("diverged", "the teacher's logits are not finite"),
+        ("diverged", r"teacher.pt: conv3.weight holds 1 values that are not finite"),
     ],
 )
 def test_an_unusable_teacher_is_refused_before_anything_is_written(
@@ -180,7 +181,7 @@ def test_an_unusable_teacher_is_refused_before_anything_is_written(
 
 
 def test_a_teacher_module_with_other_classes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the teacher has 7 classes, the data has 10"):
+    with pytest.raises(DataError, match="the network has 7 classes, the data has 10"):
         small_run(weights=Small(num_classes=7), output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -247,11 +248,40 @@ def digits(**changes: Any) -> peel.Data:
 def test_an_untrained_teacher_stops_the_run_before_anything_is_written(tmp_path: Path) -> None:
     torch.manual_seed(0)
     for stages in (["original", "backbone", "plan", "final"], ["backbone", "plan", "final"]):
-        with pytest.raises(DataError, match=r"the teacher is right for only .*%") as caught:
+        with pytest.raises(DataError, match=r"the network is right for only .*%") as caught:
             small_run(data=digits(), weights=Small(), stages=stages, output=tmp_path / "run")
     for part in ("--mean", "weights are not trained", "another order", "--weights train"):
         assert part in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("classes", [2, 10])
+def test_no_cause_is_named_for_untrained_networks(classes: int) -> None:
+    """The best of several renamings and normalizations is always a few points better."""
+    labels = digits().test.labels
+    assert labels is not None
+    split = replace(digits().test, labels=labels % classes)  # type: ignore[type-var]
+    data = replace(digits(), test=split, classes=tuple(map(str, range(classes))))
+    for seed in range(12):
+        torch.manual_seed(seed)
+        reason = why_it_fails(Small(num_classes=classes), data, CPU, is_chosen=False)
+        assert "renamed" not in reason and "it is right for" not in reason, reason
+
+
+def test_infinite_values_of_an_untrained_model_may_be_in_its_file(tmp_path: Path) -> None:
+    """A mask of -inf that is stored with the weights is no diverged training."""
+    model, trained = Small(), Small()
+    for network in (model, trained):
+        network.register_buffer("mask", torch.full((2,), float("-inf")))
+    peel.save(trained, tmp_path / "own")
+    torch.save(trained.state_dict(), tmp_path / "plain.pt")
+    for name in ("own.json", "plain.pt"):
+        assert same_weights(load_weights(tmp_path / name, model), trained)
+    with torch.no_grad():
+        trained.fc.bias[3] = float("inf")
+    peel.save(trained, tmp_path / "own")
+    with pytest.raises(StoreError, match=r"own.json: fc.bias holds 1 values that are not finite"):
+        load_weights(tmp_path / "own.json", model)
 
 
 def test_a_teacher_of_rare_classes_need_not_beat_the_most_frequent_class() -> None:
@@ -288,7 +318,7 @@ def test_a_teacher_with_its_classes_in_another_order_stops_the_run(tmp_path: Pat
         small_run(data=digits(), weights=teacher, stages=["original"])
     small_run(data=digits(), stages=["original"], output=tmp_path / "teacher")
     reversed_names = replace(digits(), classes=tuple("9876543210"))
-    with pytest.raises(DataError, match=r"the teacher's classes are in another order: 0, 1, 2"):
+    with pytest.raises(DataError, match=r"the network's classes are in another order: 0, 1, 2"):
         small_run(data=reversed_names, weights=tmp_path / "teacher", stages=["original"])
 
 

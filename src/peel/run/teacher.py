@@ -41,6 +41,9 @@ NORMALIZATIONS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 }
 
 
+#: A cause is named only if the accuracy without it is at least this many times that of a guess.
+FAR_ABOVE_CHANCE = 3
+
 #: A top-1 below this, over the number of outputs, looks like that of a network that was not trained.
 NEAR_CHANCE = 1.5
 
@@ -77,7 +80,7 @@ def find_teacher(reference: nn.Module | Mapping[str, Tensor] | str, problem: Pro
     stored = info_of(teacher.model).input or {}
     classes = tuple(stored.get("classes", problem.data.classes))
     if classes != problem.data.classes and sorted(classes) == sorted(problem.data.classes):
-        raise DataError(f"the teacher's classes are in another order: {', '.join(classes[:5])}, ...")
+        raise DataError(f"the network's classes are in another order: {', '.join(classes[:5])}, ...")
     return teacher
 
 
@@ -99,7 +102,7 @@ def check_accuracy(teacher: Teacher, top1: float, problem: Problem, is_chosen: b
     must be above chance by three standard errors, and no usual normalization may be better by as much.
     """
     data, history = problem.data, teacher.record.history if teacher.record is not None else []
-    text = f"the teacher is right for only {top1:.1%} of the test images of {data.name}"
+    text = f"the network is right for only {top1:.1%} of the test images of {data.name}"
     if history and history[-1].test:
         recorded = history[-1].test["top1"]
         least = (recorded + min(recorded, 1 / len(data.classes))) / 2
@@ -141,7 +144,7 @@ def why_it_fails(model: nn.Module, data: Data, engine: Engine, is_chosen: bool) 
 
     predicted = _predictions(model, data, index, engine)
     best, better = score(predicted), ""
-    limit = best + _error(best, count)
+    limit = max(best + _error(best, count), _far_above_chance(labels))
     for name, (mean, std) in {} if is_chosen else NORMALIZATIONS.items():
         with contextlib.suppress(ConfigError):  # other channels, or splits of the user's own
             top1 = score(_predictions(model, data.normalized(mean, std), index, engine))
@@ -149,10 +152,10 @@ def why_it_fails(model: nn.Module, data: Data, engine: Engine, is_chosen: bool) 
                 flags = " ".join(f"{flag} {_numbers(x)}" for flag, x in (("--mean", mean), ("--std", std)))
                 best, better = top1, f"With {name} it is right for {top1:.1%} of {count}: give {flags}."
     # A renaming of the classes is found on one half of the images and scored on the other.
-    answers = list(zip(predicted.tolist(), labels.tolist(), strict=True))
-    names = {found: label for (found, label), _ in reversed(Counter(answers[::2]).most_common())}
-    renamed = sum(names.get(found) == label for found, label in answers[1::2]) / max(1, count // 2)
-    if renamed > best + 2 * _error(best, count):
+    names = _renaming(predicted[::2], labels[::2])
+    answers = zip(predicted[1::2].tolist(), labels[1::2].tolist(), strict=True)
+    renamed = sum(names.get(found) == label for found, label in answers) / max(1, count // 2)
+    if renamed > max(best + 2 * _error(best, count), limit):
         text = f"With its classes renamed it is right for {renamed:.1%}"
         return f"{text}: they are in another order than the data's ({', '.join(data.classes[:3])}, ...)."
     # What guesses of the same frequency would score.
@@ -165,6 +168,22 @@ def why_it_fails(model: nn.Module, data: Data, engine: Engine, is_chosen: bool) 
         f"{_numbers(data.train.mean)} and {_numbers(data.train.std)} (--mean, --std); its weights are not "
         f"trained; or its classes are in another order than {', '.join(data.classes[:3])}, ..."
     )
+
+
+def _far_above_chance(labels: Tensor) -> float:
+    """An accuracy that no untrained network has: three times that of a guess, or half of the way to 1."""
+    chance = float(labels.bincount().max()) / len(labels)
+    return min(FAR_ABOVE_CHANCE * chance, (1 + chance) / 2)
+
+
+def _renaming(predicted: Tensor, labels: Tensor) -> dict[int, int]:
+    """Predicted class -> class, one to one; the most frequent pairs first."""
+    names: dict[int, int] = {}
+    pairs = Counter(zip(predicted.tolist(), labels.tolist(), strict=True))
+    for (found, label), _ in pairs.most_common():
+        if found not in names and label not in names.values():
+            names[found] = label
+    return names
 
 
 def _numbers(values: Sequence[float]) -> str:
@@ -201,15 +220,15 @@ def _check(teacher: nn.Module, problem: Problem) -> None:
             output = call_model(teacher.to(device).eval(), example)
     except (RuntimeError, ValueError, TypeError) as error:
         what = "the given data" if data.is_own else f"images of shape {data.shape}"
-        raise DataError(f"the teacher cannot take {what}: {error}") from error
+        raise DataError(f"the network cannot take {what}: {error}") from error
     logits = main_output(output) if data.is_own else get_logits(output)
     if logits is not None and not torch.isfinite(logits).all():
         raise DataError(
-            "the teacher's logits are not finite: its weights are corrupt, or its training diverged."
+            "the network's logits are not finite: its weights are corrupt, or its training diverged."
         )
     if logits is not None and not data.is_own and logits.shape[1] != len(problem.data.classes):
         raise DataError(
-            f"the teacher has {logits.shape[1]} classes, the data has {len(problem.data.classes)}."
+            f"the network has {logits.shape[1]} classes, the data has {len(problem.data.classes)}."
         )
 
 
@@ -229,7 +248,9 @@ def saved_file(path: Path) -> Path:
 def load_weights(path: Path, original: nn.Module) -> nn.Module:
     """A copy of the original with the weights stored at `path`."""
     if path.suffix in (".json", ".safetensors"):
-        return load(path, model=original)
+        loaded = load(path, model=original)
+        _refuse_not_finite(loaded.state_dict(), original, str(path))
+        return loaded
     try:
         stored: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -247,11 +268,26 @@ def _with_weights(original: nn.Module, stored: Any, source: str) -> nn.Module:
     if wrong := _misfits(model.state_dict(), weights):
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise StoreError(f"{source} does not fit the model: {'; '.join(wrong[:3])}{more}.")
+    _refuse_not_finite(weights, original, source)
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
         raise StoreError(f"{source} does not fit the model. {error}") from error
     return model
+
+
+def _refuse_not_finite(weights: Mapping[str, Any], original: nn.Module, source: str) -> None:
+    """Refuse NaN and inf, except where the model has them before it is trained (a mask of -inf)."""
+    before = original.state_dict()
+    for name, tensor in weights.items():
+        if not isinstance(tensor, Tensor) or torch.isfinite(tensor).all():
+            continue
+        if isinstance(before.get(name), Tensor) and torch.isfinite(before[name]).all():
+            count = int((~torch.isfinite(tensor)).sum())
+            raise StoreError(
+                f"{source}: {name} holds {count} values that are not finite (NaN or inf): the training "
+                "diverged, or the file is corrupt. Use an earlier checkpoint."
+            )
 
 
 def _misfits(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:
