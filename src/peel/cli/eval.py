@@ -57,6 +57,7 @@ def evaluate(
     """
     from ..deploy.evaluation import evaluate_network, load_data_for
     from ..deploy.networks import load_network
+    from ..train.history import standard_error
 
     notes = make_console(stderr=True)
     with show_status(notes, f"loading {network}") as status:
@@ -69,6 +70,10 @@ def evaluate(
         metrics = evaluate_network(found, images, device=device, workers=workers)
     values = {"network": found.name, "data": images.name, "images": images.test.size, **metrics.to_dict()}
     values |= {"macs": found.macs, "params": found.params}
+    if metrics.top1 is not None:
+        values["standard_error"] = standard_error(metrics.top1, images.test.size)
+    for note in images.notes_for_trained():
+        notes.print(f"note: {note}", markup=False)
     if not (mean and std) and "mean" not in found.input:
         notes.print(f"note: {network} has no mean and std: those of {data} are used.", markup=False)
     if json:
@@ -84,3 +89,6 @@ def draw(values: Mapping[str, Any], console: Console) -> None:
     counts = ("-" if count is None else format_count(count) for count in (values["macs"], values["params"]))
     table.add_row(values["network"], *accuracies, f"{values['loss']:.4f}", f"{values['images']:,}", *counts)
     console.print(table)
+    if "standard_error" in values:
+        error = f"standard error of top-1 about {100 * values['standard_error']:.1f} points"
+        console.print(f"{values['images']:,} test images: {error}", markup=False)
