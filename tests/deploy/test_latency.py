@@ -71,6 +71,7 @@ def test_an_impossible_time_is_refused(time: float) -> None:
     ("options", "message"),
     [
         ({"backend": "tensorrt"}, "backend is one of eager"),
+        ({"backend": "onnx"}, r"not 'onnx'\. Did you mean onnxruntime\?"),
         ({"batch": 0}, "must be positive"),
         ({"threads": "two"}, "threads"),
     ],
