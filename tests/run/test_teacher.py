@@ -229,11 +229,34 @@ def test_another_run_can_use_the_teacher_and_the_plan_of_a_killed_one(tmp_path: 
     assert result.plan.widths == read(plan)["slim"]["widths"]
 
 
-def test_the_folder_of_a_run_without_an_original_is_refused_as_teacher(tmp_path: Path) -> None:
-    small_run(weights=taught(), output=tmp_path / "one", stages=["original"])
-    with pytest.raises(StoreError, match=r"there are no weights at .*one\. .*--stages original --output"):
-        small_run(weights=tmp_path / "one", output=tmp_path / "two")
+def test_a_run_that_was_given_its_original_is_refused_as_teacher_and_names_it(tmp_path: Path) -> None:
+    torch.save(taught().state_dict(), tmp_path / "trained.pt")
+    small_run(weights=tmp_path / "trained.pt", output=tmp_path / "file", stages=["original"])
+    small_run(weights=taught(), output=tmp_path / "module", stages=["original"])
+    for run, hint in (("file", r"--weights \S*/trained\.pt"), ("module", r"torch\.save")):
+        with pytest.raises(StoreError, match=rf"{run} holds no original: .* given a trained one.*{hint}"):
+            small_run(weights=tmp_path / run, output=tmp_path / "two")
     assert not (tmp_path / "two").exists()
+
+
+def test_a_folder_without_weights_is_refused_as_teacher(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"there are no weights at .* --stages original --output"):
+        small_run(weights=tmp_path)
+
+
+def test_a_state_dict_under_any_key_is_found(tmp_path: Path) -> None:
+    trained, path = taught(), tmp_path / "trained.pt"
+    weights = {f"module.{name}": tensor for name, tensor in trained.state_dict().items()}
+    moments = {name: {"exp_avg": tensor} for name, tensor in weights.items()}
+    checkpoint = {"epoch": torch.tensor(3), "optimizer": {"state": {0: moments}}, "job": {"student": weights}}
+    torch.save(checkpoint, path)
+    assert same_weights(load_weights(path, Small()), trained)
+    torch.save({**checkpoint, "ema": trained.state_dict()}, path)
+    with pytest.raises(StoreError, match=r"several state dicts that fit, job\.student, ema\. Save the one"):
+        load_weights(path, Small())
+    torch.save({"job": {"student": nn.Linear(2, 2).state_dict()}}, path)
+    with pytest.raises(StoreError, match=r"no state dict .* Its keys: job\. Save the one .* torch\.save"):
+        load_weights(path, Small())
 
 
 # Teachers that fail on the data

@@ -6,8 +6,9 @@ It is evaluated before anything is trained: a teacher that fails on the data wou
 import contextlib
 import copy
 import math
+import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -239,10 +240,27 @@ def saved_file(path: Path) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
+    if (path / "state.json").is_file() and (given := _given_weights(path)) is not None:
+        raise StoreError(
+            f"{path} holds no original: it is a run that was given a trained one, and does not store it "
+            f"again. {given}"
+        )
     raise StoreError(
         f"there are no weights at {path}. Name a file, or a run folder. To train the original once for "
         f"several runs: peel run ... --stages original --output {path}"
     )
+
+
+def _given_weights(run: Path) -> str | None:
+    """What to give instead of a run that was given its weights; None where it trains the original."""
+    config = run / "config.toml"
+    values = read_file(config, lambda data: tomllib.loads(data.decode())) if config.is_file() else {}
+    weights = values.get("weights", "train")
+    if weights == "train":
+        return None
+    if weights == "given module":
+        return "It was given a module in Python: save its state_dict() with torch.save, and name that file."
+    return f"Give what it came from: --weights {weights}"
 
 
 def load_weights(path: Path, original: nn.Module) -> nn.Module:
@@ -302,25 +320,59 @@ def _misfits(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[
 
 
 def _find_state_dict(stored: Any, source: str, model: nn.Module) -> dict[str, Tensor]:
-    """The weights in a checkpoint, under one of the usual keys, without the prefix that wrappers add."""
-    while isinstance(stored, dict):
-        inner = (stored.get(key) for key in ("state_dict", "model_state_dict", "model", "net"))
+    """The weights in a checkpoint, without the prefix that wrappers add.
+
+    They are taken from the usual keys, else from the only place where a state dict that fits the model lies.
+    """
+    usual = stored
+    while isinstance(usual, dict):
+        inner = (usual.get(key) for key in ("state_dict", "model_state_dict", "model", "net"))
         found = next((value for value in inner if isinstance(value, dict)), None)
         if found is None:
             break
-        stored = found
-    if not isinstance(stored, dict) or not any(isinstance(value, Tensor) for value in stored.values()):
-        keys = ", ".join(map(str, list(stored)[:8])) if isinstance(stored, dict) else ""
-        raise StoreError(
-            f"{source} holds no state dict (names and tensors, maybe under `state_dict`, `model` or `net`)."
-            + (f" Its keys: {keys}." if keys else "")
-        )
-    wanted = list(model.state_dict())
-    if not stored.keys() & set(wanted):
-        # Lightning adds `model.`, DataParallel `module.`, torch.compile `_orig_mod.`.
-        ends = (name.removesuffix(wanted[0]) for name in stored if name.endswith(f".{wanted[0]}"))
-        for prefix in ends:
-            cut = {n.removeprefix(prefix): value for n, value in stored.items() if n.startswith(prefix)}
-            if cut.keys() >= set(wanted):
-                return cut
+        usual = found
+    wanted = model.state_dict()
+    if is_state_dict := _has_tensors(usual):
+        usual = _without_prefix(usual, list(wanted))
+    if is_state_dict and usual.keys() & wanted.keys():
+        return dict(usual)
+    nested = {key: _without_prefix(inner, list(wanted)) for key, inner in _nested_state_dicts(stored)}
+    fitting = {key: weights for key, weights in nested.items() if not _misfits(wanted, weights)}
+    if len(fitting) == 1:
+        return next(iter(fitting.values()))
+    way_out = "Save the one to use by itself: torch.save(model.state_dict(), FILE)."
+    if fitting:
+        raise StoreError(f"{source} holds several state dicts that fit, {', '.join(fitting)}. {way_out}")
+    if is_state_dict:
+        return dict(usual)
+    keys = ", ".join(map(str, list(stored)[:8])) if isinstance(stored, dict) else ""
+    raise StoreError(
+        f"{source} holds no state dict (names and tensors) that fits the model."
+        + (f" Its keys: {keys}." if keys else "")
+        + f" {way_out}"
+    )
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, dict) and any(isinstance(inner, Tensor) for inner in value.values())
+
+
+def _nested_state_dicts(stored: Any, place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where in a checkpoint, and what, at any depth."""
+    for key, value in stored.items() if isinstance(stored, dict) else ():
+        inner = f"{place}.{key}" if place else str(key)
+        if _has_tensors(value) and all(isinstance(name, str) for name in value):
+            yield inner, value
+        yield from _nested_state_dicts(value, inner)
+
+
+def _without_prefix(stored: dict[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
+    """Lightning adds `model.`, DataParallel `module.`, torch.compile `_orig_mod.`."""
+    if stored.keys() & set(wanted):
+        return stored
+    names = [name for name in stored if isinstance(name, str)]
+    for prefix in (name.removesuffix(wanted[0]) for name in names if name.endswith(f".{wanted[0]}")):
+        cut = {name.removeprefix(prefix): stored[name] for name in names if name.startswith(prefix)}
+        if cut.keys() >= set(wanted):
+            return cut
     return stored
