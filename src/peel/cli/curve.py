@@ -13,7 +13,7 @@ from ..errors import PeelError
 from ..run.curve import Curve, CurveConfig
 from ..run.curve import curve as run_curve
 from ..utils.files import write_bytes
-from .terminal import make_console, print_json, show_status
+from .terminal import make_console, print_json, print_notes, show_status
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,8 +55,7 @@ def curve(
         print_json(found.to_dict())
     else:
         _draw(found, console)
-    for note in found.notes:
-        notes.print(f"note: {note}", markup=False)
+    print_notes(found.notes, notes)
     if output is not None:
         written = ", ".join(map(str, _write(found, output)))
         notes.print(f"written: {written}", markup=False, soft_wrap=True)

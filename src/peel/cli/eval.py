@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from ..cost.budget import format_count
-from .terminal import make_console, make_table, print_json, show_status
+from .terminal import make_console, make_table, print_json, print_notes, show_status
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from ..data.datasets import Data
+    from ..deploy.networks import Network
+    from ..train.history import Metrics
 
 Numbers = Annotated[tuple[float, ...], Parameter(consume_multiple=True, negative_iterable=())]
 
@@ -57,7 +61,6 @@ def evaluate(
     """
     from ..deploy.evaluation import evaluate_network, load_data_for
     from ..deploy.networks import load_network
-    from ..train.history import standard_error
 
     notes = make_console(stderr=True)
     with show_status(notes, f"loading {network}") as status:
@@ -67,20 +70,26 @@ def evaluate(
             found, data, root=data_root, skip_corrupt=skip_corrupt, mean=mean or None, std=std or None
         )
         status.update(f"evaluating {network} on {images.test.size} images")
-        metrics = evaluate_network(found, images, device=device, workers=workers)
-    values = {"network": found.name, "data": images.name, "images": images.test.size, **metrics.to_dict()}
-    values |= {"macs": found.macs, "params": found.params}
-    if metrics.top1 is not None:
-        values["standard_error"] = standard_error(metrics.top1, images.test.size)
-    for note in images.notes_for_trained():
-        notes.print(f"note: {note}", markup=False)
+        values = _as_dict(found, images, evaluate_network(found, images, device=device, workers=workers))
+    told = images.notes_for_trained()
     if not (mean and std) and "mean" not in found.input:
-        notes.print(f"note: {network} has no mean and std: those of {data} are used.", markup=False)
+        told.append(f"{network} has no mean and std: those of {data} are used.")
+    print_notes(told, notes)
     if json:
         print_json(values)
     else:
         draw(values, make_console())
     return 0
+
+
+def _as_dict(network: Network, data: Data, metrics: Metrics) -> dict[str, Any]:
+    from ..train.history import standard_error
+
+    values = {"network": network.name, "data": data.name, "images": data.test.size, **metrics.to_dict()}
+    values |= {"macs": network.macs, "params": network.params}
+    if metrics.top1 is not None:
+        values["standard_error"] = standard_error(metrics.top1, data.test.size)
+    return values
 
 
 def draw(values: Mapping[str, Any], console: Console) -> None:
