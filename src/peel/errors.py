@@ -62,8 +62,14 @@ class OutOfMemoryError(PeelError):
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """A hint with the known names closest to a wrong one; empty where none is close."""
-    near = get_close_matches(str(name), sorted(set(known)))
+    names = sorted(set(known))
+    near = get_close_matches(str(name), names) or _longer_names(str(name), names)
     return f" Did you mean {' or '.join(near)}?" if near else ""
+
+
+def _longer_names(name: str, known: Iterable[str]) -> list[str]:
+    """At most three that begin with a name of three letters or more, such as onnxruntime with onnx."""
+    return [other for other in known if len(name) > 2 and other.startswith(name.lower())][:3]
 
 
 def check_choice(

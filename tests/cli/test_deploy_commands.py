@@ -13,6 +13,7 @@ from helpers.deploy import OWN, slim_small
 from helpers.small import SHORT, few_digits
 from peel import zoo
 from peel.cli.main import main
+from peel.deploy.networks import load_network
 from peel.run.prune import prune
 from peel.run.result import Result
 
@@ -35,6 +36,16 @@ def test_from_a_run_to_an_onnx_file_that_keeps_its_accuracy(
     assert values[0]["macs"] == values[1]["macs"] == finished[1].rows[-1].macs
     assert main(["eval", file, "--data", "digits"]) == 0
     assert f"{values[0]['top1']:.2%}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (3, 12, 10)])
+def test_a_model_of_the_users_own_is_exported_with_its_input(
+    shape: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, text = str(tmp_path / "own.onnx"), ",".join(map(str, shape))
+    assert main(["export", "helpers.small:Small", "--to", file, "--input", text]) == 0
+    assert f"exported {file}" in capsys.readouterr().out
+    assert load_network(file).shape == shape
 
 
 def test_bench_of_a_run(finished: tuple[Path, Result], capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,6 +110,7 @@ def test_a_run_of_your_own_network_becomes_a_python_file(
         (["export", "small.onnx", "--to", "x.onnx"], 2, "an ONNX file already"),
         (["export", "empty", "--to", "x.onnx"], 2, "not a run folder"),
         (["export", "saved.json"], 2, "--to"),
+        (["export", "helpers.small:Small", "--to", "x.onnx"], 2, "give --input channels,height,width"),
         (["eval", "small.onnx"], 2, "--data"),
         (["eval", "small.onnx", "--data", "nowhere"], 3, "neither a dataset nor a folder"),
         (["eval", "broken.onnx", "--data", "digits"], 3, "cannot load broken.onnx"),

@@ -271,6 +271,14 @@ def test_budget_below_the_smallest_network_is_refused(budget: str | int) -> None
         peel.uniform(graph, budget)
 
 
+def test_a_small_whole_number_may_be_meant_as_a_percentage() -> None:
+    graph = traced_net(Chain)[1]
+    with pytest.raises(peel.BudgetError, match=r'50 MACs cannot be reached: .* Did you mean "50%"\?'):
+        peel.uniform(graph, 50)
+    with pytest.raises(peel.BudgetError, match=r"101 MACs cannot be reached: .*\.$"):
+        peel.uniform(graph, 101)
+
+
 def test_a_refused_budget_has_its_unit() -> None:
     graph = traced_net(Chain)[1]
     with pytest.raises(

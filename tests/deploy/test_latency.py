@@ -71,6 +71,7 @@ def test_an_impossible_time_is_refused(time: float) -> None:
     ("options", "message"),
     [
         ({"backend": "tensorrt"}, "backend is one of eager"),
+        ({"backend": "onnx"}, r"not 'onnx'\. Did you mean onnxruntime\?"),
         ({"batch": 0}, "must be positive"),
         ({"threads": "two"}, "threads"),
     ],
@@ -95,8 +96,15 @@ def test_a_command_measures_and_writes_a_file(tmp_path: Path, capsys: pytest.Cap
         "--batch",
         "2",
     ]
+    assert main(["latency", reference, *arguments]) == 2
+    assert "give --input channels,height,width" in " ".join(capsys.readouterr().err.split())
+    assert not file.exists()
+    assert main(["latency", reference, "--input", "3,8,8", *arguments]) == 0
+    printed = capsys.readouterr()
+    assert "input 3x8x8, batch 2" in printed.out and "input 3x8x8, batch 2" in printed.err
     assert main(["latency", reference, "--input", "3,8,8", *arguments, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
+    assert shown["input_shapes"] == [[3, 8, 8]]
     model = peel.LatencyModel.load(file)
     assert shown["conditions"]["batch"] == model.conditions["batch"] == 2
     assert model.conditions["device"] == processor_name()

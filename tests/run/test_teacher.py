@@ -20,6 +20,7 @@ from helpers.small import CPU, WIDTHS, Counting, Small, few_digits, same_weights
 from peel import zoo
 from peel.errors import ConfigError, CorruptFileError, DataError, RunError, StoreError
 from peel.run.result import Result
+from peel.run.teacher import load_weights, why_it_fails
 from peel.train.loop import evaluate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -165,7 +166,7 @@ def write_teacher(kind: str, path: Path) -> None:
         ("numbers", r"teacher.pt holds no state dict .* Its keys: epoch\."),
         ("text", "teacher.pt cannot be loaded"),
         ("missing", "there are no weights at .*teacher.pt"),
-        ("diverged", "the teacher's logits are not finite"),
+        ("diverged", r"teacher.pt: conv3.weight holds 1 values that are not finite"),
     ],
 )
 def test_an_unusable_teacher_is_refused_before_anything_is_written(
@@ -180,7 +181,7 @@ def test_an_unusable_teacher_is_refused_before_anything_is_written(
 
 
 def test_a_teacher_module_with_other_classes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the teacher has 7 classes, the data has 10"):
+    with pytest.raises(DataError, match="the network has 7 classes, the data has 10"):
         small_run(weights=Small(num_classes=7), output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -228,11 +229,34 @@ def test_another_run_can_use_the_teacher_and_the_plan_of_a_killed_one(tmp_path: 
     assert result.plan.widths == read(plan)["slim"]["widths"]
 
 
-def test_the_folder_of_a_run_without_an_original_is_refused_as_teacher(tmp_path: Path) -> None:
-    small_run(weights=taught(), output=tmp_path / "one", stages=["original"])
-    with pytest.raises(StoreError, match=r"there are no weights at .*one\. .*--stages original --output"):
-        small_run(weights=tmp_path / "one", output=tmp_path / "two")
+def test_a_run_that_was_given_its_original_is_refused_as_teacher_and_names_it(tmp_path: Path) -> None:
+    torch.save(taught().state_dict(), tmp_path / "trained.pt")
+    small_run(weights=tmp_path / "trained.pt", output=tmp_path / "file", stages=["original"])
+    small_run(weights=taught(), output=tmp_path / "module", stages=["original"])
+    for run, hint in (("file", r"--weights \S*/trained\.pt"), ("module", r"torch\.save")):
+        with pytest.raises(StoreError, match=rf"{run} holds no original: .* given a trained one.*{hint}"):
+            small_run(weights=tmp_path / run, output=tmp_path / "two")
     assert not (tmp_path / "two").exists()
+
+
+def test_a_folder_without_weights_is_refused_as_teacher(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"there are no weights at .* --stages original --output"):
+        small_run(weights=tmp_path)
+
+
+def test_a_state_dict_under_any_key_is_found(tmp_path: Path) -> None:
+    trained, path = taught(), tmp_path / "trained.pt"
+    weights = {f"module.{name}": tensor for name, tensor in trained.state_dict().items()}
+    moments = {name: {"exp_avg": tensor} for name, tensor in weights.items()}
+    checkpoint = {"epoch": torch.tensor(3), "optimizer": {"state": {0: moments}}, "job": {"student": weights}}
+    torch.save(checkpoint, path)
+    assert same_weights(load_weights(path, Small()), trained)
+    torch.save({**checkpoint, "ema": trained.state_dict()}, path)
+    with pytest.raises(StoreError, match=r"several state dicts that fit, job\.student, ema\. Save the one"):
+        load_weights(path, Small())
+    torch.save({"job": {"student": nn.Linear(2, 2).state_dict()}}, path)
+    with pytest.raises(StoreError, match=r"no state dict .* Its keys: job\. Save the one .* torch\.save"):
+        load_weights(path, Small())
 
 
 # Teachers that fail on the data
@@ -247,11 +271,40 @@ def digits(**changes: Any) -> peel.Data:
 def test_an_untrained_teacher_stops_the_run_before_anything_is_written(tmp_path: Path) -> None:
     torch.manual_seed(0)
     for stages in (["original", "backbone", "plan", "final"], ["backbone", "plan", "final"]):
-        with pytest.raises(DataError, match=r"the teacher is right for only .*%") as caught:
+        with pytest.raises(DataError, match=r"the network is right for only .*%") as caught:
             small_run(data=digits(), weights=Small(), stages=stages, output=tmp_path / "run")
     for part in ("--mean", "weights are not trained", "another order", "--weights train"):
         assert part in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("classes", [2, 10])
+def test_no_cause_is_named_for_untrained_networks(classes: int) -> None:
+    """The best of several renamings and normalizations is always a few points better."""
+    labels = digits().test.labels
+    assert labels is not None
+    split = replace(digits().test, labels=labels % classes)  # type: ignore[type-var]
+    data = replace(digits(), test=split, classes=tuple(map(str, range(classes))))
+    for seed in range(12):
+        torch.manual_seed(seed)
+        reason = why_it_fails(Small(num_classes=classes), data, CPU, is_chosen=False)
+        assert "renamed" not in reason and "it is right for" not in reason, reason
+
+
+def test_infinite_values_of_an_untrained_model_may_be_in_its_file(tmp_path: Path) -> None:
+    """A mask of -inf that is stored with the weights is no diverged training."""
+    model, trained = Small(), Small()
+    for network in (model, trained):
+        network.register_buffer("mask", torch.full((2,), float("-inf")))
+    peel.save(trained, tmp_path / "own")
+    torch.save(trained.state_dict(), tmp_path / "plain.pt")
+    for name in ("own.json", "plain.pt"):
+        assert same_weights(load_weights(tmp_path / name, model), trained)
+    with torch.no_grad():
+        trained.fc.bias[3] = float("inf")
+    peel.save(trained, tmp_path / "own")
+    with pytest.raises(StoreError, match=r"own.json: fc.bias holds 1 values that are not finite"):
+        load_weights(tmp_path / "own.json", model)
 
 
 def test_a_teacher_of_rare_classes_need_not_beat_the_most_frequent_class() -> None:
@@ -288,7 +341,7 @@ def test_a_teacher_with_its_classes_in_another_order_stops_the_run(tmp_path: Pat
         small_run(data=digits(), weights=teacher, stages=["original"])
     small_run(data=digits(), stages=["original"], output=tmp_path / "teacher")
     reversed_names = replace(digits(), classes=tuple("9876543210"))
-    with pytest.raises(DataError, match=r"the teacher's classes are in another order: 0, 1, 2"):
+    with pytest.raises(DataError, match=r"the network's classes are in another order: 0, 1, 2"):
         small_run(data=reversed_names, weights=tmp_path / "teacher", stages=["original"])
 
 

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         (torch.randn(4, 5, 8, 8), "the model cannot take these images: .* 3 channels"),
         ([torch.randn(4, 3, 8, 8), torch.randn(4, 5, 8, 8)], "the model cannot take these images"),
         (torch.randint(9, (4, 3, 8, 8)), "the model cannot take these images"),
+        (torch.full((4, 3, 8, 8), float("nan")), "images holds 768 values that are not finite"),
+        ([torch.randn(4, 3, 8, 8), [torch.full((1, 3, 9, 8), float("inf"))]], "not finite .* in batch 1"),
         ([], "images is empty"),
         (3, "images is a int; give a tensor"),
     ],

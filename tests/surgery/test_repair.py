@@ -359,6 +359,9 @@ def test_wrong_input_is_refused_in_words() -> None:
     before = copy.deepcopy(small.state_dict())
     with pytest.raises(peel.DataError, match="cannot take these images"):
         peel.repair(small, net, torch.randn(4, 5, 8, 8), graph=graph)
+    images[2, 0, 0, 0] = float("nan")
+    with pytest.raises(peel.DataError, match="images holds 1 values that are not finite"):
+        peel.repair(small, net, images, graph=graph)
     assert all(torch.equal(value, before[name]) for name, value in small.state_dict().items())
 
 

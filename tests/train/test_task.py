@@ -161,6 +161,20 @@ def test_a_bad_loss_or_metric_is_named_before_training(make: Callable[[], Task],
         try_task(Own(3), own(), make())
 
 
+def test_an_optimizer_in_the_place_of_its_factory_is_refused_with_an_example() -> None:
+    made = torch.optim.SGD(Small(3).parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"not a SGD\. .*=lambda parameters: torch\.optim\.SGD\(parameters"):
+        Task(bce, optimizer=made)  # type: ignore[arg-type]
+
+
+def test_a_model_whose_parameters_are_all_frozen_is_named() -> None:
+    model = Small(3).requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"no parameter of the model requires a gradient: all are frozen"):
+        try_task(model, own(), Task(bce))
+    model.fc.requires_grad_(True)
+    try_task(model, own(), Task(bce))
+
+
 def test_a_batch_that_the_model_cannot_take_is_named() -> None:
     wide = TensorDataset(torch.zeros(8, 5, 8, 8), torch.zeros(8, 3))
     with pytest.raises(DataError, match=r"cannot take the inputs of the training data: a tensor of shape"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_library
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
@@ -13,7 +13,7 @@ from ..errors import PeelError
 from ..run.curve import Curve, CurveConfig
 from ..run.curve import curve as run_curve
 from ..utils.files import write_bytes
-from .terminal import make_console, print_json, show_status
+from .terminal import make_console, print_json, print_notes, show_status
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,8 +55,10 @@ def curve(
         print_json(found.to_dict())
     else:
         _draw(found, console)
+    print_notes(found.notes, notes)
     if output is not None:
-        _write(found, output)
+        written = ", ".join(map(str, _write(found, output)))
+        notes.print(f"written: {written}", markup=False, soft_wrap=True)
     return 0
 
 
@@ -72,36 +74,53 @@ def _draw(found: Curve, console: Console) -> None:
     )
     for point in found.points:
         values = [getattr(point, field) for field in COLUMNS.values()]
-        cells = ["" if value is None else f"{value:.1%}" for value in values]
+        cells = [f"{value:.1%}" for value in values]
         table.add_row(f"{point.budget:.0%}", format_count(point.macs), format_count(point.params), *cells)
     console.print(table)
     console.print(
         f"top-1 on {found.test_images:,} test images of {found.data}; {found.images:,} unlabeled training "
-        "images calibrate; uniform widths but in the last column; nothing was trained",
+        "images calibrate; nothing was trained",
+        markup=False,
+    )
+    console.print(
+        f"{found.test_images:,} test images: standard error up to {100 * found.standard_error:.1f} points",
+        markup=False,
+    )
+    console.print(
+        "MACs and params are those of uniform widths. Networks by sensitivity have their own, within the "
+        "same budget: see --output or --json.",
         markup=False,
     )
 
 
-def _write(found: Curve, output: Path) -> None:
-    """The table, and then a picture, which needs matplotlib."""
+def _write(found: Curve, output: Path) -> list[Path]:
+    """The table, and then a picture, which needs matplotlib. The files that were written."""
     base = output.with_suffix("") if output.suffix in (".json", ".csv", ".png") else output
-    points: dict[str, Any] = {}
-    for column, field in COLUMNS.items():
-        pairs = [(100 * p.budget, getattr(p, field)) for p in found.points]
-        points[column] = [(budget, 100 * value) for budget, value in pairs if value is not None]
+    json_file, csv_file, picture_file = (
+        base.with_name(base.name + suffix) for suffix in (".json", ".csv", ".png")
+    )
     try:
         base.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(
-            base.with_name(base.name + ".json"), json_library.dumps(found.to_dict(), indent=1).encode()
-        )
-        write_bytes(base.with_name(base.name + ".csv"), found.to_csv().encode())
+        write_bytes(json_file, json_library.dumps(found.to_dict(), indent=1).encode())
+        write_bytes(csv_file, found.to_csv().encode())
         from ..report.charts import budget_chart
 
-        picture = budget_chart(points, 100 * found.original, found.model)
-        write_bytes(base.with_name(base.name + ".png"), picture)
+        write_bytes(picture_file, budget_chart(_points(found), 100 * found.original, found.model))
     except ImportError as error:
         raise PeelError(
-            f'the picture needs matplotlib: pip install "peel-pruning[report]". The table is in {base}.csv.'
+            f'the picture needs matplotlib: pip install "peel-pruning[report]". The table is in {csv_file}.'
         ) from error
     except OSError as error:
         raise PeelError(f"cannot write {error.filename or base}: {error.strerror}.") from error
+    return [json_file, csv_file, picture_file]
+
+
+def _points(found: Curve) -> dict[str, list[tuple[float, float]]]:
+    """Column -> MACs of its own networks and accuracies, both in percent."""
+    points = {}
+    for column, field in COLUMNS.items():
+        macs = "macs_by_sensitivity" if field == "repaired_by_sensitivity" else "macs"
+        points[column] = [
+            (100 * getattr(point, macs) / found.macs, 100 * getattr(point, field)) for point in found.points
+        ]
+    return points

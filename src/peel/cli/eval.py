@@ -9,10 +9,14 @@ from cyclopts import Parameter
 
 from ..cost.budget import format_count
 from ..utils.tables import make_table
-from .terminal import make_console, print_json, show_status
+from .terminal import make_console, print_json, print_notes, show_status
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from ..data.datasets import Data
+    from ..deploy.networks import Network
+    from ..train.history import Metrics
 
 Numbers = Annotated[tuple[float, ...], Parameter(consume_multiple=True, negative_iterable=())]
 
@@ -67,16 +71,26 @@ def evaluate(
             found, data, root=data_root, skip_corrupt=skip_corrupt, mean=mean or None, std=std or None
         )
         status.update(f"evaluating {network} on {images.test.size} images")
-        metrics = evaluate_network(found, images, device=device, workers=workers)
-    values = {"network": found.name, "data": images.name, "images": images.test.size, **metrics.to_dict()}
-    values |= {"macs": found.macs, "params": found.params}
+        values = _as_dict(found, images, evaluate_network(found, images, device=device, workers=workers))
+    told = images.notes_for_trained()
     if not (mean and std) and "mean" not in found.input:
-        notes.print(f"note: {network} has no mean and std: those of {data} are used.", markup=False)
+        told.append(f"{network} has no mean and std: those of {data} are used.")
+    print_notes(told, notes)
     if json:
         print_json(values)
     else:
         draw(values, make_console())
     return 0
+
+
+def _as_dict(network: Network, data: Data, metrics: Metrics) -> dict[str, Any]:
+    from ..train.history import standard_error
+
+    values = {"network": network.name, "data": data.name, "images": data.test.size, **metrics.to_dict()}
+    values |= {"macs": network.macs, "params": network.params}
+    if metrics.top1 is not None:
+        values["standard_error"] = standard_error(metrics.top1, data.test.size)
+    return values
 
 
 def draw(values: Mapping[str, Any], console: Console) -> None:
@@ -85,3 +99,6 @@ def draw(values: Mapping[str, Any], console: Console) -> None:
     counts = ("-" if count is None else format_count(count) for count in (values["macs"], values["params"]))
     table.add_row(values["network"], *accuracies, f"{values['loss']:.4f}", f"{values['images']:,}", *counts)
     console.print(table)
+    if "standard_error" in values:
+        error = f"standard error of top-1 about {100 * values['standard_error']:.1f} points"
+        console.print(f"{values['images']:,} test images: {error}", markup=False)

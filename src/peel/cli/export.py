@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from ..cost.budget import format_bytes
 from ..errors import ConfigError, ExportError
 from ..utils.tables import make_table
+from .inspect import parse_shape
 from .terminal import make_console, show_status
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def export(
     *,
     to: Path,
     model: str | None = None,
+    input: str | None = None,
     batch: int | None = None,
     int8: bool = False,
     options: Annotated[Int8Options | None, Parameter(name="*")] = None,
@@ -55,11 +57,13 @@ def export(
     Parameters
     ----------
     network
-        A run folder (its slim network), or a saved model (slim.json).
+        A run folder (its slim network), a saved model (slim.json), or the name or reference of a model.
     to
         The file: .onnx, .pt2 (torch.export), .safetensors with .json, or .py with both.
     model
         What builds your own model before slimming: path/to/file.py:callable. Default: what the run used.
+    input
+        Shape of one input: channels,height,width. Default: what the network was trained or made for.
     batch
         Fix the batch. Default: any batch.
     int8
@@ -67,6 +71,7 @@ def export(
     verbose
         After an error of the exporter, print all of it.
     """
+    from .. import zoo
     from ..deploy.networks import load_network
 
     chosen = options or Int8Options()
@@ -74,8 +79,14 @@ def export(
         raise ConfigError("--int8 needs images: name them with --data.")
     if int8 and batch is not None:
         raise ConfigError("--int8 takes any batch: leave --batch out.")
+    shape = parse_shape(input)
+    if shape is None and zoo.is_own(network) and not Path(network).exists():
+        raise ConfigError(
+            f"the input shape of {network} is not known: give --input channels,height,width, such as --input "
+            "3,224,224."
+        )
     with show_status(make_console(stderr=True), f"loading {network}") as status:
-        found = load_network(network, model=model)
+        found = load_network(network, model=model, shape=shape)
         status.update(f"exporting {network}")
         if int8:
             quantized = _export_int8(found, to, chosen, status.update)
@@ -106,13 +117,16 @@ def _export_int8(
 
 
 def _export(network: Network, to: Path, batch: int | None, verbose: bool) -> Exported:
+    import torch
+
     from ..deploy.export import export as run_export
     from ..deploy.onnx_model import OnnxModel
 
     if isinstance(network.model, OnnxModel):
         raise ExportError(f"{network.name} is an ONNX file already; --int8 can quantize it.")
+    example = torch.zeros(1, *network.shape)
     try:
-        return run_export(network.model, to, batch=batch, build=network.build)
+        return run_export(network.model, to, example, batch=batch, build=network.build)
     except ExportError as error:
         if verbose and error.__cause__ is not None:
             print(error.__cause__, file=sys.stderr)

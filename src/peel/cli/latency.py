@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +11,7 @@ from cyclopts import Parameter
 
 from ..cost.budget import format_latency
 from ..cost.rounding import Divisor
+from ..errors import ConfigError
 from .inspect import parse_shape
 from .terminal import make_console, print_json, show_status
 
@@ -60,7 +62,7 @@ def latency(
     output
         The file to write, such as latency.json.
     input
-        Shape of one input: channels,height,width. Default: what the model was made for.
+        Shape of one input: channels,height,width. Default: what a model of torchvision or timm was made for.
     num_classes
         Number of classes, where the model takes that argument.
     json
@@ -72,10 +74,17 @@ def latency(
     from ..deploy.latency import measure_latency
 
     console, notes = make_console(), make_console(stderr=True)
+    given = parse_shape(input)
+    if given is None and zoo.is_own(model):
+        raise ConfigError(
+            f"the input shape of {model} is not known, and the latency depends on it: give --input "
+            "channels,height,width, such as --input 3,224,224."
+        )
     with show_status(notes, f"building {model}") as status:
-        shape = parse_shape(input) or zoo.find(model).input_size
+        shape = given or zoo.find(model).input_size
         network, example = zoo.create(model, num_classes=num_classes), torch.zeros(1, *shape)
         chosen = vars(settings or LatencySettings())
+        status.update(f"input {_format_shape(shape)}, batch {chosen['batch']}")
         found = measure_latency(network, example, progress=status.update, **chosen)
     path = found.save(output)
     if json:
@@ -98,14 +107,21 @@ def _as_dict(model: LatencyModel, path: Path) -> dict[str, object]:
         "median_error": model.accuracy.median,
         "p95_error": model.accuracy.p95,
         "judged_on": model.accuracy.networks,
+        "input_shapes": [list(shape) for shape in model.network.input_shapes],
         "conditions": model.conditions,
     }
 
 
+def _format_shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
 def _draw(model: LatencyModel, path: Path, console: Console) -> None:
     given, error = model.conditions, model.accuracy
+    shapes = ", ".join(map(_format_shape, model.network.input_shapes))
     console.print(
-        f"{given['device']}, {given['backend']}, batch {given['batch']}, {given['threads']} threads",
+        f"input {shapes}, batch {given['batch']}, {given['device']}, {given['backend']}, "
+        f"{given['threads']} threads",
         markup=False,
     )
     console.print(f"the original takes {format_latency(_original(model))}", markup=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +23,11 @@ def make_console(*, stderr: bool = False) -> Console:
 
 def print_json(data: dict[str, Any]) -> None:
     make_console().out(json.dumps(data, indent=2), highlight=False)
+
+
+def print_notes(notes: Iterable[str], console: Console) -> None:
+    for note in notes:
+        console.print(f"note: {note}", markup=False)
 
 
 def show_status(console: Console, text: str) -> Any:

@@ -264,9 +264,11 @@ class _Rounding:
         if (exceeded := self.limits.exceeded(self.low)) is not None:
             divisor = "" if self.divisor in (1, "auto") else " at multiples of the divisor"
             smallest = int(self.graph.cost(exceeded)(self.low))
+            amount = self.limits.amount(exceeded)
+            hint = f' Did you mean "{amount:g}%"?' if amount <= 100 else ""
             raise BudgetError(
-                f"a budget of {format_cost(self.limits.amount(exceeded), exceeded)} cannot be reached: the "
-                f"smallest network has {format_exact(smallest, exceeded)}{divisor}."
+                f"a budget of {format_cost(amount, exceeded)} cannot be reached: the smallest network has "
+                f"{format_exact(smallest, exceeded)}{divisor}.{hint}"
             )
         if max_width is None:
             return

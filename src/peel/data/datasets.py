@@ -82,6 +82,11 @@ class Data:
     notes: tuple[str, ...] = ()
     """What a user should know about the data; a run shows it."""
 
+    def notes_for_trained(self) -> list[str]:
+        """The notes, for a network that was trained elsewhere: maybe on images that are held out here."""
+        text = "A network that peel did not train on this folder may have been trained on these images."
+        return [f"{note} {text}" for note in self.notes]
+
     @staticmethod
     def from_tensors(
         name: str, classes: tuple[str, ...], train: Labeled, test: Labeled, augment: str = "crop-flip"

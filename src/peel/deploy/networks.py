@@ -56,7 +56,9 @@ def make_network(name: str, model: nn.Module, shape: tuple[int, ...] | None = No
     info = info_of(model)
     found = shape or shape_of(info)
     if found is None:
-        raise ModelError(f"the input shape of {name} is not known: give an example input.")
+        raise ModelError(
+            f"the input shape of {name} is not known: give an example input (peel export: --input)."
+        )
     model = copy.deepcopy(model, dict(computed_tensors(model))).cpu().eval()
     try:
         macs = count_macs(model, (torch.zeros(1, *found),), {})
@@ -78,29 +80,41 @@ def shape_of(info: SlimInfo) -> tuple[int, ...] | None:
     return zoo.find(name).input_size if name is not None else None
 
 
-def load_network(reference: str, *, model: str | None = None) -> Network:
-    """The slim network of a run, a saved model, or an ONNX file. `model` builds the original of your own."""
-    return load_networks(reference, model=model, with_original=False)[-1]
+def load_network(
+    reference: str, *, model: str | None = None, shape: tuple[int, ...] | None = None
+) -> Network:
+    """The slim network of a run, a saved model, or an ONNX file. `model` builds the original of your own.
+
+    `shape` is that of one input, where it is not recorded or another one is wanted.
+    """
+    return load_networks(reference, model=model, with_original=False, shape=shape)[-1]
 
 
 def load_networks(
-    reference: str, *, model: str | None = None, with_original: bool = True, threads: int | None = None
+    reference: str,
+    *,
+    model: str | None = None,
+    with_original: bool = True,
+    threads: int | None = None,
+    shape: tuple[int, ...] | None = None,
 ) -> list[Network]:
     """The network of a reference; before it, its original, where it is slim."""
     path = Path(reference)
     if path.is_dir():
-        return _of_run(path, model, with_original)
+        return _of_run(path, model, with_original, shape)
     if path.suffix == ".onnx":
+        if shape is not None:
+            raise ModelError(f"{path} has an input shape of its own: leave --input out.")
         return [_of_onnx(path, threads)]
     if path.suffix in (".json", ".safetensors") or path.with_name(path.name + ".json").is_file():
-        return _of_saved(path, path, model, with_original)
+        return _of_saved(path, path, model, with_original, shape)
     if path.suffix in FOREIGN:
         raise StoreError(
             f"{reference} is no network that peel can run: give a run folder, a model saved by peel "
             "(slim.json), a file .onnx, or the name of a model."
         )
     network = zoo.create(reference)
-    shape = zoo.find(reference).input_size
+    shape = shape or zoo.find(reference).input_size
     return [make_network(reference, network, shape, key=f"{zoo.find(reference).reference} {shape}")]
 
 
@@ -115,15 +129,19 @@ def _of_onnx(path: Path, threads: int | None) -> Network:
     return Network(str(path), network, shape, given, given.get("macs"), given.get("params"), key=str(path))
 
 
-def _of_run(folder: Path, model: str | None, with_original: bool) -> list[Network]:
+def _of_run(
+    folder: Path, model: str | None, with_original: bool, shape: tuple[int, ...] | None
+) -> list[Network]:
     record = RunRecord.read(folder)
     if not (folder / "slim.json").is_file():
         reason = f" It ended with: {record.error}" if record.error else ""
         raise RunError(f"{folder} has no slim network yet: finish the run with its own command.{reason}")
-    return _of_saved(folder, folder / "slim.json", model or record.config.get("model"), with_original)
+    return _of_saved(folder, folder / "slim.json", model or record.config.get("model"), with_original, shape)
 
 
-def _of_saved(place: Path, file: Path, reference: str | None, with_original: bool) -> list[Network]:
+def _of_saved(
+    place: Path, file: Path, reference: str | None, with_original: bool, shape: tuple[int, ...] | None
+) -> list[Network]:
     """A saved model, which lies at `place` for the user."""
     info = read_info(file)
     is_own = "zoo" not in info.source
@@ -133,13 +151,14 @@ def _of_saved(place: Path, file: Path, reference: str | None, with_original: boo
         original = build_original(info.source, file)
     slim = load(file, model=original)
     build = reference if is_own else None
-    shape = shape_of(info)
+    shape = shape or shape_of(info)
     key = f"{info.source} {build} {shape}"
     is_slim = bool(info.modules)
     networks = [
         make_network(
             f"{place} slim" if place.is_dir() else str(place),
             slim,
+            shape,
             build=build,
             key=str(place) if is_slim else key,
             baseline=key if is_slim else None,

@@ -183,15 +183,15 @@ def curves_chart(panels: Mapping[str, Mapping[str, Curve]]) -> str:
 
 
 def budget_chart(curves: Mapping[str, Sequence[tuple[float, float]]], original: float, title: str) -> bytes:
-    """Accuracy against budget, both in percent, as PNG. The dashed line is the original."""
+    """Accuracy against MACs, both in percent, as PNG. The dashed line is the original."""
     buffer = io.BytesIO()
     with _figure(4.5) as figure:
         axes = figure.subplots()
         axes.axhline(original, color=_COLORS["original"], linestyle="--", linewidth=1.0, label="original")
         for place, (name, curve) in enumerate(curves.items()):
             if curve:
-                budgets, values = zip(*curve, strict=True)
-                axes.plot(budgets, values, color=_SEQUENCE[place], marker=_MARKERS[place], label=name)
+                macs, values = zip(*curve, strict=True)
+                axes.plot(macs, values, color=_SEQUENCE[place], marker=_MARKERS[place], label=name)
         axes.invert_xaxis()
         axes.set_xlabel("% of the MACs")
         axes.set_ylabel("top-1, %")

@@ -21,6 +21,7 @@ from ..errors import ConfigError, DataError
 from ..graph import trace
 from ..surgery.curve import BUDGETS, CurvePoint, accuracy_curve
 from ..train.engine import Engine, eval_batch_size
+from ..train.history import standard_error
 from ..train.objective import get_logits
 from .config import Config, Numbers
 from .loading import check_model, load_model_and_data
@@ -43,9 +44,18 @@ class Curve:
     macs: int
     params: int
     points: tuple[CurvePoint, ...]
+    notes: tuple[str, ...] = ()
+    """What a user should know about the data."""
+
+    @property
+    def standard_error(self) -> float:
+        """The largest of all accuracies."""
+        cut = [(p.cut, p.recalibrated, p.repaired, p.repaired_by_sensitivity) for p in self.points]
+        accuracies = [self.original, *(accuracy for point in cut for accuracy in point)]
+        return max(standard_error(accuracy, self.test_images) for accuracy in accuracies)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "standard_error": self.standard_error}
 
     def to_csv(self) -> str:
         text = io.StringIO()
@@ -147,6 +157,7 @@ def curve(model: str, config: CurveConfig, progress: Progress | None = None) -> 
         macs=graph.macs(),
         params=graph.params(),
         points=tuple(points),
+        notes=tuple(loaded.notes_for_trained()),
     )
 
 

@@ -6,8 +6,9 @@ It is evaluated before anything is trained: a teacher that fails on the data wou
 import contextlib
 import copy
 import math
+import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,9 @@ NORMALIZATIONS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "the mean and deviation of ImageNet": (IMAGENET_MEAN, IMAGENET_STD),
 }
 
+
+#: A cause is named only if the accuracy without it is at least this many times that of a guess.
+FAR_ABOVE_CHANCE = 3
 
 #: A top-1 below this, over the number of outputs, looks like that of a network that was not trained.
 NEAR_CHANCE = 1.5
@@ -78,7 +82,7 @@ def find_teacher(reference: nn.Module | Mapping[str, Tensor] | str, problem: Pro
     stored = info_of(teacher.model).input or {}
     classes = tuple(stored.get("classes", problem.data.classes))
     if classes != problem.data.classes and sorted(classes) == sorted(problem.data.classes):
-        raise DataError(f"the teacher's classes are in another order: {', '.join(classes[:5])}, ...")
+        raise DataError(f"the network's classes are in another order: {', '.join(classes[:5])}, ...")
     return teacher
 
 
@@ -100,7 +104,7 @@ def check_accuracy(teacher: Teacher, top1: float, problem: Problem, is_chosen: b
     must be above chance by three standard errors, and no usual normalization may be better by as much.
     """
     data, history = problem.data, teacher.record.history if teacher.record is not None else []
-    text = f"the teacher is right for only {top1:.1%} of the test images of {data.name}"
+    text = f"the network is right for only {top1:.1%} of the test images of {data.name}"
     if history and history[-1].test:
         recorded = history[-1].test["top1"]
         least = (recorded + min(recorded, 1 / len(data.classes))) / 2
@@ -142,7 +146,7 @@ def why_it_fails(model: nn.Module, data: Data, engine: Engine, is_chosen: bool) 
 
     predicted = _predictions(model, data, index, engine)
     best, better = score(predicted), ""
-    limit = best + _error(best, count)
+    limit = max(best + _error(best, count), _far_above_chance(labels))
     for name, (mean, std) in {} if is_chosen else NORMALIZATIONS.items():
         with contextlib.suppress(ConfigError):  # other channels, or splits of the user's own
             top1 = score(_predictions(model, data.normalized(mean, std), index, engine))
@@ -150,10 +154,10 @@ def why_it_fails(model: nn.Module, data: Data, engine: Engine, is_chosen: bool) 
                 flags = " ".join(f"{flag} {_numbers(x)}" for flag, x in (("--mean", mean), ("--std", std)))
                 best, better = top1, f"With {name} it is right for {top1:.1%} of {count}: give {flags}."
     # A renaming of the classes is found on one half of the images and scored on the other.
-    answers = list(zip(predicted.tolist(), labels.tolist(), strict=True))
-    names = {found: label for (found, label), _ in reversed(Counter(answers[::2]).most_common())}
-    renamed = sum(names.get(found) == label for found, label in answers[1::2]) / max(1, count // 2)
-    if renamed > best + 2 * _error(best, count):
+    names = _renaming(predicted[::2], labels[::2])
+    answers = zip(predicted[1::2].tolist(), labels[1::2].tolist(), strict=True)
+    renamed = sum(names.get(found) == label for found, label in answers) / max(1, count // 2)
+    if renamed > max(best + 2 * _error(best, count), limit):
         text = f"With its classes renamed it is right for {renamed:.1%}"
         return f"{text}: they are in another order than the data's ({', '.join(data.classes[:3])}, ...)."
     # What guesses of the same frequency would score.
@@ -166,6 +170,22 @@ def why_it_fails(model: nn.Module, data: Data, engine: Engine, is_chosen: bool) 
         f"{_numbers(data.train.mean)} and {_numbers(data.train.std)} (--mean, --std); its weights are not "
         f"trained; or its classes are in another order than {', '.join(data.classes[:3])}, ..."
     )
+
+
+def _far_above_chance(labels: Tensor) -> float:
+    """An accuracy that no untrained network has: three times that of a guess, or half of the way to 1."""
+    chance = float(labels.bincount().max()) / len(labels)
+    return min(FAR_ABOVE_CHANCE * chance, (1 + chance) / 2)
+
+
+def _renaming(predicted: Tensor, labels: Tensor) -> dict[int, int]:
+    """Predicted class -> class, one to one; the most frequent pairs first."""
+    names: dict[int, int] = {}
+    pairs = Counter(zip(predicted.tolist(), labels.tolist(), strict=True))
+    for (found, label), _ in pairs.most_common():
+        if found not in names and label not in names.values():
+            names[found] = label
+    return names
 
 
 def _numbers(values: Sequence[float]) -> str:
@@ -202,15 +222,15 @@ def _check(teacher: nn.Module, problem: Problem) -> None:
             output = call_model(teacher.to(device).eval(), example)
     except (RuntimeError, ValueError, TypeError) as error:
         what = "the given data" if data.is_own else f"images of shape {data.shape}"
-        raise DataError(f"the teacher cannot take {what}: {error}") from error
+        raise DataError(f"the network cannot take {what}: {error}") from error
     logits = main_output(output) if data.is_own else get_logits(output)
     if logits is not None and not torch.isfinite(logits).all():
         raise DataError(
-            "the teacher's logits are not finite: its weights are corrupt, or its training diverged."
+            "the network's logits are not finite: its weights are corrupt, or its training diverged."
         )
     if logits is not None and not data.is_own and logits.shape[1] != len(problem.data.classes):
         raise DataError(
-            f"the teacher has {logits.shape[1]} classes, the data has {len(problem.data.classes)}."
+            f"the network has {logits.shape[1]} classes, the data has {len(problem.data.classes)}."
         )
 
 
@@ -221,17 +241,36 @@ def saved_file(path: Path) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
+    if (path / "state.json").is_file() and (given := _given_weights(path)) is not None:
+        raise StoreError(
+            f"{path} holds no original: it is a run that was given a trained one, and does not store it "
+            f"again. {given}"
+        )
     raise StoreError(
         f"there are no weights at {path}. Name a file, or a run folder. To train the original once for "
         f"several runs: peel run ... --stages original --output {path}"
     )
 
 
+def _given_weights(run: Path) -> str | None:
+    """What to give instead of a run that was given its weights; None where it trains the original."""
+    config = run / "config.toml"
+    values = read_file(config, lambda data: tomllib.loads(data.decode())) if config.is_file() else {}
+    weights = values.get("weights", "train")
+    if weights == "train":
+        return None
+    if weights == "given module":
+        return "It was given a module in Python: save its state_dict() with torch.save, and name that file."
+    return f"Give what it came from: --weights {weights}"
+
+
 def load_weights(path: Path, original: nn.Module) -> nn.Module:
     """A copy of the original with the weights stored at `path`."""
     is_plain = path.suffix == ".safetensors" and not path.with_suffix(".json").exists()
     if path.suffix in (".json", ".safetensors") and not is_plain:
-        return load(path, model=original)
+        loaded = load(path, model=original)
+        _refuse_not_finite(loaded.state_dict(), original, str(path))
+        return loaded
     try:
         stored: Any = load_file(path) if is_plain else torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -249,11 +288,26 @@ def _with_weights(original: nn.Module, stored: Any, source: str) -> nn.Module:
     if wrong := _misfits(model.state_dict(), weights):
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise StoreError(f"{source} does not fit the model: {'; '.join(wrong[:3])}{more}.")
+    _refuse_not_finite(weights, original, source)
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
         raise StoreError(f"{source} does not fit the model. {error}") from error
     return model
+
+
+def _refuse_not_finite(weights: Mapping[str, Any], original: nn.Module, source: str) -> None:
+    """Refuse NaN and inf, except where the model has them before it is trained (a mask of -inf)."""
+    before = original.state_dict()
+    for name, tensor in weights.items():
+        if not isinstance(tensor, Tensor) or torch.isfinite(tensor).all():
+            continue
+        if isinstance(before.get(name), Tensor) and torch.isfinite(before[name]).all():
+            count = int((~torch.isfinite(tensor)).sum())
+            raise StoreError(
+                f"{source}: {name} holds {count} values that are not finite (NaN or inf): the training "
+                "diverged, or the file is corrupt. Use an earlier checkpoint."
+            )
 
 
 def _misfits(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:
@@ -268,25 +322,59 @@ def _misfits(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[
 
 
 def _find_state_dict(stored: Any, source: str, model: nn.Module) -> dict[str, Tensor]:
-    """The weights in a checkpoint, under one of the usual keys, without the prefix that wrappers add."""
-    while isinstance(stored, dict):
-        inner = (stored.get(key) for key in ("state_dict", "model_state_dict", "model", "net"))
+    """The weights in a checkpoint, without the prefix that wrappers add.
+
+    They are taken from the usual keys, else from the only place where a state dict that fits the model lies.
+    """
+    usual = stored
+    while isinstance(usual, dict):
+        inner = (usual.get(key) for key in ("state_dict", "model_state_dict", "model", "net"))
         found = next((value for value in inner if isinstance(value, dict)), None)
         if found is None:
             break
-        stored = found
-    if not isinstance(stored, dict) or not any(isinstance(value, Tensor) for value in stored.values()):
-        keys = ", ".join(map(str, list(stored)[:8])) if isinstance(stored, dict) else ""
-        raise StoreError(
-            f"{source} holds no state dict (names and tensors, maybe under `state_dict`, `model` or `net`)."
-            + (f" Its keys: {keys}." if keys else "")
-        )
-    wanted = list(model.state_dict())
-    if not stored.keys() & set(wanted):
-        # Lightning adds `model.`, DataParallel `module.`, torch.compile `_orig_mod.`.
-        ends = (name.removesuffix(wanted[0]) for name in stored if name.endswith(f".{wanted[0]}"))
-        for prefix in ends:
-            cut = {n.removeprefix(prefix): value for n, value in stored.items() if n.startswith(prefix)}
-            if cut.keys() >= set(wanted):
-                return cut
+        usual = found
+    wanted = model.state_dict()
+    if is_state_dict := _has_tensors(usual):
+        usual = _without_prefix(usual, list(wanted))
+    if is_state_dict and usual.keys() & wanted.keys():
+        return dict(usual)
+    nested = {key: _without_prefix(inner, list(wanted)) for key, inner in _nested_state_dicts(stored)}
+    fitting = {key: weights for key, weights in nested.items() if not _misfits(wanted, weights)}
+    if len(fitting) == 1:
+        return next(iter(fitting.values()))
+    way_out = "Save the one to use by itself: torch.save(model.state_dict(), FILE)."
+    if fitting:
+        raise StoreError(f"{source} holds several state dicts that fit, {', '.join(fitting)}. {way_out}")
+    if is_state_dict:
+        return dict(usual)
+    keys = ", ".join(map(str, list(stored)[:8])) if isinstance(stored, dict) else ""
+    raise StoreError(
+        f"{source} holds no state dict (names and tensors) that fits the model."
+        + (f" Its keys: {keys}." if keys else "")
+        + f" {way_out}"
+    )
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, dict) and any(isinstance(inner, Tensor) for inner in value.values())
+
+
+def _nested_state_dicts(stored: Any, place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where in a checkpoint, and what, at any depth."""
+    for key, value in stored.items() if isinstance(stored, dict) else ():
+        inner = f"{place}.{key}" if place else str(key)
+        if _has_tensors(value) and all(isinstance(name, str) for name in value):
+            yield inner, value
+        yield from _nested_state_dicts(value, inner)
+
+
+def _without_prefix(stored: dict[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
+    """Lightning adds `model.`, DataParallel `module.`, torch.compile `_orig_mod.`."""
+    if stored.keys() & set(wanted):
+        return stored
+    names = [name for name in stored if isinstance(name, str)]
+    for prefix in (name.removesuffix(wanted[0]) for name in names if name.endswith(f".{wanted[0]}")):
+        cut = {name.removeprefix(prefix): stored[name] for name in names if name.startswith(prefix)}
+        if cut.keys() >= set(wanted):
+            return cut
     return stored

@@ -36,7 +36,20 @@ def make_batches(images: Images, images_per_batch: int) -> list[Any]:
         batches = list(whole.split(max(1, images_per_batch)))
     if not any(map(count_images, batches)):
         raise DataError("images is empty; give some images as the network takes them, a few hundred say.")
+    _refuse_not_finite(batches)
     return batches
+
+
+def _refuse_not_finite(batches: list[Any]) -> None:
+    """NaN in one image would spread to the statistics of all."""
+    for number, batch in enumerate(batches):
+        for tensor in tree_leaves(batch):
+            if isinstance(tensor, Tensor) and not torch.isfinite(tensor).all():
+                count = int((~torch.isfinite(tensor)).sum())
+                raise DataError(
+                    f"images holds {count} values that are not finite (NaN or inf), in batch {number}: leave "
+                    "these images out, or check their normalization (a std of 0?)."
+                )
 
 
 def _take(images: Iterable[Any]) -> list[Any]:

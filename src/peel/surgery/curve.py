@@ -22,7 +22,10 @@ BUDGETS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """Networks at one budget. Accuracies are what `judge` returned."""
+    """Networks at one budget. Accuracies are what `judge` returned.
+
+    `macs` and `params` are of the uniform widths, which all but the last accuracy have.
+    """
 
     budget: float
     macs: int
@@ -32,6 +35,8 @@ class CurvePoint:
     repaired: float
     repaired_by_sensitivity: float
     """With widths and channels by `measure_sensitivity` instead of uniform widths."""
+    macs_by_sensitivity: int
+    params_by_sensitivity: int
 
 
 def accuracy_curve(
@@ -71,4 +76,6 @@ def accuracy_curve(
             recalibrated=judge(plain),
             repaired=repaired(widths, scores),
             repaired_by_sensitivity=repaired(least, sensitivity.scores),
+            macs_by_sensitivity=graph.macs(least),
+            params_by_sensitivity=graph.params(least),
         )

@@ -1,5 +1,6 @@
 """Metrics and epoch records."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,11 @@ class Metrics:
 
     def to_dict(self) -> dict[str, float]:
         return {name: value for name, value in vars(self).items() if value is not None}
+
+
+def standard_error(fraction: float, count: int) -> float:
+    """Of an accuracy on `count` samples."""
+    return math.sqrt(fraction * (1 - fraction) / count)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,11 @@ from .objective import (
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
+OPTIMIZER_HINT = (
+    "Each network needs one of its own: give a function that makes it, such as "
+    "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01)."
+)
+
 TrainFunction = Callable[..., Any]
 """`train_fn(model, epochs=..., teacher=...)` trains a model in place. `teacher` may be None."""
 
@@ -56,7 +61,8 @@ class Task:
         for name in ("loss", "optimizer", "train_fn"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str) and not callable(value):
-                raise ConfigError(f"{name} must be callable, not {describe(value)}.")
+                hint = f" {OPTIMIZER_HINT}" if name == "optimizer" else ""
+                raise ConfigError(f"{name} must be callable, not {describe(value)}.{hint}")
         if self.metric is not None and not callable(self.metric) and not self.is_accumulating:
             wanted = "a function (output, target) -> number, or an object with update and compute"
             raise ConfigError(f"metric is {wanted}, not {describe(self.metric)}.")

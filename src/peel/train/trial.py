@@ -87,6 +87,11 @@ def _try_loss(model: nn.Module, batch: Batch, task: Task) -> bool:
     name = f"the loss {name_of(task.loss)}" if callable(task.loss) else "the loss"
     if not math.isfinite(float(total.detach())):
         raise ConfigError(f"{name} of the first samples is {float(total.detach())}: it must be finite.")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            "no parameter of the model requires a gradient: all are frozen, and nothing could be trained. "
+            "Call model.requires_grad_(True)."
+        )
     if not total.requires_grad:
         raise ConfigError(f"{name} has no gradient: it must be computed from the model's output by torch.")
     total.backward()  # type: ignore[no-untyped-call]
