@@ -31,7 +31,8 @@ class Heavy(Small):
         return super().forward(x)
 
 
-def test_modules_are_compared_with_the_first() -> None:
+def test_modules_are_compared_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     heavy, light = Heavy(), fresh()
     result = bench(
         {"heavy": heavy, "light": light},
