@@ -181,6 +181,8 @@ def test_a_training_function_that_fails_or_returns_another_model_is_named() -> N
         run(train_fn=lambda model, epochs, teacher: epochs / 0)
     with pytest.raises(ConfigError, match="must train the given model in place"):
         run(train_fn=lambda model, epochs, teacher: Small(3))
+    with pytest.raises(ConfigError, match=r"called as train_fn.*: got an unexpected"):
+        run(train_fn=lambda model, epochs: None)
 
     def diverge(model: nn.Module, epochs: int, teacher: nn.Module | None) -> None:
         next(model.parameters()).data.fill_(torch.nan)
@@ -273,7 +275,10 @@ def test_two_inputs_in_a_dict() -> None:
         ({"train": {"batch_size": 200}}, r"a batch of 200 .* exceeds the training set of 96"),
         ({"data": (PAIR[0], stream(PAIR[1], 5))}, r"validation data ended after 1 of 3 batches"),
         ({"train_fn": print, "distill": "in-place"}, r'with train_fn, distill is "teacher"'),
-        ({"train_fn": print, "dry_run": True}, r"cannot time those of train_fn"),
+        (
+            {"train_fn": lambda model, epochs, teacher: None, "dry_run": True},
+            r"cannot time those of train_fn",
+        ),
     ],
 )
 def test_bad_settings_are_named(change: dict[str, Any], message: str) -> None:

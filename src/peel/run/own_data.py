@@ -1,15 +1,17 @@
 """Data, loss and loop of the user's own: how they enter a run, and what they leave off."""
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from ..data.datasets import Data
 from ..data.torch_data import LoaderSplit
 from ..errors import ConfigError, DataError
 from ..train.engine import Engine
-from ..train.task import Task
+from ..train.task import Task, TrainFunction
 from .config import Config
 
 
@@ -62,12 +64,24 @@ def restrict_engine(engine: Engine, data: Data, task: Task) -> tuple[Engine, lis
     return replace(engine, **changes), notes
 
 
+def _check_signature(train_fn: TrainFunction) -> None:
+    """Refuse a function that cannot be called as it will be, before anything is computed."""
+    try:
+        inspect.signature(train_fn).bind(nn.Identity(), epochs=1, teacher=None)
+    except TypeError as error:
+        wanted = "train_fn(model, epochs=..., teacher=...)"
+        raise ConfigError(f"train_fn is called as {wanted}: {error}.") from error
+    except ValueError:  # not every callable has a signature
+        pass
+
+
 def restrict_settings(config: Config, data: Data, task: Task) -> tuple[Config, list[str]]:
     """The settings without what the outputs do not allow, and notes about what differs."""
     notes = []
     if task.train_fn is not None:
         if config.distill == "in-place":
             raise ConfigError('with train_fn, distill is "teacher" (it gets the original) or "none".')
+        _check_signature(task.train_fn)
         notes.append("train_fn trains every network, so recipes count for their epochs only.")
     elif config.distill != "none" and not task.has_output:
         config = replace(config, distill="none", kd_weight=None, hard_weight=0.0)
