@@ -48,6 +48,18 @@ def test_a_model_of_the_users_own_is_exported_with_its_input(
     assert load_network(file).shape == shape
 
 
+def test_bench_of_a_model_of_ones_own_needs_its_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text("from helpers.small import Small\n")
+    command = ["bench", "net.py:Small", "--backend", "eager", "--seconds", "0.05", "--json"]
+    assert main(command) == 2
+    assert "give --input channels,height,width" in capsys.readouterr().err
+    assert main([*command, "--input", "3,8,8"]) == 0
+    assert json.loads(capsys.readouterr().out)["entries"][0]["macs"] < 1e6
+
+
 def test_bench_of_a_run(finished: tuple[Path, Result], capsys: pytest.CaptureFixture[str]) -> None:
     line = ["bench", str(finished[0]), "--backend", "eager", "--seconds", "0.01", "--threads", "1"]
     assert main([*line, "--batch", "4", "--json"]) == 0

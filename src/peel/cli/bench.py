@@ -6,6 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from .inspect import parse_shape
 from .terminal import make_console, print_json, show_status
 
 
@@ -17,6 +18,7 @@ def bench(
     backend: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative_iterable=())] = (),
     seconds: float = 5.0,
     model: str | None = None,
+    input: str | None = None,
     json: bool = False,
 ) -> int:
     """Latency and throughput of networks, interleaved in one process.
@@ -37,9 +39,13 @@ def bench(
         About this long for each network in each backend.
     model
         What builds the original of your own saved model: path/to/file.py:callable.
+    input
+        Shape of one input: channels,height,width. Default: what the networks were trained or made for.
     json
         Print JSON instead of a table.
     """
+    import torch
+
     from ..deploy.bench import bench as run_bench
     from ..deploy.bench_table import draw_bench
     from ..errors import PeelError
@@ -50,6 +56,7 @@ def bench(
     with show_status(notes, "loading") as status:
         result = run_bench(
             networks,
+            torch.zeros(1, *shape) if (shape := parse_shape(input)) is not None else None,
             batch=batch,
             threads=threads,
             device=device,

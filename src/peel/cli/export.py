@@ -71,7 +71,6 @@ def export(
     verbose
         After an error of the exporter, print all of it.
     """
-    from .. import zoo
     from ..deploy.networks import load_network
 
     chosen = options or Int8Options()
@@ -80,11 +79,6 @@ def export(
     if int8 and batch is not None:
         raise ConfigError("--int8 takes any batch: leave --batch out.")
     shape = parse_shape(input)
-    if shape is None and zoo.is_own(network) and not Path(network).exists():
-        raise ConfigError(
-            f"the input shape of {network} is not known: give --input channels,height,width, such as --input "
-            "3,224,224."
-        )
     with show_status(make_console(stderr=True), f"loading {network}") as status:
         found = load_network(network, model=model, shape=shape)
         status.update(f"exporting {network}")

@@ -174,7 +174,7 @@ def _networks(
         found = []
         for reference in given:
             progress(f"loading {reference}")
-            found += load_networks(str(reference), model=model, threads=threads)
+            found += load_networks(str(reference), model=model, threads=threads, shape=shape)
     unique: dict[str, Network] = {}
     for network in found:
         unique.setdefault(network.key, network)

@@ -56,9 +56,7 @@ def make_network(name: str, model: nn.Module, shape: tuple[int, ...] | None = No
     info = info_of(model)
     found = shape or shape_of(info)
     if found is None:
-        raise ModelError(
-            f"the input shape of {name} is not known: give an example input (peel export: --input)."
-        )
+        raise ModelError(f"the input shape of {name} is not known: give an example input (--input).")
     model = copy.deepcopy(model, dict(computed_tensors(model))).cpu().eval()
     try:
         macs = count_macs(model, (torch.zeros(1, *found),), {})
@@ -112,6 +110,11 @@ def load_networks(
         raise StoreError(
             f"{reference} is no network that peel can run: give a run folder, a model saved by peel "
             "(slim.json), a file .onnx, or the name of a model."
+        )
+    if shape is None and zoo.is_own(reference):
+        raise ModelError(
+            f"the input shape of {reference} is not known: give --input channels,height,width, such as "
+            "--input 3,224,224; in Python, an example input."
         )
     network = zoo.create(reference)
     shape = shape or zoo.find(reference).input_size
