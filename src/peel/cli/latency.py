@@ -11,7 +11,6 @@ from cyclopts import Parameter
 
 from ..cost.budget import format_latency
 from ..cost.rounding import Divisor
-from ..errors import ConfigError
 from .inspect import parse_shape
 from .terminal import make_console, print_json, show_status
 
@@ -72,16 +71,11 @@ def latency(
 
     from .. import zoo
     from ..deploy.latency import measure_latency
+    from ..deploy.networks import known_shape
 
     console, notes = make_console(), make_console(stderr=True)
-    given = parse_shape(input)
-    if given is None and zoo.is_own(model):
-        raise ConfigError(
-            f"the input shape of {model} is not known, and the latency depends on it: give --input "
-            "channels,height,width, such as --input 3,224,224."
-        )
+    shape = parse_shape(input) or known_shape(model)
     with show_status(notes, f"building {model}") as status:
-        shape = given or zoo.find(model).input_size
         network, example = zoo.create(model, num_classes=num_classes), torch.zeros(1, *shape)
         chosen = vars(settings or LatencySettings())
         status.update(f"input {_format_shape(shape)}, batch {chosen['batch']}")
@@ -121,7 +115,7 @@ def _draw(model: LatencyModel, path: Path, console: Console) -> None:
     shapes = ", ".join(map(_format_shape, model.network.input_shapes))
     console.print(
         f"input {shapes}, batch {given['batch']}, {given['device']}, {given['backend']}, "
-        f"{given['threads']} threads",
+        f"threads {given['threads']}",
         markup=False,
     )
     console.print(f"the original takes {format_latency(_original(model))}", markup=False)

@@ -78,6 +78,16 @@ def shape_of(info: SlimInfo) -> tuple[int, ...] | None:
     return zoo.find(name).input_size if name is not None else None
 
 
+def known_shape(reference: str) -> tuple[int, ...]:
+    """The input that a model of the zoo was made for. Nothing is known of a model of the user's own."""
+    if zoo.is_own(reference):
+        raise ModelError(
+            f"the input shape of {reference} is not known: give --input channels,height,width, such as "
+            "--input 3,224,224; in Python, an example input."
+        )
+    return zoo.find(reference).input_size
+
+
 def load_network(
     reference: str, *, model: str | None = None, shape: tuple[int, ...] | None = None
 ) -> Network:
@@ -111,13 +121,8 @@ def load_networks(
             f"{reference} is no network that peel can run: give a run folder, a model saved by peel "
             "(slim.json), a file .onnx, or the name of a model."
         )
-    if shape is None and zoo.is_own(reference):
-        raise ModelError(
-            f"the input shape of {reference} is not known: give --input channels,height,width, such as "
-            "--input 3,224,224; in Python, an example input."
-        )
+    shape = shape or known_shape(reference)
     network = zoo.create(reference)
-    shape = shape or zoo.find(reference).input_size
     return [make_network(reference, network, shape, key=f"{zoo.find(reference).reference} {shape}")]
 
 

@@ -122,20 +122,23 @@ def check_python_path(path: Path) -> None:
 
 def write_python(model: nn.Module, path: Path, build: str | None) -> list[Path]:
     """Write `PATH` with a JSON and a safetensors file beside it. Returns all three."""
-    imports, call, packages = _builder(model, build)
-    module = packages.removeprefix(" and ")
-    if path.stem in {"torch", "safetensors", module} | sys.stdlib_module_names:
+    imports, call, package = _builder(model, build)
+    if path.stem in {"torch", "safetensors", package} | sys.stdlib_module_names:
         raise ExportError(f"{path} would hide the module {path.stem} from Python. Name another file.")
     json_path = save(model, path.with_suffix(""))
     text = TEMPLATE.substitute(
-        version=__version__, stem=path.stem, packages=packages, imports=imports, call=call
+        version=__version__,
+        stem=path.stem,
+        packages=f" and {package}" if package else "",
+        imports=imports,
+        call=call,
     )
     path.write_text(text)
     return [json_path.with_suffix(".safetensors"), json_path, path]
 
 
 def _builder(model: nn.Module, build: str | None) -> tuple[str, str, str]:
-    """The code that imports what builds the original, the call, and the package that it needs."""
+    """The code that imports what builds the original, the call, and the package that it needs, if any."""
     info = info_of(model)
     source, spec = info.source, info.input or {}
     if build is None and "zoo" in source:
@@ -144,10 +147,10 @@ def _builder(model: nn.Module, build: str | None) -> tuple[str, str, str]:
         given = "".join(f", {name}={value!r}" for name, value in source["arguments"].items())
         call = f'("{found.name}"{given})'
         if found.source == zoo.TORCHVISION:
-            return "import torchvision", f"torchvision.models.get_model{call}", f" and {package}"
+            return "import torchvision", f"torchvision.models.get_model{call}", package
         if found.source == zoo.TIMM:
-            return "import timm", f"timm.create_model{call}", f" and {package}"
-        needed = "" if package == "peel" else f" and {package}"
+            return "import timm", f"timm.create_model{call}", package
+        needed = "" if package == "peel" else package
         code = (
             f"# The original network is built by the code up to the next line of dashes.\n{{}}\n# {'-' * 40}"
         )
@@ -167,7 +170,7 @@ def _builder(model: nn.Module, build: str | None) -> tuple[str, str, str]:
     return (
         f"from {module} import {name.partition('.')[0]}",
         f"{name}({_arguments(target, spec)})",
-        f" and {module.partition('.')[0]}",
+        module.partition(".")[0],
     )
 
 

@@ -1,6 +1,5 @@
 """What a run returns, and what it stores of each stage."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from torch import nn
 
 from ..methods.plan import Plan
 from ..report.summary import draw_estimate, draw_rows
-from ..train.history import EpochRecord
+from ..train.history import EpochRecord, standard_error
 from ..utils.tables import as_text
 
 
@@ -88,7 +87,7 @@ def lost_by_training(rows: Sequence[Row], test_images: int) -> list[str]:
         if repaired is None or trained is None:
             continue
         lost = repaired - trained
-        if lost > max(0.005, math.sqrt(trained * (1 - trained) / max(1, test_images))):
+        if lost > max(0.005, standard_error(trained, test_images)):
             notes.append(
                 f"Fine-tuning lost {100 * lost:.1f} points of top-1: right after the repair, {row.name} had "
                 f"{repaired:.2%}. Try a lower rate (--train.lr) or more epochs (--train.epochs)."
