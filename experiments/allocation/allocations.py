@@ -22,7 +22,8 @@ Both networks have some that are found without training an allocation:
     repair found        by the loss of the original, cut and repaired (see predict.py)
     repair hidden       the same scores, hidden channels only: the residual stream stays uniform
     sensitivity         widths by `peel.measure_sensitivity` (see sensitivity.py); with `half`, half of the
-                        way from uniform to them; with `hidden`, the residual stream stays uniform
+                        way from uniform to them; with `hidden`, the residual stream stays uniform;
+                        with `within`, groups get what `repair hidden` gives them (see jobs.py)
 
 Plans of searches by short trainings (see trial.py), one for every two seeds or one in all:
 

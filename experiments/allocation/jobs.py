@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import peel
+
 from .allocations import BUDGETS, NETWORKS, Candidate, broad, candidate, coarse, fine, network, uniform
 from .fit import (
     fine_fitted,
@@ -143,6 +145,8 @@ def candidates(stage: str, name: str, budget: str, seed: int, lines: Sequence[Li
             return stored(REPAIRS, name, budget, FOUND)
         case ["hidden"]:
             return hidden_by_repair(name, budget)
+        case ["sensitivity", "within"]:
+            return within_groups(name, budget)
         case ["sensitivity", *variant]:
             return stored(SENSITIVE, name, budget, " ".join(("sensitivity", *variant)))
         case ["trials"]:
@@ -198,6 +202,24 @@ def hidden_by_repair(name: str, budget: str) -> list[Candidate]:
     bounds = np.stack([logs.min(0) / 2, logs.max(0)])
     bounds[:, [group.startswith("stream") for group in groups]] = 0.0
     return [candidate(name, budget, HIDDEN, point_with_lowest_loss(name, budget, groups, fit, bounds))]
+
+
+@cache
+def within_groups(name: str, budget: str) -> list[Candidate]:
+    """What `repair hidden` gives to each group of hidden channels, divided inside it as by sensitivity."""
+    found = stored(SENSITIVE, name, budget, "sensitivity hidden")
+    if not found:
+        return []
+    [searched], [measured] = hidden_by_repair(name, budget), found
+    base, graph = uniform(name, budget).widths, network(name).graph
+    ideal: dict[str, float] = dict(searched.widths)
+    for ties in (ties for group, ties in inner_groups(name).items() if group.startswith("hidden")):
+        # With the stream fixed, the MACs are linear in each hidden width.
+        costs = [graph.macs({**base, tie: base[tie] + 1}) - graph.macs(base) for tie in ties]
+        spent = [sum(c * w.widths[t] for c, t in zip(costs, ties, strict=True)) for w in (searched, measured)]
+        ideal.update({tie: measured.widths[tie] * spent[0] / spent[1] for tie in ties})
+    widths = peel.round_to_budget(graph, ideal, budget, divisor=1, freeze=network(name).freeze, grow=True)
+    return [candidate(name, budget, "sensitivity within", widths)]
 
 
 def picked(lines: Sequence[Line], name: str, budget: str) -> list[Candidate]:
