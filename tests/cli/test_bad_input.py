@@ -116,6 +116,8 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--backbone-ratio", "nan"], ["backbone_ratio", "nan"]),
     (["--criterion", "gradent"], ["gradent", "Did you mean gradient"]),
     (["--policy", "winner-takes-all"], ["'winner-takes-all'", "Did you mean winner-take-all"]),
+    (["--division", "sensitive"], ["'sensitive'", "Did you mean sensitivity"]),
+    (["--division", "sensitivity"], ['division needs method="search"', "'peel'"]),
     (["--solver", "triangle"], ["'triangle'", "Did you mean triangular"]),
     (["--backbone-init", "even"], ["backbone_init is one of uniform, equal, not 'even'"]),
     (["--distill", "inplace"], ["'inplace'", "Did you mean in-place"]),

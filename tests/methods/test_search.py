@@ -19,10 +19,11 @@ from helpers.graphs import traced_zoo
 from helpers.killing import KILLED, exit_code, run_until, start
 from helpers.nets import Chain, Residual
 from helpers.small import CPU, Counting, Small, few_digits, small_run, taught
+from peel.cost.rounding import cost_of, fractional_units
 from peel.data.augmentation import EVAL
 from peel.graph.parameters import hidden_ties
 from peel.methods.allocation import ALLOCATIONS, Space
-from peel.methods.config import MethodConfig
+from peel.methods.config import DIVISIONS, MethodConfig
 from peel.methods.plan import Plan
 from peel.methods.problem import Problem
 from peel.methods.search import LEAST_EXPLAINED, Images, Search, judge
@@ -91,9 +92,10 @@ def problem_of(model: nn.Module, budget: float | str = 0.5, **changes: Any) -> P
     return replace(problem, **changes)
 
 
-def search(problem: Problem) -> Plan:
-    Search().check(problem, MethodConfig())
-    return Search().plan(problem, MethodConfig(method="search"), lambda *_: None)  # type: ignore[arg-type]
+def search(problem: Problem, **changes: Any) -> Plan:
+    config = MethodConfig(method="search", **changes)
+    Search().check(problem, config)
+    return Search().plan(problem, config, lambda *_: None)  # type: ignore[arg-type]
 
 
 GROUPS = {"8x8 hidden": ("conv1", "conv2"), "4x4 hidden": ("conv3", "conv4")}
@@ -134,15 +136,21 @@ def test_the_group_that_carries_the_information_gets_more(
     assert slim_loss < uniform_loss
 
 
-def test_residual_streams_stay_uniform() -> None:
+def blocks() -> nn.Module:
+    """`Blocks` in which the second block carries the information."""
     torch.manual_seed(0)
     model = Blocks()
     with torch.no_grad():
         for layer in (model.inner1, model.outer1, model.inner2, model.outer2):
             layer.weight.mul_(4)  # the blocks carry more than the shortcuts
     redundant(model.inner1, 2)
-    problem = problem_of(fit_classifier(model), 0.4, data=few_digits(160))
-    plan, uniform = search(problem), problem.uniform()
+    return fit_classifier(model)
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_residual_streams_stay_uniform(division: str) -> None:
+    problem = problem_of(blocks(), 0.4, data=few_digits(160))
+    plan, uniform = search(problem, division=division), problem.uniform()
     assert plan.widths["inner2"] > uniform["inner2"]
     assert plan.widths["inner1"] < uniform["inner1"]
     assert (plan.widths["stem"], plan.widths["down"]) == (uniform["stem"], uniform["down"])
@@ -150,9 +158,53 @@ def test_residual_streams_stay_uniform() -> None:
     assert list(plan.groups) == ["8x8 stream", "8x8 hidden", "4x4 stream", "4x4 hidden"]
 
 
+def test_inside_a_group_the_layer_that_the_output_needs_gets_more() -> None:
+    """Of the group that gets more, one layer is redundant."""
+    problem = problem_of(planted("conv2", "conv3", "conv4", distinct=3))
+    uniform, divided = search(problem), search(problem, division="sensitivity")
+    assert divided.widths["conv1"] > uniform.widths["conv1"]
+    assert divided.widths["conv2"] < uniform.widths["conv2"]
+    assert divided.rounds[0].factors == uniform.rounds[0].factors
+    assert divided.fit == uniform.fit
+    assert "share this by sensitivity" in divided.rounds[0].note
+    assert 0.9 * problem.budget < divided.slim.cost <= problem.budget
+    # The gain is real: so it is when both networks are cut and repaired.
+    losses = judge(problem, [divided.widths, uniform.widths], Images.of(problem))
+    assert losses[0] < losses[1]
+
+
+@pytest.mark.parametrize("resource", ["macs", "params", "memory"])
+@pytest.mark.parametrize("grow", [False, True])
+def test_a_divided_group_keeps_its_macs(resource: str, grow: bool) -> None:
+    problem = problem_of(Small(), 0.5, resource=resource, grow=grow)
+    space = Space(problem)
+    full, uniform = problem.graph.widths, {tie: float(width) for tie, width in space.uniform.items()}
+    shape = {tie: max(1, width // (1 + place % 3)) for place, (tie, width) in enumerate(full.items())}
+    divided = space.divided(uniform, shape)
+    assert divided != uniform
+    assert problem.cost(space.rounded(divided)) <= problem.budget
+    macs = cost_of(problem.graph, "macs")
+    for ties in space.groups.values():
+        # What the budget leaves is spent on all hidden channels alike.
+        ratios = {divided[tie] / shape[tie] for tie in ties if 1 < divided[tie] < full[tie]}
+        assert max(ratios) == pytest.approx(min(ratios))
+        if resource == "macs":
+            other = {**uniform, **{tie: divided[tie] for tie in ties}}
+            units = [fractional_units(problem.graph, widths) for widths in (uniform, other)]
+            assert macs(units[1]) == pytest.approx(macs(units[0]), rel=0.05)
+    assert grow or all(divided[tie] <= full[tie] for tie in full)
+
+
+def test_a_network_that_grows_is_divided_uniformly() -> None:
+    problem = problem_of(planted("conv3", "conv4", distinct=3), "120%", grow=True)
+    assert search(problem, division="sensitivity").widths == search(problem).widths
+
+
 def test_the_same_seed_gives_the_same_plan(found: dict[str, tuple[Problem, Plan]]) -> None:
     problem, plan = found["8x8 hidden"]
     assert search(problem).to_json() == plan.to_json()
+    divided = [search(problem, division="sensitivity").to_json() for _ in range(2)]
+    assert divided[0] == divided[1]
     other = Space(replace(problem, seed=1)).draw()
     assert other != Space(problem).draw()
 

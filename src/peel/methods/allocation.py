@@ -10,9 +10,10 @@ from functools import cached_property
 
 import numpy as np
 
-from ..cost.rounding import Limits, Target, cost_of, fractional_units, round_to_budget
+from ..cost.rounding import Cost, Limits, Target, cost_of, fractional_units, round_to_budget
 from ..cost.widths import Widths
 from ..graph.parameters import hidden_ties
+from ..utils.bisection import solve_increasing
 from ..utils.rng import derive_seed
 from .loss_fit import Array, spend
 from .problem import Problem
@@ -76,12 +77,16 @@ class Space:
         load: Array = np.broadcast_to(self.limits.load(units), len(logs))
         return load
 
-    def rounded(self, log: Array) -> Widths:
-        """The allocation in whole widths that meet the budget."""
+    def ideal_at(self, log: Array) -> dict[str, float]:
+        """The widths of one allocation before rounding."""
+        return {tie: float(values[0]) for tie, values in self.ideal(log[None]).items()}
+
+    def rounded(self, ideal: Mapping[str, float]) -> Widths:
+        """Whole widths near the ideal that meet the budget."""
         problem = self.problem
         return round_to_budget(
             problem.graph,
-            {tie: float(values[0]) for tie, values in self.ideal(log[None]).items()},
+            ideal,
             problem.budget,
             resource=problem.resource,
             limits=problem.limits,
@@ -101,8 +106,42 @@ class Space:
         low, high = np.full(len(self.groups), math.log(NARROWEST)), self._widest()
         rng = np.random.default_rng(derive_seed("search", self.problem.seed))
         logs = SPREAD * rng.standard_normal((ALLOCATIONS, len(self.groups)))
-        drawn = [self.rounded(log) for log in spend(logs, self.load, low, high)]
+        drawn = [self.rounded(self.ideal_at(log)) for log in spend(logs, self.load, low, high)]
         return list({tuple(widths.values()): widths for widths in (self.uniform, *drawn)}.values())
+
+    def divided(self, ideal: Mapping[str, float], shape: Mapping[str, int]) -> dict[str, float]:
+        """The layers of each group of hidden channels in proportion to `shape`.
+
+        A group keeps its MACs. What this leaves of another resource is spent on all hidden channels alike.
+        """
+        widths, macs = dict(ideal), cost_of(self.problem.graph, "macs")
+        for group in self.hidden:
+            wanted = float(macs(fractional_units(self.problem.graph, widths)))
+            widths = self._scaled(widths, self.groups[group], shape, macs, wanted)
+        hidden = [tie for group in self.hidden for tie in self.groups[group]]
+        return self._scaled(widths, hidden, widths, self.limits.load, 1.0, least=1.0)
+
+    def _scaled(
+        self,
+        widths: Mapping[str, float],
+        ties: Sequence[str],
+        shape: Mapping[str, float],
+        cost: Cost,
+        wanted: float,
+        least: float = 0.0,
+    ) -> dict[str, float]:
+        """These ties at `shape` times the factor, from `least` on, with which the network costs `wanted`."""
+        graph = self.problem.graph
+        most = dict.fromkeys(ties, math.inf) if self.problem.grow else graph.widths
+
+        def scaled(factor: float) -> dict[str, float]:
+            bounded = {tie: min(max(graph.steps[tie], factor * shape[tie]), most[tie]) for tie in ties}
+            return {**widths, **bounded}
+
+        factor, _ = solve_increasing(
+            lambda factor: float(cost(fractional_units(graph, scaled(factor)))), wanted, least
+        )
+        return scaled(factor)
 
     def _widest(self) -> Array:
         """Unless the network may grow, no tie becomes wider than in the original."""

@@ -11,6 +11,9 @@ from ..steps.backbone import BACKBONE_INITS
 from ..steps.distillation import DISTILLATIONS
 from ..steps.reallocation import POLICIES, SOLVERS
 
+#: How the layers of a group share what it gets.
+DIVISIONS = ("uniform", "sensitivity")
+
 Count = Annotated[int, Meta(ge=1)]
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
@@ -48,6 +51,8 @@ class MethodConfig:
     """Step 4: importance, winner-take-all, equal (the same number of channels) or random."""
     solver: str = "telescoped"
     """Step 4: telescoped or triangular."""
+    division: str = "uniform"
+    """Step 4, search: the layers of a group share what it gets by one factor (uniform) or by sensitivity."""
     rounds: Count = 1
     """Step 4: rounds of reallocation; the backbone is widened and trained again between them."""
     max_width: Positive | None = None
@@ -73,6 +78,7 @@ class MethodConfig:
             ("reduce", ("mean", "sum")),
             ("policy", POLICIES),
             ("solver", SOLVERS),
+            ("division", DIVISIONS),
             ("distill", DISTILLATIONS),
         ):
             check_choice(name, getattr(self, name), known)
@@ -102,6 +108,8 @@ class MethodConfig:
             for name in ("max_width", "l1_strength", "l1_coefficient", "rounds"):
                 if getattr(self, name) != getattr(MethodConfig, name):
                     raise ConfigError(f"policy={self.policy!r} does not use {name}: leave it out.")
+        if self.division != MethodConfig.division and self.method != "search":
+            raise ConfigError(f'division needs method="search", not method={self.method!r}.')
         if self.hard_weight and self.distill != "in-place":
             raise ConfigError(f'hard_weight needs distill="in-place", not distill={self.distill!r}.')
         if self.kd_weight is not None and self.distill == "none":

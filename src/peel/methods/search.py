@@ -23,6 +23,7 @@ from ..steps.reallocation import Round
 from ..surgery import slim
 from ..surgery.explain import explain_scores
 from ..surgery.repair import repair
+from ..surgery.sensitivity import measure_sensitivity
 from ..train.loop import evaluate
 from ..utils.rng import derive_seed, seed_everything
 from .allocation import ALLOCATIONS, Space
@@ -76,7 +77,7 @@ class Search(Method):
 
     def plan(self, problem: Problem, config: MethodConfig, train_backbone: TrainBackbone) -> Plan:
         space = Space(problem)
-        found = _compare(space) if len(space.hidden) > 1 else None
+        found = _compare(space, config.division) if len(space.hidden) > 1 else None
         if found is None:
             outcome, fit = _uniform(space, "it has fewer than two groups of hidden channels"), None
         else:
@@ -131,7 +132,7 @@ def judge(problem: Problem, several: Sequence[Widths], images: Images) -> list[f
     return engine.world.broadcast(losses)
 
 
-def _compare(space: Space) -> tuple[Round, FitSummary | None]:
+def _compare(space: Space, division: str) -> tuple[Round, FitSummary | None]:
     """The best point of the fit; the uniform network where the groups cannot be told apart."""
     drawn = space.draw()
     needed = NETWORKS_PER_GROUP * len(space.groups)
@@ -150,18 +151,40 @@ def _compare(space: Space) -> tuple[Round, FitSummary | None]:
     is_hidden = np.array([group in space.hidden for group in space.groups])
     low, high = (np.where(is_hidden, bound, 0.0) for bound in (logs.min(0) / 2, logs.max(0)))
     point = best_point(fit, space.load, low, high)
-    widths = space.rounded(point)
+    ideal = space.ideal_at(point)
     counts = len(finite), dropped, len(judged) * images.per_network
-    summary = _summarize(space, fit, left_out, np.array(space.log(widths)), counts)
+    summary = _summarize(space, fit, left_out, np.array(space.log(space.rounded(ideal))), counts)
     importance = _worth_over_cost(space, fit)
     if doubt := _doubt(summary):
         uniform = _uniform(space, doubt)
         note = f"{uniform.note} {_describe(summary)}"
         return replace(uniform, importance=importance, note=note), summary
-    found = _round(space, point, widths)
+    if division == "sensitivity":
+        ideal = space.divided(ideal, _by_sensitivity(space.problem, images))
+    found = _round(space, point, ideal, space.rounded(ideal))
     factors = ", ".join(f"{group} {found.factors[group]:.2f}" for group in space.hidden)
     note = f"{_describe(summary)} Widths over uniform: {factors}."
+    if division == "sensitivity":
+        note += " The layers of a group share this by sensitivity."
     return replace(found, importance=importance, note=note), summary
+
+
+def _by_sensitivity(problem: Problem, images: Images) -> Widths:
+    """The widths by sensitivity, of the images that networks are repaired with."""
+    assert problem.trained is not None
+    if problem.cost(problem.graph.widths) <= problem.budget:
+        return problem.graph.widths  # it grows: nothing is cut
+    without_held_out = replace(problem, data=replace(problem.data, train=images.repair))
+    measured = measure_sensitivity(problem.trained, problem.graph, calibration_images(without_held_out))
+    widths = measured.widths(
+        problem.budget,
+        resource=problem.resource,
+        limits=problem.limits,
+        divisor=1,
+        freeze=problem.freeze,
+    )
+    # The last digits may differ between processes: the main process decides.
+    return problem.engine.world.broadcast(widths)
 
 
 def _summarize(
@@ -215,12 +238,13 @@ def _worth_over_cost(space: Space, fit: Fit) -> dict[str, float]:
 
 def _uniform(space: Space, reason: str) -> Round:
     note = f"The plan is uniform: {reason}."
-    return replace(_round(space, np.zeros(len(space.groups)), space.uniform), distinct=False, note=note)
+    point = np.zeros(len(space.groups))
+    found = _round(space, point, space.ideal_at(point), space.uniform)
+    return replace(found, distinct=False, note=note)
 
 
-def _round(space: Space, point: Array, widths: Widths) -> Round:
+def _round(space: Space, point: Array, ideal: dict[str, float], widths: Widths) -> Round:
     problem = space.problem
-    ideal = {tie: float(values[0]) for tie, values in space.ideal(point[None]).items()}
     ideal_cost = float(cost_of(problem.graph, problem.resource)(fractional_units(problem.graph, ideal)))
     factors = dict(zip(space.groups, np.exp(point).tolist(), strict=True))
     cost = problem.cost(widths)
