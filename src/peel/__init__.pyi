@@ -1,5 +1,6 @@
 from . import graph as graph
 from . import zoo as zoo
+from .cli.progress import ProgressBar as ProgressBar
 from .cost.budget import parse_budget as parse_budget
 from .cost.latency import LatencyModel as LatencyModel
 from .cost.rounding import round_to_budget as round_to_budget

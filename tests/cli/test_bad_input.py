@@ -15,7 +15,7 @@ from torch import nn
 
 from helpers.small import Small, small_run
 from peel.cli.main import main
-from peel.cli.progress import RunProgress
+from peel.cli.progress import ProgressBar
 from peel.errors import BudgetError, ConfigError, DataError, ModelError, PeelError, WidthsError
 from peel.run.prune import prune
 
@@ -347,7 +347,7 @@ def test_an_interrupted_command_says_so_and_resumes_later(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(RunProgress, "on_epoch_end", interrupt)
+        patch.setattr(ProgressBar, "on_epoch_end", interrupt)
         assert main(command) == 130
     assert "interrupted" in capsys.readouterr().err
     assert main(command) == 0

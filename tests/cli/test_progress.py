@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.nn.functional as F
 from rich.console import Console
+from torch import nn
 
+import peel
 from helpers.small import few_digits, small_run, taught
 from peel.cli import progress
-from peel.cli.progress import RunProgress
+from peel.cli.progress import ProgressBar
+from peel.train.callbacks import Callback
+from peel.train.history import EpochRecord
+
+#: What a live bar begins and ends with.
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Clock(RunProgress):
+class Clock(ProgressBar):
     """Each training step takes one second, whatever the network; nothing else takes time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,8 +48,56 @@ def test_the_time_left_counts_every_stage_once(method: str, monkeypatch: pytest.
     clock = Clock(monkeypatch)
     recipe = {"epochs": 2, "batch_size": 100}  # two epochs of two steps for each network
     settings: dict[str, Any] = {"method": method, "init": "inherit", "train": recipe, "backbone": recipe}
-    with clock:
-        small_run(taught(), few_digits(), weights="pretrained", callbacks=[clock], **settings)
+    small_run(taught(), few_digits(), weights="pretrained", callbacks=[clock], **settings)
     trained = {"sensitivity": 2, "uniform": 1, "peel": 3}[method]
     left = [float(found) for found in re.findall(r"about ([\d.]+) s left", clock.text.getvalue())]
     assert left == [4.0 * trained - 2 * epoch for epoch in range(1, 2 * trained + 1)]
+
+
+class Broken(Callback):
+    def on_epoch_end(self, record: EpochRecord) -> None:
+        raise RuntimeError("stop")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_progress_of_a_python_call_is_shown_and_ends_with_it(is_terminal: bool) -> None:
+    """Also by an error: a bar that stays would draw over what the caller prints."""
+    for callbacks in ([], [Broken()]):
+        text = io.StringIO()
+        bar = peel.ProgressBar(Console(file=text, width=100, force_terminal=is_terminal, highlight=False))
+        with pytest.raises(RuntimeError, match="stop") if callbacks else contextlib.nullcontext():
+            small_run(stages=("original",), callbacks=[bar, *callbacks])
+        assert "stage 1 of 1" in text.getvalue()
+        assert is_terminal or "epoch 1/" in text.getvalue()
+        assert (HIDE_CURSOR in text.getvalue()) == is_terminal
+        assert text.getvalue().count(HIDE_CURSOR) == text.getvalue().count(SHOW_CURSOR)
+
+
+def do_nothing(model: nn.Module, epochs: int, teacher: nn.Module | None) -> None:
+    """A training function."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ({"loss": F.cross_entropy, "metric": lambda output, target: 0.125}, "test 0.1250, "),
+        ({"loss": F.cross_entropy, "train_fn": do_nothing}, "images/s"),
+        ({"loss": lambda output, target: output.square().mean()}, "loss "),
+    ],
+    ids=["metric", "train_fn", "loss"],
+)
+def test_tasks_of_the_users_own_show_their_progress(settings: dict[str, Any], shown: str) -> None:
+    text = io.StringIO()
+    bar = peel.ProgressBar(Console(file=text, width=100))
+    small_run(stages=("original",), callbacks=[bar], **settings)
+    assert shown in text.getvalue().split("epoch")[-1]
+
+
+def test_a_progress_bar_serves_several_runs() -> None:
+    text = io.StringIO()
+    bar = peel.ProgressBar(Console(file=text, width=100))
+    for _ in range(2):
+        small_run(stages=("original",), callbacks=[bar])
+    first, second = text.getvalue().split("stage 1 of 1")[1:]
+    assert first.count("epoch") == second.count("epoch") > 0
+    assert "left in all" not in second.splitlines()[-1] or "about 0" in second.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Progress of a run: a live bar on a terminal, one line per epoch elsewhere."""
+"""Progress of a run on standard error: a live bar on a terminal, one line per epoch elsewhere."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from rich.progress import BarColumn, Progress, TextColumn
 from ..train.callbacks import Callback
 from ..train.history import EpochRecord
 from ..utils.text import format_duration
+from .terminal import make_console
 
 
-class RunProgress(Callback):
-    """Shows stages, epochs, speed and the remaining time of the whole run."""
+class ProgressBar(Callback):
+    """Shows stages, epochs, speed, notes and the remaining time of the whole run.
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    >>> peel.prune(model, (train, val), budget="50%", callbacks=[peel.ProgressBar()])
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or make_console(stderr=True)
         self.work: dict[str, float] = {}
         self.done_work = 0.0
         self.name = ""
@@ -28,25 +32,13 @@ class RunProgress(Callback):
         self.live: Progress | None = None
         self.task: Any = None
 
-    def __enter__(self) -> RunProgress:
-        if self.console.is_terminal:
-            self.live = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.percentage:>3.0f}%"),
-                TextColumn("{task.fields[detail]}"),
-                console=self.console,
-                transient=True,
-            )
-            self.live.start()
-        return self
+    def on_run_begin(self, stages: Sequence[tuple[str, float]]) -> None:
+        self.work, self.done_work, self.name = dict(stages), 0.0, ""
 
-    def __exit__(self, *_: object) -> None:
+    def on_run_end(self) -> None:
         if self.live is not None:
             self.live.stop()
-
-    def on_run_begin(self, stages: Sequence[tuple[str, float]]) -> None:
-        self.work = dict(stages)
+        self.live = self.task = None
 
     def on_stage_begin(self, name: str, description: str) -> None:
         # A stage begins several times where its network is evaluated before the training.
@@ -57,10 +49,23 @@ class RunProgress(Callback):
         self.began = time.perf_counter()
         text = f"{self._stage_prefix()}{description}"
         self.console.print(text, markup=False)
-        if self.live is not None:
-            if self.task is not None:
-                self.live.remove_task(self.task)
-            self.task = self.live.add_task(name, total=1.0, detail="")
+        if self.console.is_terminal:
+            self._show_bar(name)
+
+    def _show_bar(self, name: str) -> None:
+        if self.live is None:
+            self.live = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.percentage:>3.0f}%"),
+                TextColumn("{task.fields[detail]}"),
+                console=self.console,
+                transient=True,
+            )
+            self.live.start()
+        if self.task is not None:
+            self.live.remove_task(self.task)
+        self.task = self.live.add_task(name, total=1.0, detail="")
 
     def _stage_prefix(self) -> str:
         if self.name not in self.work:
@@ -97,13 +102,14 @@ class RunProgress(Callback):
     def on_epoch_end(self, record: EpochRecord) -> None:
         if self.live is not None and record.epoch < record.epochs:
             return
-        scores = f"test {record.test['top1']:.2%}, " if record.test is not None else ""
-        loss = f"loss {record.train['loss']:.4f}"
-        self.console.print(
-            f"  epoch {record.epoch}/{record.epochs}: {loss}, {scores}"
-            f"{record.images_per_second:,.0f} images/s{self._eta()}",
-            markup=False,
-        )
+        test = record.test or {}
+        parts = [f"loss {record.train['loss']:.4f}"] if "loss" in record.train else []  # not with a train_fn
+        if "metric" in test:
+            parts.append(f"test {test['metric']:.4f}")
+        elif "top1" in test:
+            parts.append(f"test {test['top1']:.2%}")
+        parts.append(f"{record.images_per_second:,.0f} images/s{self._eta()}")
+        self.console.print(f"  epoch {record.epoch}/{record.epochs}: {', '.join(parts)}", markup=False)
 
     def on_note(self, text: str) -> None:
         self.console.print(f"note: {text}", markup=False)

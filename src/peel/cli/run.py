@@ -20,7 +20,7 @@ from ..train.distributed import shutdown_distributed
 from ..train.signals import handle_signals
 from ..utils.environment import is_main_process
 from .launch import command_line, launch
-from .progress import RunProgress
+from .progress import ProgressBar
 from .summary import draw_result
 from .terminal import make_console, print_json
 
@@ -78,7 +78,7 @@ def run(
         stack.callback(shutdown_distributed)
         callbacks: list[Callback] = []
         if not quiet and is_main_process():
-            callbacks.append(stack.enter_context(RunProgress(make_console(stderr=True))))
+            callbacks.append(ProgressBar())
         result = prune(
             **vars(chosen),
             output=folder,

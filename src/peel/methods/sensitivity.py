@@ -37,6 +37,8 @@ class LeastSensitive(Method):
     def measure(self, problem: Problem) -> Sensitivity:
         if self.measured is None:
             assert problem.trained is not None
+            for callback in problem.callbacks:
+                callback.on_stage_begin("plan", "measuring how much the output needs each layer")
             images = calibration_images(problem)
             self.measured = measure_sensitivity(problem.trained, problem.graph, images)
         return self.measured

@@ -74,7 +74,7 @@ def prune(
 
     `loss(output, target)`, `metric(output, target)` (higher is better), `optimizer(parameters)` and
     `train_fn(model, epochs=..., teacher=...)` are functions of your own; docs/own_data.md says more. `graph`
-    is the model's, where you traced it yourself.
+    is the model's, where you traced it yourself. `callbacks=[peel.ProgressBar()]` shows the progress.
 
     The process is left as it was: random states, deterministic and precision flags, threads.
 
@@ -94,11 +94,15 @@ def prune(
         pipeline.world.check_equal("a setting", json.dumps(agreed, sort_keys=True))
         if dry_run:
             return pipeline.estimate()
-        pipeline.evaluate_teacher()
-        if output is None or not pipeline.world.is_main_process:
-            # Only the main process writes; the others get from it what they need.
-            return pipeline.run()
-        return _run_in_folder(output, pipeline, config, command)
+        try:
+            pipeline.evaluate_teacher()
+            if output is None or not pipeline.world.is_main_process:
+                # Only the main process writes; the others get from it what they need.
+                return pipeline.run()
+            return _run_in_folder(output, pipeline, config, command)
+        finally:
+            for callback in pipeline.trainer.callbacks:
+                callback.on_run_end()
 
 
 def _config_of(model: nn.Module | str, data: object, settings: Mapping[str, Any]) -> Config:

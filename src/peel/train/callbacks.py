@@ -32,3 +32,6 @@ class Callback:
 
     def on_note(self, text: str) -> None:
         """The run has a remark for the user."""
+
+    def on_run_end(self) -> None:
+        """The run ended, also where an error ended it."""
