@@ -27,6 +27,7 @@ from peel.methods.config import DIVISIONS, MethodConfig
 from peel.methods.plan import Plan
 from peel.methods.problem import Problem
 from peel.methods.search import LEAST_EXPLAINED, Images, Search, judge
+from peel.surgery.sensitivity import Sensitivity
 from peel.train.recipe import Recipe
 from peel.train.task import Task
 
@@ -161,16 +162,27 @@ def test_residual_streams_stay_uniform(division: str) -> None:
 def test_inside_a_group_the_layer_that_the_output_needs_gets_more() -> None:
     """Of the group that gets more, one layer is redundant."""
     problem = problem_of(planted("conv2", "conv3", "conv4", distinct=3))
-    uniform, divided = search(problem), search(problem, division="sensitivity")
+    uniform, divided = (search(problem, division=division) for division in DIVISIONS)
     assert divided.widths["conv1"] > uniform.widths["conv1"]
     assert divided.widths["conv2"] < uniform.widths["conv2"]
     assert divided.rounds[0].factors == uniform.rounds[0].factors
     assert divided.fit == uniform.fit
-    assert "share this by sensitivity" in divided.rounds[0].note
+    assert "layers share this by sensitivity" in divided.rounds[0].note
     assert 0.9 * problem.budget < divided.slim.cost <= problem.budget
     # The gain is real: so it is when both networks are cut and repaired.
     losses = judge(problem, [divided.widths, uniform.widths], Images.of(problem))
     assert losses[0] < losses[1]
+
+
+def test_a_division_that_raises_the_loss_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here all channels go to the layer that is redundant."""
+    problem = problem_of(planted("conv2", "conv3", "conv4", distinct=3))
+    monkeypatch.setattr(
+        Sensitivity, "widths", lambda *_, **__: {"conv1": 1, "conv2": 8, "conv3": 16, "conv4": 16}
+    )
+    uniform, divided = (search(problem, division=division) for division in DIVISIONS)
+    assert divided.widths == uniform.widths
+    assert "Sharing by sensitivity inside groups is left out" in divided.rounds[0].note
 
 
 @pytest.mark.parametrize("resource", ["macs", "params", "memory"])
@@ -197,7 +209,8 @@ def test_a_divided_group_keeps_its_macs(resource: str, grow: bool) -> None:
 
 def test_a_network_that_grows_is_divided_uniformly() -> None:
     problem = problem_of(planted("conv3", "conv4", distinct=3), "120%", grow=True)
-    assert search(problem, division="sensitivity").widths == search(problem).widths
+    uniform, divided = (search(problem, division=division) for division in DIVISIONS)
+    assert divided.widths == uniform.widths
 
 
 def test_the_same_seed_gives_the_same_plan(found: dict[str, tuple[Problem, Plan]]) -> None:

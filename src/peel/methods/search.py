@@ -77,11 +77,13 @@ class Search(Method):
 
     def plan(self, problem: Problem, config: MethodConfig, train_backbone: TrainBackbone) -> Plan:
         space = Space(problem)
-        found = _compare(space, config.division) if len(space.hidden) > 1 else None
+        found = _compare(space) if len(space.hidden) > 1 else None
         if found is None:
             outcome, fit = _uniform(space, "it has fewer than two groups of hidden channels"), None
         else:
             outcome, fit = found
+        if config.division == "sensitivity" and outcome.distinct:
+            outcome = _divide(space, outcome)
         regrouped = replace(problem, graph=problem.graph.regroup({**space.groups, **space.frozen}))
         return assemble_plan(regrouped, outcome.widths, rounds=(outcome,), config=config, fit=fit)
 
@@ -132,7 +134,7 @@ def judge(problem: Problem, several: Sequence[Widths], images: Images) -> list[f
     return engine.world.broadcast(losses)
 
 
-def _compare(space: Space, division: str) -> tuple[Round, FitSummary | None]:
+def _compare(space: Space) -> tuple[Round, FitSummary | None]:
     """The best point of the fit; the uniform network where the groups cannot be told apart."""
     drawn = space.draw()
     needed = NETWORKS_PER_GROUP * len(space.groups)
@@ -152,21 +154,33 @@ def _compare(space: Space, division: str) -> tuple[Round, FitSummary | None]:
     low, high = (np.where(is_hidden, bound, 0.0) for bound in (logs.min(0) / 2, logs.max(0)))
     point = best_point(fit, space.load, low, high)
     ideal = space.ideal_at(point)
+    widths = space.rounded(ideal)
     counts = len(finite), dropped, len(judged) * images.per_network
-    summary = _summarize(space, fit, left_out, np.array(space.log(space.rounded(ideal))), counts)
+    summary = _summarize(space, fit, left_out, np.array(space.log(widths)), counts)
     importance = _worth_over_cost(space, fit)
     if doubt := _doubt(summary):
         uniform = _uniform(space, doubt)
         note = f"{uniform.note} {_describe(summary)}"
         return replace(uniform, importance=importance, note=note), summary
-    if division == "sensitivity":
-        ideal = space.divided(ideal, _by_sensitivity(space.problem, images))
-    found = _round(space, point, ideal, space.rounded(ideal))
+    found = _round(space, point, ideal, widths)
     factors = ", ".join(f"{group} {found.factors[group]:.2f}" for group in space.hidden)
     note = f"{_describe(summary)} Widths over uniform: {factors}."
-    if division == "sensitivity":
-        note += " The layers of a group share this by sensitivity."
     return replace(found, importance=importance, note=note), summary
+
+
+def _divide(space: Space, outcome: Round) -> Round:
+    """What a group gets, shared among its layers by sensitivity if this lowers the loss after the repair."""
+    problem, images = space.problem, Images.of(space.problem)
+    ideal = space.divided(outcome.ideal_widths, _by_sensitivity(problem, images))
+    divided = _round(space, np.log(list(outcome.factors.values())), ideal, space.rounded(ideal))
+    before, after = judge(problem, [Widths(outcome.widths), Widths(divided.widths)], images)
+    change = f"after the repair, the loss is {after:.4f} with it and {before:.4f} without."
+    if not after < before:
+        return replace(
+            outcome, note=f"{outcome.note} Sharing by sensitivity inside groups is left out: {change}"
+        )
+    note = f"{outcome.note} Inside a group, layers share this by sensitivity: {change}"
+    return replace(divided, importance=outcome.importance, note=note)
 
 
 def _by_sensitivity(problem: Problem, images: Images) -> Widths:
