@@ -205,7 +205,7 @@ class _Recorder(Visitor):
         inputs = call.inputs
         channels = self.kept.positions(self.graph.layouts[name][0])
         self.recorded.channels[name] = channels
-        rows = inputs.index_select(1, channels.clamp_min(0).to(inputs.device))
+        rows = inputs[:, channels.clamp_min(0).to(inputs.device)]
         self.recorded.sums.setdefault(name, Sums()).add(rows.to(self.device))
         branch = _mark_of(inputs, "peel_branch")
         if self.batch == 0 and branch and not branch.norm:
