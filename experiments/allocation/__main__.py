@@ -15,7 +15,8 @@ read the test images. `run` trains the stages of jobs.py: first every allocation
 some with a long one, then the trials of searches (trial.py) and their plans. Each training adds one line to
 the results. Jobs that are in the results are skipped, so the same command resumes an interrupted run. The
 allocations are described in allocations.py. `originals` and `predict` compare allocations without training
-one (predict.py); `sensitivity` allocates by the sensitivity of an original (sensitivity.py). With
+one (predict.py); `sensitivity` allocates by the sensitivity of an original (sensitivity.py);
+`search` plans by the search of the package (searched.py). With
 `originals --taught 24` and `run --teachers`, networks are trained with a teacher (teaching.py). `simulate`
 compares designs of searches without training.
 """
@@ -27,11 +28,13 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from .allocations import BUDGETS
 from .images import prepare
 from .jobs import STAGES
 from .plot import PICTURE, plot
 from .predict import EPOCHS, ORIGINALS, originals, predict
 from .results import REPAIRS, RESULTS
+from .searched import search
 from .sensitivity import sensitivity
 from .simulate import simulate
 from .tables import analyze
@@ -81,6 +84,11 @@ def main() -> None:
         "--deadline", type=float, default=math.inf, help="start nothing after so many seconds"
     )
     commands.add_parser("sensitivity", parents=[images, small, folder], help="allocate by sensitivity")
+    command = commands.add_parser(
+        "search", parents=[images, small, folder], help="plan by the search of the package"
+    )
+    command.add_argument("--networks", default="", help="a part of the names of networks")
+    command.add_argument("--budget", default="", choices=["", *BUDGETS])
     commands.add_parser("analyze", parents=[results], help="print the tables")
     commands.add_parser("simulate", parents=[results], help="compare designs of searches by trials")
     command = commands.add_parser("plot", parents=[results], help="draw the picture")
@@ -93,6 +101,7 @@ def main() -> None:
         "originals": originals,
         "predict": predict,
         "sensitivity": sensitivity,
+        "search": search,
         "analyze": analyze,
         "simulate": simulate,
         "plot": plot,

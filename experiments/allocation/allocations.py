@@ -25,6 +25,9 @@ Both networks have some that are found without training an allocation:
                         way from uniform to them; with `hidden`, the residual stream stays uniform;
                         with `within`, groups get what `repair hidden` gives them (see jobs.py)
 
+    search              the plan of `peel run --method search` (see searched.py); with `divided`, also
+                        `--division sensitivity`
+
 Plans of searches by short trainings (see trial.py), one for every two seeds or one in all:
 
     trial-4             from trials of four epochs; fine trial-8: finer groups, eight epochs

@@ -28,13 +28,25 @@ from .fit import (
     samples_of,
     widths_at,
 )
-from .results import FOUND, HIDDEN, LONG, REPAIRED, REPAIRS, SENSITIVE, SHORT, Line, mean_scores, read
+from .results import (
+    FOUND,
+    HIDDEN,
+    LONG,
+    REPAIRED,
+    REPAIRS,
+    SEARCHED,
+    SENSITIVE,
+    SHORT,
+    Line,
+    mean_scores,
+    read,
+)
 from .trial import balanced, balanced_plans, inner_groups, plans, trials
 
 #: Of the short trainings: how many of the best get a long one, and how many from there to the worst.
 BEST, SPREAD = 3, 5
 
-#: The stages of allocation.jsonl. MobileNetV2 has later ones in files of their own (docs/results.md): its
+#: The stages of allocation.jsonl. MobileNetV2 has later ones in files of their own (docs/exploration.md): its
 #: initial weights have changed, so they need their own uniform trainings.
 #: Seeds of long trainings differ from those of short ones: a lucky seed must not count twice.
 STAGES = [
@@ -145,6 +157,8 @@ def candidates(stage: str, name: str, budget: str, seed: int, lines: Sequence[Li
             return stored(REPAIRS, name, budget, FOUND)
         case ["hidden"]:
             return hidden_by_repair(name, budget)
+        case ["search", *variant]:
+            return stored(SEARCHED, name, budget, " ".join(("search", *variant)))
         case ["sensitivity", "within"]:
             return within_groups(name, budget)
         case ["sensitivity", *variant]:

@@ -29,6 +29,9 @@ HIDDEN = "repair hidden"
 #: Allocations by sensitivity (sensitivity.py).
 SENSITIVE = RESULTS.with_name("sensitivity.jsonl")
 
+#: Plans of `--method search` (searched.py).
+SEARCHED = RESULTS.with_name("searched.jsonl")
+
 
 def write(path: Path, line: Line) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
