@@ -57,6 +57,13 @@ def test_modules_are_compared_with_the_first(monkeypatch: pytest.MonkeyPatch) ->
     assert (result.conditions["batch"], result.conditions["threads"]) == (2, 1)
     assert torch.get_num_threads() == 1
     assert heavy.training
+    # A narrow terminal has fewer columns and no cell that is shortened or wrapped.
+    monkeypatch.setenv("COLUMNS", "80")
+    head, *rows = str(result).partition("network")[2].splitlines()[:3]
+    assert "speed-up" in head
+    assert "samples/s" not in head
+    assert [row.split()[0] for row in rows] == ["heavy", "light"]
+    assert "left out, too narrow: samples/s" in str(result)
 
 
 def test_a_run_brings_its_original_along_once(finished: tuple[Path, Result], tmp_path: Path) -> None:

@@ -5,13 +5,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..cost.budget import format_count
-from ..utils.tables import make_table
+from ..utils.tables import draw_what_fits
 from ..utils.text import format_number_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from .bench import Benchmark, Entry
+
+
+TITLES = (
+    "network",
+    "backend",
+    "ms per batch",
+    "p10 to p90",
+    "samples/s",
+    "MACs",
+    "speed-up",
+    "95 %",
+    "over MACs",
+)
+
+#: Left out in this order where a console is too narrow.
+LEFT_OUT = ("samples/s", "MACs", "over MACs", "p10 to p90")
 
 
 def draw_bench(result: Benchmark, console: Console) -> None:
@@ -23,20 +39,11 @@ def draw_bench(result: Benchmark, console: Console) -> None:
         f"{given['precision']}, torch {given['torch']}, {runtime}",
         markup=False,
     )
-    table = make_table(
-        "network",
-        "backend",
-        "ms per batch",
-        "p10 to p90",
-        "samples/s",
-        "MACs",
-        "speed-up",
-        "95 %",
-        "over MACs",
-    )
-    for entry in result.entries:
-        table.add_row(*_cells(entry))
-    console.print(table)
+    rows = map(_cells, result.entries)
+    columns = dict(zip(TITLES, zip(*rows, strict=True), strict=True))
+    left_out = draw_what_fits(columns, LEFT_OUT, console)
+    if left_out:
+        console.print(f"left out, too narrow: {'; '.join(left_out)}", markup=False)
     for entry in result.entries:
         if entry.speedup is not None and entry.speedup.verdict != "faster":
             text = f"{entry.network} in {entry.backend}: {entry.speedup.verdict} against {entry.baseline}"
@@ -46,11 +53,9 @@ def draw_bench(result: Benchmark, console: Console) -> None:
 
 
 def _cells(entry: Entry) -> list[str]:
-    from rich.markup import escape
-
     time, speedup = entry.seconds, entry.speedup
     cells = [
-        escape(entry.network),
+        entry.network,
         entry.backend,
         f"{time.median * 1e3:.3g}",
         f"{time.p10 * 1e3:.3g} to {time.p90 * 1e3:.3g}",

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..cost.budget import format_bytes, format_count, format_exact, format_latency
 from ..methods.plan import Plan
-from ..utils.tables import make_table
+from ..utils.tables import draw_what_fits, fits, make_table, table_of
 from ..utils.text import format_duration
 from .charts import label
 from .speed import COLUMNS, speed_cells, speed_sentences
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -30,46 +29,17 @@ def draw_rows(rows: Rows, bench: Mapping[str, Any], console: Console) -> None:
     names = ["uniform, same budget" if row["name"] == "uniform" else label(row["name"]) for row in rows]
     accuracy, cost = _accuracy(rows), _cost(rows, bench)
     left_out: list[str] = []
-    if _fits(table := _table(names, {**accuracy, **cost}), console):
+    if fits(table := table_of({"": names, **accuracy, **cost}), console):
         console.print(table)
     else:
-        _draw_what_fits(names, accuracy, left_out, console)
+        left_out += draw_what_fits({"": names, **accuracy}, LEFT_OUT, console)
         console.print()
-        _draw_what_fits(names, cost, left_out, console)
+        left_out += draw_what_fits({"": names, **cost}, LEFT_OUT, console)
     if left_out:
         console.print(f"left out, too narrow: {'; '.join(left_out)}", markup=False)
     has_latency = any(title in cost for title in LATENCIES)
     for sentence in speed_sentences(bench, has_latency) if bench else ():
         console.print(sentence, markup=False)
-
-
-def _draw_what_fits(
-    names: Sequence[str], columns: Mapping[str, Sequence[str]], left_out: list[str], console: Console
-) -> None:
-    """What is left out goes to `left_out`."""
-    shown = dict(columns)
-    for title in (title for title in LEFT_OUT if title in columns):
-        if _fits(_table(names, shown), console):
-            break
-        del shown[title]
-        left_out.append(title)
-    console.print(_table(names, shown))
-
-
-def _table(names: Sequence[str], columns: Mapping[str, Sequence[str]]) -> Table:
-    from rich.markup import escape
-
-    table = make_table("", *columns)
-    for name, *cells in zip(names, *columns.values(), strict=True):
-        table.add_row(escape(name), *cells)
-    return table
-
-
-def _fits(table: Table, console: Console) -> bool:
-    from rich.measure import Measurement
-
-    unlimited = console.options.update(width=10_000)
-    return Measurement.get(console, unlimited, table).maximum <= console.width
 
 
 def _accuracy(rows: Rows) -> dict[str, list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,6 +24,38 @@ def make_table(first: str, *others: str) -> Table:
     for name in others:
         table.add_column(name, justify="right")
     return table
+
+
+def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
+    """A table of cells: title -> one for each row."""
+    from rich.markup import escape
+
+    table = make_table(*columns)
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*map(escape, cells))
+    return table
+
+
+def fits(table: Table, console: Console) -> bool:
+    """Whether nothing has to be shortened or wrapped."""
+    from rich.measure import Measurement
+
+    unlimited = console.options.update(width=10_000)
+    return Measurement.get(console, unlimited, table).maximum <= console.width
+
+
+def draw_what_fits(
+    columns: Mapping[str, Sequence[str]], optional: Iterable[str], console: Console
+) -> list[str]:
+    """Print the table. Where it is too wide, optional columns are left out, in their order, and returned."""
+    shown, left_out = dict(columns), []
+    for title in (title for title in optional if title in columns):
+        if fits(table_of(shown), console):
+            break
+        del shown[title]
+        left_out.append(title)
+    console.print(table_of(shown))
+    return left_out
 
 
 def as_text(draw: Callable[[Console], None]) -> str:
