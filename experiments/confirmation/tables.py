@@ -34,7 +34,7 @@ def analyze(folder: Path) -> None:
     lines = [line for line in read(folder / "train.jsonl") if "error" not in line]
     print_plans(read(folder / "plans.jsonl"))
     rows = {tuple(line[name] for name in ("data", "network", "budget", "teacher")): None for line in lines}
-    for method in ("search", "peel"):
+    for method in ("search", "peel", "profile"):
         print_means(lines, sorted(rows), method)
         print_differences(lines, sorted(rows), method)
     for line in read(folder / "train.jsonl"):

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,7 +21,10 @@ from peel.cost.widths import Widths
 from peel.data.datasets import Data, Split
 from peel.errors import DivergedError
 from peel.graph import ChannelGraph
+from peel.methods.allocation import Space
 from peel.methods.config import MethodConfig
+from peel.methods.loss_fit import spend
+from peel.methods.plan import assemble_plan
 from peel.methods.problem import Problem
 from peel.methods.registry import find_method
 from peel.run.trainer import Trainer
@@ -42,13 +46,21 @@ DATA = ("tiny-imagenet-32", "cifar10")
 NETWORKS = ("cifar_resnet18", "cifar_mobilenet_v2", "cifar_vgg16_bn")
 BUDGETS = ("25%", "10%")
 
-#: `peel` is the published form.
-METHODS = ("uniform", "search", "peel")
+#: `peel` has the published settings. `profile` is a control without a search: hidden channels are moved from
+#: high to low resolutions by the same profile in every network.
+METHODS = ("uniform", "search", "peel", "profile")
+
+#: Widths of the hidden groups over uniform, at the highest and the lowest resolution: about what the searches
+#: of the exploration found.
+PROFILE = (0.65, 1.3)
+
+#: The control is trained at this budget, without a teacher.
+CONTROL_BUDGET = "10%"
 
 SEEDS = tuple(range(10, 20))
 
-#: The published form is trained with fewer seeds: it stands beside the comparison.
-PUBLISHED_SEEDS = SEEDS[:5]
+#: What stands beside the comparison is trained with fewer seeds.
+FEWER_SEEDS = SEEDS[:5]
 
 #: The seed of the originals and of the plans. One original and one plan serve all trainings of a row.
 PLAN_SEED = SEEDS[0]
@@ -194,10 +206,13 @@ def make_plan(lane: Lane, job: PlanJob) -> dict[str, Any]:
     began = time.perf_counter()
     trained = lane.original(job.data, job.network)
     problem = lane.problem(job.data, job.network, job.budget, job.seed, trained)
-    config = MethodConfig(budget=problem.budget, method=job.method)
-    method = find_method(job.method)
+    config = MethodConfig(budget=problem.budget, method="uniform" if job.method == "profile" else job.method)
+    method = find_method(config.method)
     method.check(problem, config)
-    plan = method.plan(problem, config, Trainer(problem, ()).train)
+    if job.method == "profile":
+        plan = assemble_plan(problem, profile_widths(problem), config=config)
+    else:
+        plan = method.plan(problem, config, Trainer(problem, ()).train)
     last = plan.rounds[-1] if plan.rounds else None
     return {
         "widths": plan.slim.widths,
@@ -209,6 +224,16 @@ def make_plan(lane: Lane, job: PlanJob) -> dict[str, Any]:
         "search_seconds": round(time.perf_counter() - began, 1),
         "search_macs": method.search_macs(problem),
     }
+
+
+def profile_widths(problem: Problem) -> Widths:
+    """The hidden groups by `PROFILE`, in between on a logarithmic scale; streams are uniform."""
+    space = Space(problem)
+    hidden = dict(zip(space.hidden, np.linspace(*np.log(PROFILE), len(space.hidden)), strict=True))
+    logs = np.array([[hidden.get(group, 0.0) for group in space.groups]])
+    bound = np.array([np.inf if group in hidden else 0.0 for group in space.groups])
+    [log] = spend(logs, space.load, -bound, bound)
+    return space.rounded(space.ideal_at(log))
 
 
 # Trainings
@@ -253,7 +278,9 @@ def train_jobs(
     """Seeds come first, so that what a short run leaves has all rows."""
     cells = itertools.product(seeds, teachers, BUDGETS, pairs_of(data, networks), METHODS)
     for seed, teacher, budget, (name, network), method in cells:
-        if method != "peel" or seed in PUBLISHED_SEEDS:
+        is_beside = method in ("peel", "profile")
+        is_left_out = method == "profile" and (teacher or budget != CONTROL_BUDGET)
+        if not is_left_out and (not is_beside or seed in FEWER_SEEDS):
             yield TrainJob(name, network, budget, method, teacher, seed)
 
 
