@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from rich.console import Console
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import peel
 from helpers.small import few_digits, small_run, taught
@@ -77,20 +79,52 @@ def do_nothing(model: nn.Module, epochs: int, teacher: nn.Module | None) -> None
     """A training function."""
 
 
+def numbers() -> Any:
+    """Images with a number of ten parts each: a task without classes."""
+    return tuple(TensorDataset(torch.randn(64, 3, 8, 8), torch.randn(64, 10)) for _ in range(2))
+
+
 @pytest.mark.parametrize(
     ("settings", "shown"),
     [
         ({"loss": F.cross_entropy, "metric": lambda output, target: 0.125}, "test 0.1250, "),
         ({"loss": F.cross_entropy, "train_fn": do_nothing}, "images/s"),
         ({"loss": lambda output, target: output.square().mean()}, "loss "),
+        ({"loss": F.mse_loss, "data": numbers()}, "test loss "),
     ],
-    ids=["metric", "train_fn", "loss"],
+    ids=["metric", "train_fn", "loss", "no score"],
 )
 def test_tasks_of_the_users_own_show_their_progress(settings: dict[str, Any], shown: str) -> None:
     text = io.StringIO()
     bar = peel.ProgressBar(Console(file=text, width=100))
-    small_run(stages=("original",), callbacks=[bar], **settings)
+    result = small_run(stages=("original",), callbacks=[bar], **settings)
     assert shown in text.getvalue().split("epoch")[-1]
+    assert ("loss" in str(result)) == ("data" in settings)
+
+
+class Ends(Callback):
+    """Raises at the end, or is told of it."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error, self.ended = error, False
+
+    def on_run_end(self) -> None:
+        self.ended = True
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+def test_every_callback_is_told_of_the_end() -> None:
+    callbacks = [Ends(), Ends("mine"), Ends()]
+    with pytest.raises(RuntimeError, match="mine"):
+        small_run(stages=("original",), callbacks=callbacks)
+    assert all(callback.ended for callback in callbacks)
+
+
+@pytest.mark.parametrize("callbacks", [[Ends], Ends(), ["bar"]])
+def test_what_is_no_callback_is_refused(callbacks: Any) -> None:
+    with pytest.raises(peel.ConfigError, match="callbacks"):
+        small_run(callbacks=callbacks)
 
 
 def test_a_progress_bar_serves_several_runs() -> None:

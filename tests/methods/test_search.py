@@ -269,10 +269,11 @@ def test_hidden_ties_are_those_inside_of_blocks(name: str, hidden: str) -> None:
 @pytest.mark.parametrize("model", [Residual(), Chain()], ids=["one hidden group", "few networks"])
 def test_where_nothing_can_be_compared_the_plan_is_uniform_and_says_so(model: nn.Module) -> None:
     problem = problem_of(model, 0.9)
-    plan = search(problem)
+    plan = search(problem, division="sensitivity")
     assert plan.widths == problem.uniform()
     assert not plan.rounds[0].distinct
     assert "The plan is uniform" in plan.rounds[0].note
+    assert "nothing is shared by sensitivity" in plan.rounds[0].note
     assert plan.fit is None
 
 

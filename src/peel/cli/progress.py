@@ -65,7 +65,8 @@ class ProgressBar(Callback):
             self.live.start()
         if self.task is not None:
             self.live.remove_task(self.task)
-        self.task = self.live.add_task(name, total=1.0, detail="")
+        # It has a length from the first step on. A training function of the user's own tells no steps.
+        self.task = self.live.add_task(name, total=None, detail="")
 
     def _stage_prefix(self) -> str:
         if self.name not in self.work:
@@ -89,6 +90,7 @@ class ProgressBar(Callback):
         if self.live is not None and self.task is not None:
             self.live.update(
                 self.task,
+                total=1.0,
                 completed=self.fraction,
                 detail=f"{gained * total_steps * batch_size / max(spent, 1e-9):,.0f} images/s{self._eta()}",
             )
@@ -108,6 +110,8 @@ class ProgressBar(Callback):
             parts.append(f"test {test['metric']:.4f}")
         elif "top1" in test:
             parts.append(f"test {test['top1']:.2%}")
+        elif "loss" in test:
+            parts.append(f"test loss {test['loss']:.4f}")
         parts.append(f"{record.images_per_second:,.0f} images/s{self._eta()}")
         self.console.print(f"  epoch {record.epoch}/{record.epochs}: {', '.join(parts)}", markup=False)
 

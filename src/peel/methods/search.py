@@ -24,6 +24,7 @@ from ..surgery import slim
 from ..surgery.explain import explain_scores
 from ..surgery.repair import repair
 from ..surgery.sensitivity import measure_sensitivity
+from ..train.callbacks import Callback
 from ..train.loop import evaluate
 from ..utils.rng import derive_seed, seed_everything
 from .allocation import ALLOCATIONS, Space
@@ -82,7 +83,7 @@ class Search(Method):
             outcome, fit = _uniform(space, "it has fewer than two groups of hidden channels"), None
         else:
             outcome, fit = found
-        if config.division == "sensitivity" and outcome.distinct:
+        if config.division == "sensitivity":
             outcome = _divide(space, outcome)
         regrouped = replace(problem, graph=problem.graph.regroup({**space.groups, **space.frozen}))
         return assemble_plan(regrouped, outcome.widths, rounds=(outcome,), config=config, fit=fit)
@@ -111,13 +112,15 @@ class Images(NamedTuple):
         return min(REPAIR_IMAGES, self.repair.size) + self.held_out.size
 
 
-def judge(problem: Problem, several: Sequence[Widths], images: Images) -> list[float]:
+def judge(
+    problem: Problem, several: Sequence[Widths], images: Images, callbacks: Sequence[Callback] = ()
+) -> list[float]:
     """The losses of networks of these widths, cut from the trained original and repaired."""
     assert problem.trained is not None
     engine, graph = problem.engine, problem.graph
     original = engine.prepare(problem.trained)
     seed_everything(derive_seed("search", problem.seed))
-    for callback in problem.callbacks:
+    for callback in callbacks:
         callback.on_stage_begin("plan", f"comparing {len(several)} cut and repaired networks")
     without_held_out = replace(problem, data=replace(problem.data, train=images.repair))
     batches = calibration_images(without_held_out, REPAIR_IMAGES)
@@ -128,7 +131,7 @@ def judge(problem: Problem, several: Sequence[Widths], images: Images) -> list[f
         repair(network, original, batches, graph=graph)
         loss = evaluate(engine.prepare(network), images.held_out, engine, task=problem.task).loss
         losses.append(math.nan if loss is None else loss)
-        for callback in problem.callbacks:
+        for callback in callbacks:
             callback.on_step_end(number, len(several), images.per_network)
     # The last digits may differ between processes: the main process decides.
     return engine.world.broadcast(losses)
@@ -142,7 +145,7 @@ def _compare(space: Space) -> tuple[Round, FitSummary | None]:
         few = f"only {len(drawn)} different networks have this budget, {needed} are needed to compare groups"
         return _uniform(space, few), None
     images = Images.of(space.problem)
-    judged = list(zip(drawn, judge(space.problem, drawn, images), strict=True))
+    judged = list(zip(drawn, judge(space.problem, drawn, images, space.problem.callbacks), strict=True))
     finite = [(widths, loss) for widths, loss in judged if math.isfinite(loss)]
     dropped = len(judged) - len(finite)
     if len(finite) < needed:
@@ -170,6 +173,10 @@ def _compare(space: Space) -> tuple[Round, FitSummary | None]:
 
 def _divide(space: Space, outcome: Round) -> Round:
     """What a group gets, shared among its layers by sensitivity if this lowers the loss after the repair."""
+    if not outcome.distinct:
+        return replace(
+            outcome, note=f"{outcome.note} So nothing is shared by sensitivity inside groups either."
+        )
     problem, images = space.problem, Images.of(space.problem)
     ideal = space.divided(outcome.ideal_widths, _by_sensitivity(problem, images))
     divided = _round(space, np.log(list(outcome.factors.values())), ideal, space.rounded(ideal))

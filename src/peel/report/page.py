@@ -77,30 +77,35 @@ def render(record: RunRecord) -> str:
 
 @dataclass(frozen=True)
 class _Score:
-    """What networks are judged by: an accuracy, or a metric of the user's own."""
+    """What networks are judged by: an accuracy, a metric of the user's own, else the loss."""
 
     key: str
     name: str
 
+    @property
+    def is_fraction(self) -> bool:
+        return self.key in ("top1", "top5")
+
     def show(self, value: float) -> str:
-        return _short(value) if self.key == "metric" else _percent(value)
+        return _percent(value) if self.is_fraction else _short(value)
 
     def gain(self, row: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
         """The difference of two networks; None where one is unknown."""
         if row.get(self.key) is None or other.get(self.key) is None:
             return None
         difference = row[self.key] - other[self.key]
-        text = f"{difference:+.4g}" if self.key == "metric" else f"{100 * difference:+.2f} points"
+        text = f"{100 * difference:+.2f} points" if self.is_fraction else f"{difference:+.4g}"
         return text.replace("-", "−")
 
 
 def _scores(record: RunRecord) -> list[_Score]:
     metric = record.state.get("identity", {}).get("task", {}).get("metric")
-    return (
-        [_Score("metric", metric.rpartition(".")[2])]
-        if metric
-        else [_Score("top1", "top-1"), _Score("top5", "top-5")]
-    )
+    if metric:
+        return [_Score("metric", metric.rpartition(".")[2])]
+    rows = (record.result or {}).get("rows", [])
+    if rows and all(row["top1"] is None for row in rows):
+        return [_Score("loss", "loss")]
+    return [_Score("top1", "top-1"), _Score("top5", "top-5")]
 
 
 def _stages(record: RunRecord) -> dict[str, list[dict[str, Any]]]:
@@ -383,10 +388,9 @@ def _importance(stages: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any] | 
 def _training(
     stages: Mapping[str, list[dict[str, Any]]], rows: Mapping[str, Mapping[str, Any]], score: _Score
 ) -> dict[str, Any]:
-    is_metric = score.key == "metric"
-    title = f"test {score.name}" if is_metric else f"test {score.name} (%)"
+    title = f"test {score.name} (%)" if score.is_fraction else f"test {score.name}"
     curves = _score_curves(stages, rows, score)
-    scale = 1 if is_metric else 100
+    scale = 100 if score.is_fraction else 1
     panels = {
         name: {
             stage: [(line["epoch"], _number(line.get(part, {}).get("loss"))) for line in epochs]
@@ -399,7 +403,7 @@ def _training(
         for stage, curve in curves.items()
     }
     names = ["training loss", f"training {score.name}", "test loss", f"test {score.name}"]
-    columns = ["stage", "loss terms", "epochs", *names, "images/s", "time"]
+    columns = ["stage", "loss terms", "epochs", *dict.fromkeys(names), "images/s", "time"]
     last = [_training_row(stage, epochs, score) for stage, epochs in stages.items()]
     return {
         "svg": curves_chart(panels),
@@ -444,6 +448,8 @@ def _training_row(stage: str, epochs: Sequence[Mapping[str, Any]], score: _Score
         (test, "loss", _short),
         (test, score.key, score.show),
     ]
+    if score.key == "loss":
+        metrics = metrics[::2]
     return [
         label(stage),
         ", ".join(terms) or NONE,

@@ -49,6 +49,8 @@ def _accuracy(rows: Rows) -> dict[str, list[str]]:
     columns = {"top-1": "top1", "top-5": "top5"}
     if any(row["metric"] is not None for row in rows):
         score, columns = "{:.4g}".format, {"metric": "metric"}
+    if all(row["top1"] is None and row["metric"] is None for row in rows):
+        score, columns = "{:.4g}".format, {"loss": "loss"}
     cells = {step: [_cell(row["before_training"].get(step), score) for row in rows] for step in steps}
     return cells | _known(rows, columns, score)
 

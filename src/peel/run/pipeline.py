@@ -196,6 +196,7 @@ class Pipeline:
             told = (item.note for item in plan.rounds if item.note and (is_told or not item.distinct))
             self.notes += dict.fromkeys(told)
             self._compare_with_uniform(plan.widths)
+            self._tell(self.notes)
             for name in self.networks:
                 is_own = name == plan.name
                 network = self._train_final(name, plan.widths if is_own else self.problem.uniform(), is_own)
@@ -459,7 +460,7 @@ class Pipeline:
         return measure_speed(problem, models, macs, seconds, self.config.threads)
 
     def _tell(self, notes: list[str]) -> None:
-        """Show each note once: what is known at the start then, the rest at the end."""
+        """Show each note once: at the start, before the final trainings, or at the end."""
         for note in notes:
             for callback in () if note in self.told else self.trainer.callbacks:
                 callback.on_note(note)

@@ -82,6 +82,7 @@ def prune(
     >>> result.rows[-1].top1, result.model
     """
     check_pair(data)
+    _check_callbacks(callbacks)
     config = _config_of(model, data, settings)
     weights, criterion = settings.get("weights"), settings.get("criterion")
     with preserve_process_state():
@@ -94,15 +95,23 @@ def prune(
         pipeline.world.check_equal("a setting", json.dumps(agreed, sort_keys=True))
         if dry_run:
             return pipeline.estimate()
-        try:
+        with contextlib.ExitStack() as stack:
+            for callback in pipeline.trainer.callbacks:
+                stack.callback(callback.on_run_end)
             pipeline.evaluate_teacher()
             if output is None or not pipeline.world.is_main_process:
                 # Only the main process writes; the others get from it what they need.
                 return pipeline.run()
             return _run_in_folder(output, pipeline, config, command)
-        finally:
-            for callback in pipeline.trainer.callbacks:
-                callback.on_run_end()
+
+
+def _check_callbacks(callbacks: object) -> None:
+    if not isinstance(callbacks, list | tuple):
+        raise ConfigError(f"callbacks is a list of peel.Callback objects, not {callbacks!r}.")
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            hint = " Give an object, not the class." if isinstance(callback, type) else ""
+            raise ConfigError(f"callbacks has {callback!r}, which is no peel.Callback object.{hint}")
 
 
 def _config_of(model: nn.Module | str, data: object, settings: Mapping[str, Any]) -> Config:
