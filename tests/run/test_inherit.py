@@ -116,9 +116,21 @@ def test_the_recipe_is_that_of_fine_tuning_unless_trained_from_scratch() -> None
     assert RECIPES["finetune"].warmup_epochs == 0
 
 
+def test_without_repair_a_network_is_fine_tuned_as_it_was_cut(tmp_path: Path) -> None:
+    result = inherit(init="cut", method="uniform", train={"epochs": 0}, output=tmp_path / "run")
+    row = result.rows[-1]
+    assert list(row.before_training) == ["cut", "recalibrated"]
+    assert row.top1 == row.before_training["cut"]
+    assert "Every network is cut from the trained original." in result.notes
+    with pytest.raises(peel.RunError, match="repairs"):
+        inherit(method="uniform", train={"epochs": 0}, output=tmp_path / "run")
+
+
 def test_what_cannot_inherit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"needs trained weights.*--stages original"):
         small_run(init="inherit")
+    with pytest.raises(peel.ConfigError, match='init="cut" needs trained weights'):
+        small_run(init="cut")
     with pytest.raises(ConfigError, match="trains from scratch"):
         inherit(distill="in-place")
     with pytest.raises(ConfigError, match="the method taylor needs the trained original"):

@@ -37,6 +37,8 @@ class Problem:
     """The trained original, once it is known."""
     inherits: bool = False
     """Whether networks are cut from the trained original; else they start from fresh weights."""
+    repairs: bool = True
+    """Whether those that are cut are repaired too."""
     task: Task = field(default_factory=Task)
     """Loss, metric, optimizer and training function of the user's own."""
     limits: Mapping[str, int] = field(default_factory=dict)

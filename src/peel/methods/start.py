@@ -45,9 +45,10 @@ def start_network(
         recalibrated = copy.deepcopy(network)
         recalibrate(recalibrated, images)
         watch("recalibrated", recalibrated)
-    repair(network, original, images, graph=problem.graph)
-    if watch is not None:
-        watch("repaired", network)
+    if problem.repairs:
+        repair(network, original, images, graph=problem.graph)
+        if watch is not None:
+            watch("repaired", network)
     if problem.engine.world.size > 1:  # their last digits may differ
         state = {name: tensor.cpu() for name, tensor in network.state_dict().items()}
         network.load_state_dict(problem.engine.world.broadcast(state))

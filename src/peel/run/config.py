@@ -22,7 +22,7 @@ from ..utils.validation import describe_error
 #: The original is the teacher; backbone is steps 1 and 2, plan steps 3 and 4, final step 5.
 STAGES = ("original", "backbone", "plan", "uniform", "final")
 
-INITS = ("auto", "inherit", "scratch")
+INITS = ("auto", "inherit", "cut", "scratch")
 
 #: Several numbers may follow one flag.
 Numbers = Annotated[tuple[float, ...], Parameter(consume_multiple=True, negative_iterable=())]
@@ -61,7 +61,7 @@ class Config(MethodConfig):
     weights: str = "train"
     """What the model was trained to: pretrained, a file, or a run folder. train: the run trains it."""
     init: str = "auto"
-    """What networks start from: inherit (the trained original) or scratch. auto: inherit with weights."""
+    """What networks start from: inherit (cut and repaired), cut, scratch. auto: inherit with weights."""
     stages: tuple[str, ...] = STAGES
     """Which of original, backbone, plan, uniform, final to run."""
     plan: str | dict[str, int] | None = None
@@ -107,16 +107,21 @@ class Config(MethodConfig):
         object.__setattr__(self, "stages", tuple(name for name in STAGES if name in stages))
         check_choice("compile", self.compile, COMPILE)
         check_choice("init", self.init, INITS)
-        if self.init == "inherit" and self.weights == "train":
+        if self.init in ("inherit", "cut") and self.weights == "train":
             raise ConfigError(
-                'init="inherit" needs trained weights: name them with --weights. To train them first: '
+                f'init="{self.init}" needs trained weights: name them with --weights. To train them first: '
                 "peel run ... --stages original --output FOLDER, then --weights FOLDER."
             )
 
     @property
     def inherits(self) -> bool:
         """Whether networks are cut from the trained original instead of trained from scratch."""
-        return self.init == "inherit" or (self.init == "auto" and self.weights != "train")
+        return self.init in ("inherit", "cut") or (self.init == "auto" and self.weights != "train")
+
+    @property
+    def repairs(self) -> bool:
+        """Whether networks that are cut from the trained original are repaired."""
+        return self.init != "cut"
 
     def to_dict(self) -> dict[str, Any]:
         """The settings that are not None, as plain values: what `prune` takes as keywords."""

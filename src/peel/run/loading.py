@@ -152,8 +152,13 @@ def model_notes(
     if isinstance(model, nn.Module) and config.weights == "train":
         notes.append("The weights of the given model are not used: every network is trained from scratch.")
     elif config.inherits:
-        steps = " and repaired" if config.train.epochs == 0 else ", repaired and fine-tuned"
-        notes.append(f"Every network is cut from the trained original{steps}.")
+        steps = ["cut from the trained original"]
+        steps += ["repaired"] if config.repairs else []
+        steps += ["fine-tuned"] if config.train.epochs != 0 else []
+        *others, last = steps
+        notes.append(
+            f"Every network is {', '.join(others)} and {last}." if others else f"Every network is {last}."
+        )
     frozen = [name for name, parameter in network.named_parameters() if not parameter.requires_grad]
     if frozen and len(frozen) < len(list(network.parameters())):
         more = f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""

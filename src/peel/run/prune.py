@@ -176,6 +176,7 @@ def _prepare(
         config.seed,
         config.grow,
         inherits=config.inherits,
+        repairs=config.repairs,
         task=task,
         limits=target.limits,
         callbacks=callbacks if engine.world.is_main_process else (),

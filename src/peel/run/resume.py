@@ -66,6 +66,7 @@ def run_identity(
         "criterion_file": fingerprint([criterion.read_bytes()]) if criterion.is_file() else None,
         "weights": config.weights if config.weights in ("train", "pretrained", "given module") else "path",
         "inherits": config.inherits,
+        **({} if config.repairs else {"repairs": False}),
         "plan": dict(plan) if plan is not None else None,
         **({"latency": _latency_key(graph.latency_model)} if graph.latency_model is not None else {}),
         "groups": {name: list(ties) for name, ties in graph.groups.items()},
