@@ -116,6 +116,8 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--backbone-ratio", "nan"], ["backbone_ratio", "nan"]),
     (["--criterion", "gradent"], ["gradent", "Did you mean gradient"]),
     (["--policy", "winner-takes-all"], ["'winner-takes-all'", "Did you mean winner-take-all"]),
+    (["--export", "slim.tflite"], ["slim.tflite has no format", ".onnx"]),
+    (["--export", "slim.onnx", "--stages", "original"], ["--export needs the slim network", "final"]),
     (["--division", "sensitive"], ["'sensitive'", "Did you mean sensitivity"]),
     (["--division", "sensitivity"], ['division needs method="search"', "'peel'"]),
     (["--solver", "triangle"], ["'triangle'", "Did you mean triangular"]),

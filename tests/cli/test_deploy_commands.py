@@ -7,10 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 import peel
 from helpers.deploy import OWN, slim_small
-from helpers.small import SHORT, few_digits
+from helpers.small import SHORT, few_digits, taught
 from peel import zoo
 from peel.cli.main import main
 from peel.deploy.networks import load_network
@@ -36,6 +37,22 @@ def test_from_a_run_to_an_onnx_file_that_keeps_its_accuracy(
     assert values[0]["macs"] == values[1]["macs"] == finished[1].rows[-1].macs
     assert main(["eval", file, "--data", "digits"]) == 0
     assert f"{values[0]['top1']:.2%}" in capsys.readouterr().out
+
+
+def test_one_command_from_a_trained_network_to_an_onnx_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text("from helpers.small import Small\n")
+    save_file(taught().state_dict(), "trained.safetensors")
+    command = ["run", "net.py:Small", "--weights", "trained.safetensors", "--data", "digits", "--quiet"]
+    command += ["--budget", "60%", "--method", "sensitivity", "--train.epochs", "0", "--bench-seconds", "0"]
+    assert main([*command, "--output", "slim", "--export", "slim.onnx", "--json"]) == 0
+    shown = capsys.readouterr()
+    row = json.loads(shown.out)["rows"][-1]
+    assert "exported slim.onnx" in shown.err
+    assert main(["eval", "slim.onnx", "--data", "digits", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["top1"] == row["top1"]
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 8), (3, 12, 10)])

@@ -127,6 +127,15 @@ def _export(network: Network, to: Path, batch: int | None, verbose: bool) -> Exp
         raise
 
 
+def export_slim(folder: Path, to: Path, console: Console) -> None:
+    """Export the slim network of a run folder, and say so."""
+    from ..deploy.networks import load_network
+
+    with show_status(make_console(stderr=True), f"exporting {to}"):
+        made = _export(load_network(str(folder)), to, None, verbose=False)
+    draw(made, console)
+
+
 def draw(made: Exported, console: Console) -> None:
     sizes = ", ".join(f"{file} ({format_bytes(file.stat().st_size)})" for file in made.files)
     console.print(f"exported {sizes}", markup=False, soft_wrap=True)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from ..errors import ConfigError
 from ..report.summary import draw_estimate
 from ..run.config import Config, make_config
 from ..run.prune import prune
@@ -19,6 +20,7 @@ from ..train.callbacks import Callback
 from ..train.distributed import shutdown_distributed
 from ..train.signals import handle_signals
 from ..utils.environment import is_main_process
+from .export import export_slim
 from .launch import command_line, launch
 from .progress import ProgressBar
 from .summary import draw_result
@@ -44,6 +46,7 @@ def run(
     settings: Annotated[Config | None, Parameter(name="*")] = None,
     config: Path | None = None,
     output: Path | None = None,
+    export: Path | None = None,
     gpus: int | None = None,
     dry_run: bool = False,
     json: bool = False,
@@ -59,6 +62,8 @@ def run(
         A TOML file with settings, such as the config.toml of a run folder. Flags override it.
     output
         The run folder. Default: a folder in runs/ named after the settings.
+    export
+        Also export the slim network to this file, as `peel export` does: .onnx, .pt2, .safetensors or .py.
     gpus
         Train with this many processes on this machine, one per GPU, started by torchrun's launcher.
     dry_run
@@ -73,6 +78,8 @@ def run(
     chosen = settings or Config()
     chosen = make_config(vars(replace(chosen, model=model) if model is not None else chosen))
     folder = None if dry_run else output or default_folder(chosen)
+    if export is not None:
+        _check_export(export, chosen, dry_run)
     with contextlib.ExitStack() as stack:
         stack.enter_context(handle_signals())
         stack.callback(shutdown_distributed)
@@ -88,7 +95,18 @@ def run(
         )
     if is_main_process():
         _show(result, json=json, with_notes=quiet)
+        if export is not None and folder is not None:
+            export_slim(folder, export, make_console(stderr=json))
     return 0
+
+
+def _check_export(path: Path, config: Config, dry_run: bool) -> None:
+    """Find before training what would keep the slim network from being exported."""
+    from ..deploy.export import check_path
+
+    if dry_run or "final" not in config.stages:
+        raise ConfigError("--export needs the slim network: leave out --dry-run, and have final in --stages.")
+    check_path(path)
 
 
 def _show(result: Result, *, json: bool, with_notes: bool) -> None:

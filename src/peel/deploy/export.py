@@ -96,12 +96,8 @@ def export(
     >>> peel.export(result.model, "slim.onnx").difference
     """
     path = Path(path)
-    writer = WRITERS.get(path.suffix)
-    if writer is None:
-        kinds = ", ".join(WRITERS)
-        raise ExportError(f"{path} has no format that peel can export: end its name in one of {kinds}.")
-    if path.suffix == ".py":
-        check_python_path(path)
+    check_path(path)
+    writer = WRITERS[path.suffix]
     name = type(model).__name__
     job = _prepare(model, example_input, batch, build)
     with temporary_folder(path) as folder:
@@ -115,6 +111,15 @@ def export(
         difference = check(job, run, name)
         files = publish(folder, path)
     return Exported(path, files, _batches(job), difference)
+
+
+def check_path(path: Path) -> None:
+    """Refuse a file whose name says no format."""
+    if path.suffix not in WRITERS:
+        kinds = ", ".join(WRITERS)
+        raise ExportError(f"{path} has no format that peel can export: end its name in one of {kinds}.")
+    if path.suffix == ".py":
+        check_python_path(path)
 
 
 @contextlib.contextmanager
