@@ -3,7 +3,8 @@
 The uniform network and random allocations of the budget are judged by their losses on held-out training
 images. The plan is the lowest point of a smooth fit of these losses on the budget. Only hidden channels are
 reallocated. Residual streams stay uniform, because repaired networks overrate them: a network that is trained
-adapts to a narrow stream.
+adapts to a narrow stream. With the division `sensitivity`, the layers of a group share what it gets by
+sensitivity.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from .method import Method, TrainBackbone
 from .peel import HELD_OUT
 from .plan import Plan, assemble_plan
 from .problem import Problem
+from .sensitivity import widths_by
 from .start import calibration_images
 
 #: The fit has a weight per group, and needs this many networks for each.
@@ -107,6 +109,10 @@ class Images(NamedTuple):
             )
         return images
 
+    def for_repair(self, problem: Problem) -> Problem:
+        """The problem without the images that networks are judged by."""
+        return replace(problem, data=replace(problem.data, train=self.repair))
+
     @property
     def per_network(self) -> int:
         return min(REPAIR_IMAGES, self.repair.size) + self.held_out.size
@@ -122,8 +128,7 @@ def judge(
     seed_everything(derive_seed("search", problem.seed))
     for callback in callbacks:
         callback.on_stage_begin("plan", f"comparing {len(several)} cut and repaired networks")
-    without_held_out = replace(problem, data=replace(problem.data, train=images.repair))
-    batches = calibration_images(without_held_out, REPAIR_IMAGES)
+    batches = calibration_images(images.for_repair(problem), REPAIR_IMAGES)
     scores = explain_scores(original, graph, batches)
     losses = []
     for number, widths in enumerate(several, start=1):
@@ -195,17 +200,9 @@ def _by_sensitivity(problem: Problem, images: Images) -> Widths:
     assert problem.trained is not None
     if problem.cost(problem.graph.widths) <= problem.budget:
         return problem.graph.widths  # it grows: nothing is cut
-    without_held_out = replace(problem, data=replace(problem.data, train=images.repair))
-    measured = measure_sensitivity(problem.trained, problem.graph, calibration_images(without_held_out))
-    widths = measured.widths(
-        problem.budget,
-        resource=problem.resource,
-        limits=problem.limits,
-        divisor=1,
-        freeze=problem.freeze,
-    )
-    # The last digits may differ between processes: the main process decides.
-    return problem.engine.world.broadcast(widths)
+    batches = calibration_images(images.for_repair(problem))
+    measured = measure_sensitivity(problem.trained, problem.graph, batches)
+    return widths_by(measured, replace(problem, divisor=1))
 
 
 def _summarize(

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from ..cost.widths import Widths
 from ..surgery.sensitivity import Sensitivity, measure_sensitivity
 from .config import MethodConfig
 from .method import Method, TrainBackbone
@@ -21,15 +22,7 @@ class LeastSensitive(Method):
         self.measured: Sensitivity | None = None
 
     def plan(self, problem: Problem, config: MethodConfig, train_backbone: TrainBackbone) -> Plan:
-        widths = self.measure(problem).widths(
-            problem.budget,
-            resource=problem.resource,
-            limits=problem.limits,
-            divisor=problem.divisor,
-            freeze=problem.freeze,
-        )
-        # The last digits may differ between processes: the main process decides.
-        return assemble_plan(problem, problem.engine.world.broadcast(widths), config=config)
+        return assemble_plan(problem, widths_by(self.measure(problem), problem), config=config)
 
     def scores(self, problem: Problem) -> Mapping[str, Tensor]:
         return self.measure(problem).scores
@@ -42,3 +35,16 @@ class LeastSensitive(Method):
             images = calibration_images(problem)
             self.measured = measure_sensitivity(problem.trained, problem.graph, images)
         return self.measured
+
+
+def widths_by(measured: Sensitivity, problem: Problem) -> Widths:
+    """The widths by sensitivity at the budget of a problem."""
+    widths = measured.widths(
+        problem.budget,
+        resource=problem.resource,
+        limits=problem.limits,
+        divisor=problem.divisor,
+        freeze=problem.freeze,
+    )
+    # The last digits may differ between processes: the main process decides.
+    return problem.engine.world.broadcast(widths)
