@@ -34,6 +34,7 @@ from .jobs import STAGES
 from .plot import PICTURE, plot
 from .predict import EPOCHS, ORIGINALS, originals, predict
 from .results import REPAIRS, RESULTS
+from .searched import EPOCHS as SEARCH_EPOCHS
 from .searched import search
 from .sensitivity import sensitivity
 from .simulate import simulate
@@ -89,6 +90,7 @@ def main() -> None:
     )
     command.add_argument("--networks", default="", help="a part of the names of networks")
     command.add_argument("--budget", default="", choices=["", *BUDGETS])
+    command.add_argument("--epochs", type=int, default=SEARCH_EPOCHS, help="of the original")
     commands.add_parser("analyze", parents=[results], help="print the tables")
     commands.add_parser("simulate", parents=[results], help="compare designs of searches by trials")
     command = commands.add_parser("plot", parents=[results], help="draw the picture")

@@ -162,16 +162,21 @@ class OriginalJob:
 
 
 def train_original(lane: Lane, job: OriginalJob) -> dict[str, Any]:
-    """Train an original from scratch and save it."""
+    """Train an original from scratch and save it. The images that judge networks are left out."""
     problem = lane.problem(job.data, job.network, "100%", job.seed)
-    trained, line = train_network(lane, problem, problem.graph.widths)
+    images = find_method("search").original_images(problem)
+    trained, line = train_network(lane, problem, problem.graph.widths, images)
     path = original_path(lane.setting.originals, job.data, job.network)
     peel.save(trained, path.with_suffix(""))
     return line | {"macs": problem.graph.macs(), "params": problem.graph.params()}
 
 
 def train_network(
-    lane: Lane, problem: Problem, widths: Widths, taught_by: tuple[str, str] | None = None
+    lane: Lane,
+    problem: Problem,
+    widths: Widths,
+    images: Split,
+    taught_by: tuple[str, str] | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Train a network of these widths from fresh weights. Seeds fix weights, order and augmentation.
 
@@ -181,11 +186,9 @@ def train_network(
     network = peel.slim(problem.model, widths, graph=problem.graph).requires_grad_(True)
     recipe, trainer = lane.recipe(), Trainer(problem, ())
     objective: Objective = problem.task.objective(recipe.label_smoothing)
-    train: Split = problem.data.train
     if taught_by is not None:
         objective = Distillation(objective, lane.original(*taught_by))
-        train = lane.taught(*taught_by)
-    trained = trainer.train("final", network, objective, recipe, train)
+    trained = trainer.train("final", network, objective, recipe, images)
     return trained, history_of(trainer, "final")
 
 
@@ -253,8 +256,9 @@ def train_planned(lane: Lane, job: TrainJob) -> dict[str, Any]:
     plan = find_plan(lane.setting.plans, job)
     problem = lane.problem(job.data, job.network, job.budget, job.seed)
     taught_by = (job.data, job.network) if job.teacher else None
+    images = problem.data.train if taught_by is None else lane.taught(*taught_by)
     try:
-        line = train_network(lane, problem, plan["widths"], taught_by)[1]
+        line = train_network(lane, problem, plan["widths"], images, taught_by)[1]
     except DivergedError as error:
         return {"error": str(error)}
     return line | {"top1": line["top1"][-1], "macs": plan["macs"], "params": plan["params"]}

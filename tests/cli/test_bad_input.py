@@ -119,7 +119,7 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--export", "slim.tflite"], ["slim.tflite has no format", ".onnx"]),
     (["--export", "slim.onnx", "--stages", "original"], ["--export needs the slim network", "final"]),
     (["--division", "sensitive"], ["'sensitive'", "Did you mean sensitivity"]),
-    (["--division", "sensitivity"], ['division needs method="search"', "'peel'"]),
+    (["--division", "uniform"], ['division needs method="search"', "'peel'"]),
     (["--solver", "triangle"], ["'triangle'", "Did you mean triangular"]),
     (["--backbone-init", "even"], ["backbone_init is one of uniform, equal, not 'even'"]),
     (["--distill", "inplace"], ["'inplace'", "Did you mean in-place"]),

@@ -104,12 +104,12 @@ GROUPS = {"8x8 hidden": ("conv1", "conv2"), "4x4 hidden": ("conv3", "conv4")}
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, tuple[Problem, Plan]]:
-    """Group -> a problem in which it is the bottleneck, and the plan of the search."""
+    """Group -> a problem in which it is the bottleneck, and the plan of the search, one factor a group."""
     problems = {
-        "8x8 hidden": problem_of(planted(*GROUPS["4x4 hidden"], distinct=3)),
-        "4x4 hidden": problem_of(planted(*GROUPS["8x8 hidden"], distinct=2)),
+        "8x8 hidden": problem_of(planted(*GROUPS["4x4 hidden"], distinct=3), 0.45),
+        "4x4 hidden": problem_of(planted(*GROUPS["8x8 hidden"], distinct=2), 0.45),
     }
-    return {group: (problem, search(problem)) for group, problem in problems.items()}
+    return {group: (problem, search(problem, division="uniform")) for group, problem in problems.items()}
 
 
 @pytest.mark.parametrize("wide", GROUPS)
@@ -215,8 +215,8 @@ def test_a_network_that_grows_is_divided_uniformly() -> None:
 
 def test_the_same_seed_gives_the_same_plan(found: dict[str, tuple[Problem, Plan]]) -> None:
     problem, plan = found["8x8 hidden"]
-    assert search(problem).to_json() == plan.to_json()
-    divided = [search(problem, division="sensitivity").to_json() for _ in range(2)]
+    assert search(problem, division="uniform").to_json() == plan.to_json()
+    divided = [search(problem).to_json() for _ in range(2)]
     assert divided[0] == divided[1]
     other = Space(replace(problem, seed=1)).draw()
     assert other != Space(problem).draw()
@@ -269,7 +269,7 @@ def test_hidden_ties_are_those_inside_of_blocks(name: str, hidden: str) -> None:
 @pytest.mark.parametrize("model", [Residual(), Chain()], ids=["one hidden group", "few networks"])
 def test_where_nothing_can_be_compared_the_plan_is_uniform_and_says_so(model: nn.Module) -> None:
     problem = problem_of(model, 0.9)
-    plan = search(problem, division="sensitivity")
+    plan = search(problem)
     assert plan.widths == problem.uniform()
     assert not plan.rounds[0].distinct
     assert "The plan is uniform" in plan.rounds[0].note
@@ -359,6 +359,25 @@ def test_a_run_killed_in_the_search_resumes_to_the_same_plan(tmp_path: Path) -> 
     assert small_run(output=straight, callbacks=[again], **SHORT).plan == result.plan
     assert not again.steps
     assert json.loads((straight / "result.json").read_text())["search"] == cost
+
+
+def test_an_original_that_the_run_trains_does_not_see_the_images_that_judge() -> None:
+    """Another run of a search, with its own seed, judges by the same images."""
+    data = few_digits()
+    problem = replace(problem_of(Small()), data=data)
+    images = Images.of(problem)
+    other = Images.of(replace(problem, seed=1))
+    assert images.held_out.labels is not None
+    assert torch.equal(images.held_out.labels, other.held_out.labels)
+    passes = {}
+    for method in ("uniform", "search"):
+        train = {"epochs": 1, "batch_size": 20}
+        result = small_run(data=data, method=method, train=train, stages=("original", "plan"))
+        passes[method] = result.rows[0].image_passes
+    assert passes == {"uniform": data.train.size, "search": data.train.size - images.held_out.size}
+    too_large = {"epochs": 1, "batch_size": images.repair.size + 1}
+    with pytest.raises(peel.PeelError, match="at most 180"):
+        small_run(data=data, method="search", train=too_large)
 
 
 def test_a_trained_network_is_searched_and_fine_tuned(tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ class MethodConfig:
     """Step 4: importance, winner-take-all, equal (the same number of channels) or random."""
     solver: str = "telescoped"
     """Step 4: telescoped or triangular."""
-    division: str = "uniform"
-    """Step 4, search: the layers of a group share what it gets by one factor (uniform) or by sensitivity."""
+    division: str = "sensitivity"
+    """Step 4, search: the layers of a group share what it gets by sensitivity, or by one factor (uniform)."""
     rounds: Count = 1
     """Step 4: rounds of reallocation; the backbone is widened and trained again between them."""
     max_width: Positive | None = None

@@ -32,6 +32,10 @@ class Method(ABC):
         """About how many multiply-adds `plan` takes without the training of networks."""
         return 0.0
 
+    def original_images(self, problem: Problem) -> Split:
+        """The images that the original is trained with, where the run trains it."""
+        return problem.data.train
+
     @abstractmethod
     def plan(self, problem: Problem, config: MethodConfig, train_backbone: TrainBackbone) -> Plan:
         """The widths of the slim network, and how the method came to them."""

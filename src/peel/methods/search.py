@@ -3,8 +3,7 @@
 The uniform network and random allocations of the budget are judged by their losses on held-out training
 images. The plan is the lowest point of a smooth fit of these losses on the budget. Only hidden channels are
 reallocated. Residual streams stay uniform, because repaired networks overrate them: a network that is trained
-adapts to a narrow stream. With the division `sensitivity`, the layers of a group share what it gets by
-sensitivity.
+adapts to a narrow stream. The layers of a group share what it gets by sensitivity, or by one factor.
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ from ..steps.reallocation import Round
 from ..surgery import slim
 from ..surgery.explain import explain_scores
 from ..surgery.repair import repair
-from ..surgery.sensitivity import measure_sensitivity
+from ..surgery.sensitivity import measure_sensitivity, sensitivity_passes
 from ..train.callbacks import Callback
+from ..train.engine import eval_batch_size
 from ..train.loop import evaluate
 from ..utils.rng import derive_seed, seed_everything
 from .allocation import ALLOCATIONS, Space
@@ -69,6 +69,12 @@ class Search(Method):
             raise ConfigError("the method search compares losses, and this task has none: give loss=.")
         Images.of(problem)
 
+    def original_images(self, problem: Problem) -> Split:
+        """All but those that networks are judged by: on images that it knows by heart, an original needs
+        its widest layers more than on others.
+        """
+        return Images.of(problem).repair if len(Space(problem).hidden) > 1 else problem.data.train
+
     def search_macs(self, problem: Problem) -> float:
         if len(Space(problem).hidden) < 2:
             return 0.0
@@ -76,7 +82,8 @@ class Search(Method):
         slim_macs = graph.macs(problem.uniform())
         # The regression of a repair takes about as long as the passes through both networks.
         for_repair = 2 * min(REPAIR_IMAGES, images.repair.size) * (graph.macs() + slim_macs)
-        return float(ALLOCATIONS * (for_repair + images.held_out.size * slim_macs))
+        compared = ALLOCATIONS * (for_repair + images.held_out.size * slim_macs)
+        return float(compared + sensitivity_passes(graph) * graph.macs())
 
     def plan(self, problem: Problem, config: MethodConfig, train_backbone: TrainBackbone) -> Plan:
         space = Space(problem)
@@ -101,7 +108,8 @@ class Images(NamedTuple):
     def of(cls, problem: Problem) -> Images:
         size = problem.data.train.size
         fraction = min(HELD_OUT, MOST_HELD_OUT / max(1, size))
-        images = cls(*hold_out(problem.data.train, fraction, problem.seed))
+        # The same in every run: an original that another run of a search trained has not seen them either.
+        images = cls(*hold_out(problem.data.train, fraction, seed=0))
         if images.held_out.size < LEAST_HELD_OUT:
             raise DataError(
                 f"the method search judges networks by {HELD_OUT:.0%} of the training images, at least "
@@ -123,7 +131,10 @@ def judge(
 ) -> list[float]:
     """The losses of networks of these widths, cut from the trained original and repaired."""
     assert problem.trained is not None
-    engine, graph = problem.engine, problem.graph
+    # Evaluated as it is repaired, in float32 and with as many images: a GPU prepares its convolutions, which
+    # takes longer than to run them, once for each shape and precision.
+    engine, graph = replace(problem.engine, bf16=False), problem.graph
+    batch_size = min(REPAIR_IMAGES, eval_batch_size(images.held_out))
     original = engine.prepare(problem.trained)
     seed_everything(derive_seed("search", problem.seed))
     for callback in callbacks:
@@ -132,9 +143,9 @@ def judge(
     scores = explain_scores(original, graph, batches)
     losses = []
     for number, widths in enumerate(several, start=1):
-        network = slim(original, widths, graph=graph, weights="inherit", scores=scores)
+        network = engine.prepare(slim(original, widths, graph=graph, weights="inherit", scores=scores))
         repair(network, original, batches, graph=graph)
-        loss = evaluate(engine.prepare(network), images.held_out, engine, task=problem.task).loss
+        loss = evaluate(network, images.held_out, engine, batch_size, problem.task).loss
         losses.append(math.nan if loss is None else loss)
         for callback in callbacks:
             callback.on_step_end(number, len(several), images.per_network)
@@ -159,7 +170,7 @@ def _compare(space: Space) -> tuple[Round, FitSummary | None]:
     logs = np.array([space.log(widths) for widths, _ in finite])
     fit, left_out = fit_losses(logs, np.array([loss for _, loss in finite]))
     is_hidden = np.array([group in space.hidden for group in space.groups])
-    low, high = (np.where(is_hidden, bound, 0.0) for bound in (logs.min(0) / 2, logs.max(0)))
+    low, high = (np.where(is_hidden, bound / 2, 0.0) for bound in (logs.min(0), logs.max(0)))
     point = best_point(fit, space.load, low, high)
     ideal = space.ideal_at(point)
     widths = space.rounded(ideal)

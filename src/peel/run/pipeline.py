@@ -78,6 +78,10 @@ class Pipeline:
         return self.given_widths is None and asked
 
     @property
+    def trains_original(self) -> bool:
+        return "original" in self.config.stages and self.loaded_teacher is None
+
+    @property
     def trains_backbone(self) -> bool:
         return self.is_searched and self.method.trains_backbone(self.config)
 
@@ -100,7 +104,7 @@ class Pipeline:
         self._load_teacher()
         self._check_epochs()
         self._check_given_plan()
-        self._check_batch_sizes(bool(self.networks) or ("original" in stages and self.loaded_teacher is None))
+        self._check_batch_sizes()
         uniform = problem.uniform()
         self._check_networks(uniform if "uniform" in stages else None, self.given_widths)
         if self.is_searched:
@@ -108,8 +112,7 @@ class Pipeline:
 
     def _check_epochs(self) -> None:
         """Networks that are cut from trained weights need no training; others do."""
-        from_scratch = "original" in self.config.stages and self.loaded_teacher is None
-        if self.recipe.epochs == 0 and (from_scratch or (self.networks and not self.config.inherits)):
+        if self.recipe.epochs == 0 and (self.trains_original or (self.networks and not self.config.inherits)):
             raise ConfigError("without epochs (0) nothing is trained from scratch: give trained --weights.")
         if self.trains_backbone and self.problem.backbone_recipe.epochs == 0:
             raise ConfigError("the backbone needs at least one epoch: set --backbone.epochs.")
@@ -154,17 +157,20 @@ class Pipeline:
         for widths in filter(None, several):
             slim(self.problem.model, widths, graph=self.problem.graph)
 
-    def _check_batch_sizes(self, trains: bool) -> None:
+    def _check_batch_sizes(self) -> None:
         problem, size = self.problem, self.problem.data.train.size
         own = self.method.criterion if isinstance(self.method, Peel) else None
         criterion = find_criterion(self.config.criterion if own is None else own)
         needs_held_out = getattr(criterion, "needs_held_out", False)
         left = size - held_out_size(size, HELD_OUT) if needs_held_out else size
-        checks = ((trains, self.recipe, size), (self.trains_backbone, problem.backbone_recipe, left))
-        for is_used, recipe, images in checks:
-            if is_used:
-                local_batch_size(recipe, problem.engine)
-                recipe.steps_per_epoch(images)
+        trainings = [(self.recipe, size)] if self.networks else []
+        if self.trains_original:
+            trainings.append((self.recipe, self._original_images().size))
+        if self.trains_backbone:
+            trainings.append((problem.backbone_recipe, left))
+        for recipe, images in trainings:
+            local_batch_size(recipe, problem.engine)
+            recipe.steps_per_epoch(images)
 
     def evaluate_teacher(self) -> None:
         """Evaluate a loaded teacher before anything is written or trained: one that fails stops the run."""
@@ -221,7 +227,7 @@ class Pipeline:
 
     def _work(self, plan: Plan) -> list[tuple[str, float]]:
         trained = list(self.networks)
-        if "original" in self.config.stages and self.loaded_teacher is None:
+        if self.trains_original:
             trained.append("original")
         if self.trains_backbone:
             trained.append("backbone")
@@ -254,7 +260,11 @@ class Pipeline:
             weights="inherit" if self.new_classifier else "fresh",
         ).requires_grad_(True)
         objective = self.problem.task.objective(self.recipe.label_smoothing)
-        return self._train("original", network, objective, graph.widths)
+        return self._train("original", network, objective, graph.widths, self._original_images())
+
+    def _original_images(self) -> Split:
+        """The images that the original is trained with."""
+        return self.method.original_images(self.problem) if self.is_searched else self.problem.data.train
 
     def _check_teacher(self, teacher: nn.Module) -> None:
         """Refuse a teacher whose weights changed since the last start."""

@@ -25,7 +25,7 @@ from ..cost.widths import Widths
 from ..errors import DataError
 from ..graph.channel_graph import ChannelGraph
 from ..utils.rng import derive_seed
-from .calibration import Images, evaluating, make_batches, run_model
+from .calibration import MAX_IMAGES, Images, evaluating, make_batches, run_model
 from .explain import Reading, collect_readings
 from .layer_calls import CallWatcher, LayerCall, Visitor
 from .regression import TINY
@@ -105,6 +105,11 @@ def measure_sensitivity(model: nn.Module, graph: ChannelGraph, images: Images) -
     scores = per_channel(graph, {atom: scores for atom, (scores, _) in found.items()})
     change = _sum_by_tie(graph, {atom: change for atom, (_, change) in found.items()})
     return Sensitivity(graph, scores, {tie: change[tie] for tie in scores})
+
+
+def sensitivity_passes(graph: ChannelGraph) -> int:
+    """About how many images pass through the network in `measure_sensitivity`."""
+    return MAX_IMAGES + IMAGES * (3 + len(graph.consumers))
 
 
 def _sum_by_tie(graph: ChannelGraph, by_atom: Mapping[int, Tensor]) -> dict[str, Tensor]:
