@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from peel.surgery.regression import Regression
+from peel.surgery.regression import Equations, Regression
 
 
 def test_a_small_gain_does_not_blow_up_the_weights() -> None:
@@ -39,3 +39,20 @@ def test_a_large_gain_may_change_the_weights() -> None:
     torch.testing.assert_close(
         solution.fit.weight[0, 0], torch.tensor([3.0, 1.0], dtype=torch.float64), atol=1e-4, rtol=0
     )
+
+
+def test_a_matrix_without_a_cholesky_factor_gets_a_larger_penalty_or_no_solution() -> None:
+    """Rounding can make it indefinite. A factor of such a matrix is finite, and wrong."""
+    matrix = torch.tensor([[[1.0, 2.0], [2.0, 1.0]]], dtype=torch.float64)  # eigenvalues 3 and -1
+    right = torch.ones(1, 2, 1, dtype=torch.float64)
+    zeros = torch.zeros(1, 1, 2, dtype=torch.float64)
+    equations = Equations(
+        matrix, right, torch.ones(1).double(), lambda x: x.mT, zeros, zeros[0], zeros[0, :, :1]
+    )
+
+    assert not equations.fit(1e-6).is_finite()
+    assert equations.solve(1e-6) is None
+    solution = equations.solve(0.1)
+    assert solution is not None
+    expected = torch.linalg.solve(matrix + 10 * torch.eye(2), right).mT
+    torch.testing.assert_close(solution.weight, expected)

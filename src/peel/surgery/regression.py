@@ -9,6 +9,7 @@ larger than the old ones. They predict a little better and cannot be trained: so
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -48,6 +49,38 @@ class Fit:
         return bool(torch.isfinite(self.weight).all() and torch.isfinite(self.intercept).all())
 
 
+@dataclass(frozen=True)
+class Equations:
+    """The normal equations of the change of the weights, centered, or their dual form."""
+
+    matrix: Tensor
+    right: Tensor
+    scale: Tensor
+    """The mean square of a feature, for each group. Penalties are fractions of it."""
+    change: Callable[[Tensor], Tensor]
+    """Solution -> change of the weights."""
+    old: Tensor
+    x: Tensor
+    y: Tensor
+    """Means of inputs and outputs; zero where there is no intercept."""
+
+    def fit(self, ridge: float) -> Fit:
+        """NaN where the matrix with this penalty has no Cholesky factor. A GPU is not waited for."""
+        weight = self.old
+        if ridge != float("inf"):
+            penalized = self.matrix.clone()
+            penalized.diagonal(dim1=1, dim2=2).add_((ridge * self.scale).clamp_min(TINY)[:, None])
+            factor, failed = torch.linalg.cholesky_ex(penalized)
+            changed = self.old + self.change(torch.cholesky_solve(self.right, factor))
+            weight = torch.where(failed[:, None, None] == 0, changed, torch.nan)
+        return Fit(weight, self.y - (weight @ self.x[:, :, None]).squeeze(2))
+
+    def solve(self, ridge: float) -> Fit | None:
+        """With the penalty raised until the matrix has a Cholesky factor; None if nothing helps."""
+        fits = (self.fit(raised * ridge) for raised in (1.0, 1e2, 1e4))
+        return next((fit for fit in fits if fit.is_finite()), None)
+
+
 class Moments:
     """Sums of products of inputs and outputs: the normal equations."""
 
@@ -76,18 +109,12 @@ class Moments:
         for name in ("x", "y", "yy", "xx", "xy"):
             getattr(self, name).add_(getattr(other, name))
 
-    def solve(self, ridge: float, old: Tensor, *, intercept: bool) -> Fit | None:
-        """None if the equations cannot be solved."""
+    def equations(self, old: Tensor, *, intercept: bool) -> Equations:
         x, y = (self.x / self.count, self.y / self.count) if intercept else (0 * self.x, 0 * self.y)
-        weight = old
-        if ridge != float("inf"):
-            xx = self.xx / self.count - x[:, :, None] * x[:, None]
-            xy = self.xy / self.count - x[:, :, None] * y[:, None]
-            change = _solve(xx, ridge * _scale(xx), xy - xx @ old.mT)
-            if change is None:
-                return None
-            weight = old + change.mT
-        return Fit(weight, y - (weight @ x[:, :, None]).squeeze(2))
+        xx = self.xx / self.count - x[:, :, None] * x[:, None]
+        xy = self.xy / self.count - x[:, :, None] * y[:, None]
+        scale = xx.diagonal(dim1=1, dim2=2).mean(1)
+        return Equations(xx, xy - xx @ old.mT, scale, lambda solution: solution.mT, old, x, y)
 
     def error(self, fit: Fit) -> Tensor:
         """Mean square error of each output: groups x outputs."""
@@ -96,11 +123,15 @@ class Moments:
         squares = ((w @ self.xx) * w).sum(2) - 2 * (w * self.xy.mT).sum(2) + self.yy
         return ((squares + 2 * b * (wx - self.y)) / self.count + b.square()).clamp_min(0.0)
 
-    def variances(self, fit: Fit) -> tuple[Tensor, Tensor]:
-        """Variance of each fitted output, and of the output it is fitted to."""
-        x, y = self.x / self.count, self.y / self.count
+    def variance(self, fit: Fit) -> Tensor:
+        """Variance of each fitted output."""
+        x = self.x / self.count
         xx = self.xx / self.count - x[:, :, None] * x[:, None]
-        return ((fit.weight @ xx) * fit.weight).sum(2), self.yy / self.count - y.square()
+        return ((fit.weight @ xx) * fit.weight).sum(2)
+
+    def target_variance(self) -> Tensor:
+        """Variance of each output that is fitted to."""
+        return self.yy / self.count - (self.y / self.count).square()
 
 
 class Rows:
@@ -127,44 +158,30 @@ class Rows:
         x, y = self.parts[0]
         return x.double(), y.double()
 
-    def solve(self, ridge: float, old: Tensor, *, intercept: bool) -> Fit | None:
+    def equations(self, old: Tensor, *, intercept: bool) -> Equations:
         x, y = self._all()
         mean_x = x.mean(1, keepdim=True) if intercept else 0 * x[:, :1]
         mean_y = y.mean(1, keepdim=True) if intercept else 0 * y[:, :1]
-        weight = old
-        if ridge != float("inf"):
-            centered = x - mean_x
-            products = centered @ centered.mT / self.count
-            scale = centered.square().mean((1, 2))
-            dual = _solve(products, ridge * scale, (y - mean_y - centered @ old.mT) / self.count)
-            if dual is None:
-                return None
-            weight = old + dual.mT @ centered
-        return Fit(weight, (mean_y - mean_x @ weight.mT).squeeze(1))
+        centered = x - mean_x
+        return Equations(
+            centered @ centered.mT / self.count,
+            (y - mean_y - centered @ old.mT) / self.count,
+            centered.square().mean((1, 2)),
+            lambda dual: dual.mT @ centered,
+            old,
+            mean_x.squeeze(1),
+            mean_y.squeeze(1),
+        )
 
     def error(self, fit: Fit) -> Tensor:
         x, y = self._all()
         return (y - x @ fit.weight.mT - fit.intercept[:, None]).square().mean(1)
 
-    def variances(self, fit: Fit) -> tuple[Tensor, Tensor]:
-        x, y = self._all()
-        return (x @ fit.weight.mT).var(1, correction=0), y.var(1, correction=0)
+    def variance(self, fit: Fit) -> Tensor:
+        return (self._all()[0] @ fit.weight.mT).var(1, correction=0)
 
-
-def _scale(xx: Tensor) -> Tensor:
-    return xx.diagonal(dim1=1, dim2=2).mean(1)
-
-
-def _solve(matrix: Tensor, penalty: Tensor, right: Tensor) -> Tensor | None:
-    """Solve with a penalty on the diagonal, raised until the matrix has a Cholesky factor."""
-    diagonal = torch.eye(matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
-    for raised in (1.0, 1e2, 1e4):
-        penalized = matrix + (raised * penalty).clamp_min(TINY)[:, None, None] * diagonal
-        factor, failed = torch.linalg.cholesky_ex(penalized)
-        if not failed.any():
-            solution = torch.cholesky_solve(right, factor)
-            return solution if torch.isfinite(solution).all() else None
-    return None
+    def target_variance(self) -> Tensor:
+        return self._all()[1].var(1, correction=0)
 
 
 @dataclass(frozen=True)
@@ -210,32 +227,34 @@ class Regression:
 
     def solve(self, *, intercept: bool) -> Solution | None:
         """The best fit; None if the rows are not finite."""
-        chosen = SAFE_RIDGE
-        if self.fitted.count and self.held_out.count:
-            chosen = min(RIDGES, key=lambda ridge: self._judge(ridge, intercept))
+        chosen = self._choose(intercept) if self.fitted.count and self.held_out.count else SAFE_RIDGE
         rows = self.fitted if self.fitted.count else self.held_out
         if rows is self.fitted and self.held_out.count:
             rows.merge(self.held_out)  # type: ignore[arg-type]
-        unchanged = rows.solve(float("inf"), self.old, intercept=intercept)
-        if unchanged is None or not unchanged.is_finite():
+        equations = rows.equations(self.old, intercept=intercept)
+        unchanged = equations.fit(float("inf"))
+        if not unchanged.is_finite():
             return None
-        before, spread = _total(rows.error(unchanged)), _total(rows.variances(unchanged)[1])
-        fit = rows.solve(chosen, self.old, intercept=intercept)
-        if fit is None or not fit.is_finite() or not _total(rows.error(fit)) < before:
+        target = rows.target_variance()
+        before, spread = _total(rows.error(unchanged)), _total(target)
+        fit = equations.solve(chosen)
+        if fit is None or not _total(rows.error(fit)) < before:
             fit = unchanged
-        fitted, target = rows.variances(fit)
-        ratio = torch.where(target > TINY, fitted / target, 1.0).clamp(MIN_RATIO, 1 / MIN_RATIO)
+        ratio = torch.where(target > TINY, rows.variance(fit) / target, 1.0).clamp(MIN_RATIO, 1 / MIN_RATIO)
         return Solution(fit, before / spread, _total(rows.error(fit)) / spread, ratio)
 
-    def _judge(self, ridge: float, intercept: bool) -> float:
+    def _choose(self, intercept: bool) -> float:
+        """The penalty that is best for the held-out rows. All are tried before a GPU is waited for."""
+        equations = self.fitted.equations(self.old, intercept=intercept)
+        variance = self.held_out.target_variance().clamp_min(TINY)
+        judged = torch.stack([self._judge(equations.fit(ridge), variance) for ridge in RIDGES])
+        return RIDGES[int(torch.where(judged.isfinite(), judged, torch.inf).argmin())]
+
+    def _judge(self, fit: Fit, variance: Tensor) -> Tensor:
         """Error on the held-out rows over the variance of the outputs, and what the growth costs."""
-        fit = self.fitted.solve(ridge, self.old, intercept=intercept)
-        if fit is None or not fit.is_finite():
-            return float("inf")
-        error = self.held_out.error(fit) / self.held_out.variances(fit)[1].clamp_min(TINY)
-        growth = _total((fit.weight - self.old).square()) / _total(self.old.square())
-        judged = float(error.mean()) + GROWTH_COST * max(0.0, growth - FREE_GROWTH)
-        return judged if judged == judged else float("inf")
+        growth = (fit.weight - self.old).square().sum() / (self.old.square().sum() + TINY)
+        error = (self.held_out.error(fit) / variance).mean()
+        return error + GROWTH_COST * (growth - FREE_GROWTH).clamp_min(0.0)
 
 
 def _total(values: Tensor) -> float:
