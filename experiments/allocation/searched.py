@@ -3,8 +3,9 @@
     python -m experiments.allocation search --images images.pt --folder originals
 
 As in a run of a user, the original is trained here, on the training images but for those that judge networks.
-The held-out images of this experiment are not read. One line for each network, budget and division. In the
-lines `search` and `search divided`, which are older, the original was trained on all training images.
+The held-out images of this experiment are not read. One line for each network, budget and division. Older lines
+are of earlier forms of the search: in `search` and `search divided` the original was trained on all training
+images, and there and in `search unseen` a group could become as wide as in the widest sample.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from .train import Lane
 EPOCHS, SEED = 24, 0
 
 #: The allocations of a plan, without and with the division by sensitivity.
-UNSEEN, DIVIDED = "search unseen", "search unseen divided"
+UNDIVIDED, DIVIDED = "search bounded", "search bounded divided"
 
 
 def search(
@@ -101,7 +102,7 @@ def _plan(problem: Problem, trained: nn.Module, name: str, budget: str, results:
     last, space = plan.rounds[-1], Space(problem)
     undivided = space.rounded(space.ideal_at(np.log(list(last.factors.values()))))
     seconds = round(time.perf_counter() - began, 2)
-    for allocation, widths in ((UNSEEN, undivided), (DIVIDED, plan.widths)):
+    for allocation, widths in ((UNDIVIDED, undivided), (DIVIDED, plan.widths)):
         line = asdict(candidate(name, budget, allocation, widths))
         write(results, line | {"factors": last.factors, "note": last.note, "seconds": seconds})
     print(name, budget, seconds, last.note, flush=True)
