@@ -3,9 +3,9 @@
     python -m experiments.allocation search --images images.pt --folder originals
 
 As in a run of a user, the original is trained here, on the training images but for those that judge networks.
-The held-out images of this experiment are not read. One line for each network, budget and division. Older lines
-are of earlier forms of the search: in `search` and `search divided` the original was trained on all training
-images, and there and in `search unseen` a group could become as wide as in the widest sample.
+The held-out images of this experiment are not read. One line for each network, budget and division. Older
+lines are of earlier forms of the search: in `search` and `search divided` the original was trained on all
+training images, and there and in `search unseen` a group could become as wide as in the widest sample.
 """
 
 from __future__ import annotations
