@@ -1,0 +1,118 @@
+"""What `--method search` costs beside trainings, as ratios measured one after the other in one process.
+
+    python benchmarks/search.py                     both networks at 10 % of the MACs; minutes on a GPU
+    python benchmarks/search.py --budget 25% --divisor auto --results results.jsonl
+
+search     the whole plan: 65 networks cut, repaired and judged, the fit, and the sensitivity of layers
+backbone   the published search: the training of the backbone (0.8 times the budget, the epochs of --epochs)
+original   one training of the original
+uniform    one training of the uniform network of the budget
+
+The images are a pattern for each class, and noise. Trainings are timed over one epoch, after another that
+warms up, and multiplied. The search has the original after these two epochs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import peel
+from peel import zoo
+from peel.cost.widths import Widths
+from peel.data.datasets import Data
+from peel.methods.config import MethodConfig
+from peel.methods.problem import Problem
+from peel.methods.registry import find_method
+from peel.surgery.padding import fast_widths, pad
+from peel.train.engine import make_engine
+from peel.train.loop import fit
+from peel.train.objective import CrossEntropy
+from peel.train.recipe import named_recipe
+
+CLASSES = 100
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--networks", nargs="+", default=["cifar_resnet18", "cifar_mobilenet_v2"])
+    parser.add_argument("--budget", default="10%")
+    parser.add_argument("--divisor", default="1", help="a number, or auto")
+    parser.add_argument("--images", type=int, default=50_000, help="of 32 pixels")
+    parser.add_argument("--epochs", type=int, default=24, help="of a training")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--results", type=Path, help="append the measurements, one JSON object per line")
+    options = parser.parse_args()
+    for name in options.networks:
+        problem = make_problem(name, options)
+        backbone = peel.backbone(problem.graph, problem.budget, 0.8, divisor=problem.divisor)
+        networks = {"original": problem.graph.widths, "backbone": backbone, "uniform": problem.uniform()}
+        trained, times = {}, {}
+        for what, widths in networks.items():
+            trained[what], seconds = time_epoch(problem, widths)
+            times[what] = options.epochs * seconds
+        times["search"] = time_search(replace(problem, trained=trained["original"].eval()))
+        line = {"network": name, "budget": options.budget, "divisor": options.divisor, "seconds": times}
+        line |= {"epochs": options.epochs, "images": options.images, "torch": torch.__version__}
+        line |= {"device": problem.engine.description}
+        ratios = ", ".join(f"{times['search'] / times[what]:.2f} of {what}" for what in networks)
+        print(f"{name}: the search takes {times['search']:.1f} s, {ratios}", flush=True)
+        if options.results is not None:
+            with options.results.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def make_problem(name: str, options: argparse.Namespace) -> Problem:
+    engine = make_engine(options.device, compile="off")
+    model = zoo.create(name, num_classes=CLASSES)
+    graph = peel.trace(model, torch.zeros(1, 3, 32, 32))
+    torch.manual_seed(0)
+    labels = torch.arange(options.images) % CLASSES
+    patterns = torch.rand(CLASSES, 4, 4, 3).repeat_interleave(8, 1).repeat_interleave(8, 2)
+    pixels = torch.stack([torch.randint(0, 128, (32, 32, 3)) for _ in labels]) + 127 * patterns[labels]
+    train, test = ((pixels[:some].to(torch.uint8), labels[:some]) for some in (options.images, CLASSES))
+    data = Data.from_tensors("patterns", tuple(map(str, range(CLASSES))), train, test, "crop-flip")
+    return Problem(
+        model=model,
+        graph=graph,
+        budget=peel.parse_budget(options.budget, graph.macs()),
+        resource="macs",
+        divisor="auto" if options.divisor == "auto" else int(options.divisor),
+        freeze=zoo.FROZEN.get(f"cifar:{name}", ()),
+        data=data.to(engine.device),
+        backbone_recipe=named_recipe("cifar-fast"),
+        engine=engine,
+        seed=0,
+    )
+
+
+def time_search(problem: Problem) -> float:
+    began = time.perf_counter()
+    config = MethodConfig(budget=problem.budget, method="search")
+    plan = find_method("search").plan(problem, config, None)  # type: ignore[arg-type]
+    print(plan.rounds[-1].note)
+    return time.perf_counter() - began
+
+
+def time_epoch(problem: Problem, widths: Widths) -> tuple[nn.Module, float]:
+    """A network after two epochs of training, and the seconds of the second."""
+    network = peel.slim(problem.model, widths, graph=problem.graph).requires_grad_(True)
+    graph = problem.graph.at(widths)
+    if problem.engine.pad_channels:
+        padded = pad(problem.engine.prepare(network), graph, fast_widths(network, graph))
+        network = network if padded is None else padded.model
+    recipe = named_recipe("cifar-fast").changed(epochs=2, warmup_epochs=1.0)
+    history = fit(network, CrossEntropy(0.1), problem.data.train, recipe, engine=problem.engine, seed=0)
+    return network, history[-1].seconds
+
+
+if __name__ == "__main__":
+    main()
