@@ -11,11 +11,13 @@ from typing import Any
 from .allocations import BUDGETS, NETWORKS, coarse, groups_by_resolution, uniform
 from .fit import predictions, worths
 from .results import (
+    FAN_OUT,
     FOUND,
     HIDDEN,
     LONG,
     REPAIRED,
     REPAIRS,
+    SEARCHED_TRAINED,
     SHORT,
     Line,
     by_allocation,
@@ -42,6 +44,20 @@ GAINS = (
     (NETWORKS[1], "10%", FOUND, "search with repaired networks"),
     (NETWORKS[1], "10%", "fine trial-8", "search by balanced trials"),
     (NETWORKS[1], "25%", FOUND, "search with repaired networks"),
+)
+
+#: The same for the picture of the results: plans of the search, with the initial weights of the package.
+SEARCH_GAINS = tuple(
+    (name, budget, *row)
+    for (name, budget), best in zip(
+        itertools.product(NETWORKS, BUDGETS), ("fitted", "fitted", "fine fitted", "fine ratios"), strict=True
+    )
+    for row in (
+        (HIDDEN, "one factor a group, experiment"),
+        ("search", "one factor a group, package"),
+        ("search divided", "divided by sensitivity, package"),
+        (best, "best point of many trainings"),
+    )
 )
 
 COLORS = {
@@ -83,14 +99,22 @@ def plot(results: Path, picture: Path) -> None:
     figure.savefig(picture, dpi=80)
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     for axis, field, unit in zip(axes, ("top1", "loss"), (100, 1), strict=True):
-        draw_gains(axis, lines, field, unit)
+        draw_gains(axis, lines, GAINS, field, unit)
     figure.savefig(picture.with_stem(picture.stem + "-gains"), dpi=80)
+    first = [line for line in lines if line["network"] == NETWORKS[0]]
+    lines = [*first, *read(FAN_OUT), *read(SEARCHED_TRAINED)]
+    figure, axes = plt.subplots(1, 2, figsize=(10, 5), sharey=True, layout="constrained")
+    for axis, field, unit in zip(axes, ("top1", "loss"), (100, 1), strict=True):
+        draw_gains(axis, lines, SEARCH_GAINS, field, unit)
+    figure.savefig(picture.with_stem("search-gains"), dpi=80)
 
 
-def draw_gains(axis: Any, lines: Sequence[Line], field: str, unit: float) -> None:
+def draw_gains(
+    axis: Any, lines: Sequence[Line], rows: Sequence[tuple[str, str, str, str]], field: str, unit: float
+) -> None:
     """Long trainings minus uniform, with 95 % intervals; each dot is one seed minus the mean of uniform."""
     labels = []
-    for place, (name, budget, allocation, text) in enumerate(GAINS):
+    for place, (name, budget, allocation, text) in enumerate(rows):
         found = by_allocation(lines, name, budget, LONG)
         some, base = ([unit * line[field] for line in found[one]] for one in (allocation, "uniform"))
         center, half = gain(some, base)

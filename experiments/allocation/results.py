@@ -29,8 +29,12 @@ HIDDEN = "repair hidden"
 #: Allocations by sensitivity (sensitivity.py).
 SENSITIVE = RESULTS.with_name("sensitivity.jsonl")
 
-#: Plans of `--method search` (searched.py).
+#: Plans of `--method search` (searched.py), and their trainings.
 SEARCHED = RESULTS.with_name("searched.jsonl")
+SEARCHED_TRAINED = RESULTS.with_name("searched_trained.jsonl")
+
+#: Trainings of MobileNetV2 whose depthwise layers start from the weights of the package (He by fan-out).
+FAN_OUT = RESULTS.with_name("allocation_fan_out.jsonl")
 
 
 def write(path: Path, line: Line) -> None:

@@ -10,9 +10,9 @@
     python -m experiments.confirmation analyze
 
 `originals` trains each network on each data set. `plans` lets uniform, the search and PEEL with the published
-settings plan, once for each row, and a control without a search. `train` trains the plans from scratch with
-seeds 10 to 19 (PEEL and the control: 10 to 14), without and with the original as teacher; lines have top-1 on
-the test images after the last epoch.
+settings plan, once for each network, data set and budget, and a control without a search. `train` trains the
+plans from scratch with seeds 10 to 19 (PEEL: 10 to 14), without and with the original as teacher; lines have
+top-1 on the test images after the last epoch.
 Jobs that are in the results are skipped, so the same command resumes an interrupted run.
 """
 

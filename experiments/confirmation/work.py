@@ -27,11 +27,12 @@ from peel.methods.loss_fit import spend
 from peel.methods.plan import assemble_plan
 from peel.methods.problem import Problem
 from peel.methods.registry import find_method
+from peel.methods.search import Images, by_sensitivity
 from peel.run.trainer import Trainer
 from peel.steps.distillation import Distillation
 from peel.train.engine import Engine, make_engine
 from peel.train.objective import Objective
-from peel.train.recipe import Recipe, backbone_recipe, named_recipe
+from peel.train.recipe import Recipe, named_recipe
 from peel.train.teacher_cache import CachedTeacher, LogitCache, make_logit_cache
 from peel.utils.rng import derive_seed, seed_everything
 
@@ -46,12 +47,13 @@ DATA = ("tiny-imagenet-32", "cifar10")
 NETWORKS = ("cifar_resnet18", "cifar_mobilenet_v2", "cifar_vgg16_bn")
 BUDGETS = ("25%", "10%")
 
-#: `peel` has the published settings. `profile` is a control without a search: hidden channels are moved from
-#: high to low resolutions by the same profile in every network.
+#: `peel` has the published settings, and its backbone the recipe of all trainings. `profile` is a control
+#: without a search: hidden channels are moved from high to low resolutions by the same profile in every
+#: network, and divided by sensitivity inside groups as by the search.
 METHODS = ("uniform", "search", "peel", "profile")
 
-#: Widths of the hidden groups over uniform, at the highest and the lowest resolution: about what the searches
-#: of the exploration found.
+#: The proportions of the hidden groups over uniform, at the highest and the lowest resolution, before they
+#: are scaled to the budget: about what the searches of the exploration found.
 PROFILE = (0.65, 1.3)
 
 #: The control is trained at this budget, without a teacher.
@@ -59,7 +61,7 @@ CONTROL_BUDGET = "10%"
 
 SEEDS = tuple(range(10, 20))
 
-#: What stands beside the comparison is trained with fewer seeds.
+#: PEEL stands beside the comparison, and is trained with fewer seeds.
 FEWER_SEEDS = SEEDS[:5]
 
 #: The seed of the originals and of the plans. One original and one plan serve all trainings of a row.
@@ -119,7 +121,7 @@ class Lane(NamedTuple):
             divisor=1,  # as in the trainings that the rule was chosen by: the MACs of all networks are equal
             freeze=zoo.FROZEN.get(f"cifar:{network}", ()),
             data=images,
-            backbone_recipe=self.recipe(backbone_recipe("cifar-fast").changed(augment="crop-flip")),
+            backbone_recipe=self.recipe(),
             engine=self.engine,
             seed=seed,
             trained=trained,
@@ -230,13 +232,13 @@ def make_plan(lane: Lane, job: PlanJob) -> dict[str, Any]:
 
 
 def profile_widths(problem: Problem) -> Widths:
-    """The hidden groups by `PROFILE`, in between on a logarithmic scale; streams are uniform."""
+    """The hidden groups by `PROFILE`, in between on a logarithmic scale, and divided; streams are uniform."""
     space = Space(problem)
     hidden = dict(zip(space.hidden, np.linspace(*np.log(PROFILE), len(space.hidden)), strict=True))
     logs = np.array([[hidden.get(group, 0.0) for group in space.groups]])
     bound = np.array([np.inf if group in hidden else 0.0 for group in space.groups])
     [log] = spend(logs, space.load, -bound, bound)
-    return space.rounded(space.ideal_at(log))
+    return space.rounded(space.divided(space.ideal_at(log), by_sensitivity(problem, Images.of(problem))))
 
 
 # Trainings
@@ -282,9 +284,8 @@ def train_jobs(
     """Seeds come first, so that what a short run leaves has all rows."""
     cells = itertools.product(seeds, teachers, BUDGETS, pairs_of(data, networks), METHODS)
     for seed, teacher, budget, (name, network), method in cells:
-        is_beside = method in ("peel", "profile")
         is_left_out = method == "profile" and (teacher or budget != CONTROL_BUDGET)
-        if not is_left_out and (not is_beside or seed in FEWER_SEEDS):
+        if not is_left_out and (method != "peel" or seed in FEWER_SEEDS):
             yield TrainJob(name, network, budget, method, teacher, seed)
 
 

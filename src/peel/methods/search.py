@@ -44,6 +44,10 @@ NETWORKS_PER_GROUP = 4
 #: Images for the repair of a network. It is judged by at most and at least so many others.
 REPAIR_IMAGES, MOST_HELD_OUT, LEAST_HELD_OUT = 512, 2048, 16
 
+#: No group becomes wider or narrower than uniform by more than this (a logarithm): trained networks gain less
+#: from large changes than repaired ones.
+MOST_CHANGE = math.log(2) / 2
+
 #: The groups cannot be told apart where the fit explains less of the variance of left-out networks than this,
 #: or where its gain is below this many standard errors.
 LEAST_EXPLAINED, STANDARD_ERRORS = 0.5, 2.0
@@ -170,7 +174,8 @@ def _compare(space: Space) -> tuple[Round, FitSummary | None]:
     logs = np.array([space.log(widths) for widths, _ in finite])
     fit, left_out = fit_losses(logs, np.array([loss for _, loss in finite]))
     is_hidden = np.array([group in space.hidden for group in space.groups])
-    low, high = (np.where(is_hidden, bound / 2, 0.0) for bound in (logs.min(0), logs.max(0)))
+    bounds = np.maximum(-MOST_CHANGE, logs.min(0)), np.minimum(MOST_CHANGE, logs.max(0))
+    low, high = (np.where(is_hidden, bound, 0.0) for bound in bounds)
     point = best_point(fit, space.load, low, high)
     ideal = space.ideal_at(point)
     widths = space.rounded(ideal)
@@ -194,7 +199,7 @@ def _divide(space: Space, outcome: Round) -> Round:
             outcome, note=f"{outcome.note} So nothing is shared by sensitivity inside groups either."
         )
     problem, images = space.problem, Images.of(space.problem)
-    ideal = space.divided(outcome.ideal_widths, _by_sensitivity(problem, images))
+    ideal = space.divided(outcome.ideal_widths, by_sensitivity(problem, images))
     divided = _round(space, np.log(list(outcome.factors.values())), ideal, space.rounded(ideal))
     before, after = judge(problem, [Widths(outcome.widths), Widths(divided.widths)], images)
     change = f"after the repair, the loss is {after:.4f} with it and {before:.4f} without."
@@ -206,7 +211,7 @@ def _divide(space: Space, outcome: Round) -> Round:
     return replace(divided, importance=outcome.importance, note=note)
 
 
-def _by_sensitivity(problem: Problem, images: Images) -> Widths:
+def by_sensitivity(problem: Problem, images: Images) -> Widths:
     """The widths by sensitivity, of the images that networks are repaired with."""
     assert problem.trained is not None
     if problem.cost(problem.graph.widths) <= problem.budget:
