@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -166,7 +167,9 @@ def test_inside_a_group_the_layer_that_the_output_needs_gets_more() -> None:
     assert divided.widths["conv1"] > uniform.widths["conv1"]
     assert divided.widths["conv2"] < uniform.widths["conv2"]
     assert divided.rounds[0].factors == uniform.rounds[0].factors
-    assert divided.fit == uniform.fit
+    assert divided.fit is not None
+    assert uniform.fit is not None
+    assert replace(divided.fit, measured=0.0) == replace(uniform.fit, measured=0.0)
     assert "layers share this by sensitivity" in divided.rounds[0].note
     assert 0.9 * problem.budget < divided.slim.cost <= problem.budget
     # The gain is real: so it is when both networks are cut and repaired.
@@ -266,15 +269,67 @@ def test_hidden_ties_are_those_inside_of_blocks(name: str, hidden: str) -> None:
     assert set(hidden_ties(graph)) == {tie for tie in graph.widths if re.fullmatch(hidden, tie)}
 
 
-@pytest.mark.parametrize("model", [Residual(), Chain()], ids=["one hidden group", "few networks"])
-def test_where_nothing_can_be_compared_the_plan_is_uniform_and_says_so(model: nn.Module) -> None:
-    problem = problem_of(model, 0.9)
+@pytest.mark.parametrize(
+    ("model", "budget", "reason"),
+    [
+        (Residual(), 0.9, "fewer than two groups of hidden channels (6x6 hidden)"),
+        (Chain(), 0.9, "fewer than two groups of hidden channels (3x3 hidden)"),
+        (Small(), 0.65, "different networks have this budget, 8 are needed to compare groups"),
+    ],
+    ids=["one hidden group", "no stream", "few networks"],
+)
+def test_where_nothing_can_be_compared_the_plan_is_uniform_and_says_so(
+    model: nn.Module, budget: float, reason: str
+) -> None:
+    problem = problem_of(model, budget)
+    [note] = Search().notes(problem)  # known before training
+    assert "The plan will be uniform" in note
     plan = search(problem)
     assert plan.widths == problem.uniform()
     assert not plan.rounds[0].distinct
     assert "The plan is uniform" in plan.rounds[0].note
-    assert "nothing is shared by sensitivity" in plan.rounds[0].note
+    for text in (note, plan.rounds[0].note):
+        assert reason in text
+        assert "method sensitivity" in text
     assert plan.fit is None
+
+
+class Rising:
+    """A loss that is higher from some call on."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls -= 1
+        return F.cross_entropy(output, target) + (0.0 if self.calls >= 0 else 10.0)
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_a_plan_that_is_worse_than_uniform_after_the_repair_is_not_taken(
+    division: str, found: dict[str, tuple[Problem, Plan]]
+) -> None:
+    problem, _ = found["8x8 hidden"]
+    compared = len(Space(problem).draw())  # with one batch each
+    plan = search(replace(problem, task=Task(loss=Rising(compared))), division=division)
+    assert plan.fit is not None
+    assert plan.fit.gain > 2 * plan.fit.gain_error
+    assert plan.fit.measured is not None
+    assert plan.fit.uniform_measured is not None
+    assert plan.fit.measured > plan.fit.uniform_measured
+    assert plan.widths == problem.uniform()
+    assert f"it has a loss of {plan.fit.uniform_measured:.4f}" in plan.rounds[0].note
+
+
+@pytest.mark.parametrize("divisor", [1, 4, "auto"])
+def test_rounding_leaves_the_residual_streams_at_their_uniform_widths(divisor: Any) -> None:
+    problem = problem_of(Blocks(), 0.4, divisor=divisor, freeze=("inner1",))
+    space = Space(problem)
+    logs = [0.3 if group == "4x4 hidden" else 0.0 for group in space.groups]
+    widths = space.rounded(space.ideal_at(torch.tensor(logs).numpy()), changed=space.hidden)
+    uniform = problem.uniform()
+    assert {tie for tie in widths if widths[tie] != uniform[tie]} <= {"inner2"}
+    assert problem.cost(widths) <= problem.budget
 
 
 class Odd:
@@ -369,12 +424,15 @@ def test_an_original_that_the_run_trains_does_not_see_the_images_that_judge() ->
     other = Images.of(replace(problem, seed=1))
     assert images.held_out.labels is not None
     assert torch.equal(images.held_out.labels, other.held_out.labels)
-    passes = {}
-    for method in ("uniform", "search"):
-        train = {"epochs": 1, "batch_size": 20}
-        result = small_run(data=data, method=method, train=train, stages=("original", "plan"))
-        passes[method] = result.rows[0].image_passes
-    assert passes == {"uniform": data.train.size, "search": data.train.size - images.held_out.size}
+    short = {"epochs": 1, "batch_size": 20}
+    for method, stages in itertools.product(("uniform", "search"), (("original",), ("original", "plan"))):
+        result = small_run(data=data, method=method, train=short, stages=stages)
+        left_out = images.held_out.size if method == "search" else 0
+        assert result.rows[0].image_passes == data.train.size - left_out
+        is_said = any(f"without the {left_out} training images" in note for note in result.notes)
+        assert is_said == (method == "search" and "plan" in stages)
+    given = small_run(taught(), data, method="search", weights="pretrained", stages=("plan",), train=short)
+    assert any("has probably seen the 20 training images" in note for note in given.notes)
     too_large = {"epochs": 1, "batch_size": images.repair.size + 1}
     with pytest.raises(peel.PeelError, match="at most 180"):
         small_run(data=data, method="search", train=too_large)

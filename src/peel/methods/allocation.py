@@ -81,9 +81,15 @@ class Space:
         """The widths of one allocation before rounding."""
         return {tie: float(values[0]) for tie, values in self.ideal(log[None]).items()}
 
-    def rounded(self, ideal: Mapping[str, float]) -> Widths:
-        """Whole widths near the ideal that meet the budget."""
-        problem = self.problem
+    def rounded(self, ideal: Mapping[str, float], changed: Sequence[str] | None = None) -> Widths:
+        """Whole widths near the ideal that meet the budget.
+
+        With `changed`, the groups that differ from uniform: all others have exactly their uniform widths.
+        """
+        problem, kept = self.problem, set(self.problem.freeze)
+        if changed is not None:
+            kept = set(self.uniform) - {tie for group in changed for tie in self.groups[group]}
+        at_least = {**problem.graph.steps, **{tie: self.uniform[tie] for tie in kept}}
         return round_to_budget(
             problem.graph,
             ideal,
@@ -91,7 +97,8 @@ class Space:
             resource=problem.resource,
             limits=problem.limits,
             divisor=problem.divisor,
-            freeze=problem.freeze,
+            at_least=at_least,
+            freeze=kept,
             max_width=None if problem.grow else 1.0,
             grow=problem.grow,
         )

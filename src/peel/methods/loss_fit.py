@@ -83,6 +83,10 @@ class FitSummary:
     """Networks whose loss was not finite."""
     image_passes: int
     """Images that ran through the networks, for their repair and their losses."""
+    measured: float | None = None
+    """The loss of the plan after its repair."""
+    uniform_measured: float | None = None
+    """The same of the uniform network."""
 
     @property
     def gain(self) -> float:

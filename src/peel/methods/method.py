@@ -36,6 +36,10 @@ class Method(ABC):
         """The images that the original is trained with, where the run trains it."""
         return problem.data.train
 
+    def notes(self, problem: Problem) -> list[str]:
+        """What to tell users before training. `problem.trained` is None where the run trains the original."""
+        return []
+
     @abstractmethod
     def plan(self, problem: Problem, config: MethodConfig, train_backbone: TrainBackbone) -> Plan:
         """The widths of the slim network, and how the method came to them."""

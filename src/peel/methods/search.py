@@ -61,7 +61,7 @@ class Search(Method):
     def check(self, problem: Problem, config: MethodConfig) -> None:
         super().check(problem, config)
         space = Space(problem)
-        if len(space.hidden) < 2:
+        if _too_few_groups(space):
             return
         if len(space.groups) * NETWORKS_PER_GROUP > ALLOCATIONS:
             raise ConfigError(
@@ -89,15 +89,20 @@ class Search(Method):
         compared = ALLOCATIONS * (for_repair + images.held_out.size * slim_macs)
         return float(compared + sensitivity_passes(graph) * graph.macs())
 
+    def notes(self, problem: Problem) -> list[str]:
+        space = Space(problem)
+        if reason := _too_few_groups(space) or _too_few_networks(space, space.draw()):
+            return [f"The plan will be uniform: {reason}."]
+        judges = f"the {Images.of(problem).held_out.size} training images that the search judges networks by"
+        if problem.trained is not None:
+            return [f"The given network has probably seen {judges} in its training."]
+        if problem.task.train_fn is not None:
+            return [f"train_fn may train the original with {judges}: it chooses the images itself."]
+        return [f"The original is trained without {judges}."]
+
     def plan(self, problem: Problem, config: MethodConfig, train_backbone: TrainBackbone) -> Plan:
         space = Space(problem)
-        found = _compare(space) if len(space.hidden) > 1 else None
-        if found is None:
-            outcome, fit = _uniform(space, "it has fewer than two groups of hidden channels"), None
-        else:
-            outcome, fit = found
-        if config.division == "sensitivity":
-            outcome = _divide(space, outcome)
+        outcome, fit = _find(space, divides=config.division == "sensitivity")
         regrouped = replace(problem, graph=problem.graph.regroup({**space.groups, **space.frozen}))
         return assemble_plan(regrouped, outcome.widths, rounds=(outcome,), config=config, fit=fit)
 
@@ -157,19 +162,50 @@ def judge(
     return engine.world.broadcast(losses)
 
 
-def _compare(space: Space) -> tuple[Round, FitSummary | None]:
-    """The best point of the fit; the uniform network where the groups cannot be told apart."""
-    drawn = space.draw()
+def _too_few_groups(space: Space) -> str:
+    """Why groups cannot be compared; empty where they can."""
+    if len(space.hidden) > 1:
+        return ""
+    names = f" ({space.hidden[0]})" if space.hidden else ""
+    return (
+        f"the network has fewer than two groups of hidden channels{names}. Give more groups (--groups), or "
+        "take the method sensitivity"
+    )
+
+
+def _too_few_networks(space: Space, drawn: Sequence[Widths]) -> str:
     needed = NETWORKS_PER_GROUP * len(space.groups)
-    if len(drawn) < needed:
-        few = f"only {len(drawn)} different networks have this budget, {needed} are needed to compare groups"
-        return _uniform(space, few), None
+    if len(drawn) >= needed:
+        return ""
+    return (
+        f"only {len(drawn)} different networks have this budget, {needed} are needed to compare groups. Take "
+        "a smaller --divisor, fewer groups (--groups), or the method sensitivity"
+    )
+
+
+def _find(space: Space, divides: bool) -> tuple[Round, FitSummary | None]:
+    """The best point of the fit, and its summary; the uniform network where nothing better is found."""
+    if reason := _too_few_groups(space):
+        return _uniform(space, reason), None
+    drawn = space.draw()
+    if reason := _too_few_networks(space, drawn):
+        return _uniform(space, reason), None
     images = Images.of(space.problem)
-    judged = list(zip(drawn, judge(space.problem, drawn, images, space.problem.callbacks), strict=True))
-    finite = [(widths, loss) for widths, loss in judged if math.isfinite(loss)]
-    dropped = len(judged) - len(finite)
-    if len(finite) < needed:
-        lost = f"the losses of {dropped} of {len(judged)} repaired networks are not finite"
+    losses = judge(space.problem, drawn, images, space.problem.callbacks)
+    outcome, summary = _lowest(space, drawn, losses, images)
+    if outcome.distinct and summary is not None:
+        return _measured(space, outcome, summary, losses[0], images, divides)
+    return outcome, summary
+
+
+def _lowest(
+    space: Space, drawn: Sequence[Widths], losses: Sequence[float], images: Images
+) -> tuple[Round, FitSummary | None]:
+    """The lowest point of a fit of these losses; uniform where the groups cannot be told apart."""
+    finite = [(widths, loss) for widths, loss in zip(drawn, losses, strict=True) if math.isfinite(loss)]
+    dropped = len(drawn) - len(finite)
+    if len(finite) < NETWORKS_PER_GROUP * len(space.groups):
+        lost = f"the losses of {dropped} of {len(drawn)} repaired networks are not finite"
         return _uniform(space, lost), None
     logs = np.array([space.log(widths) for widths, _ in finite])
     fit, left_out = fit_losses(logs, np.array([loss for _, loss in finite]))
@@ -177,38 +213,50 @@ def _compare(space: Space) -> tuple[Round, FitSummary | None]:
     bounds = np.maximum(-MOST_CHANGE, logs.min(0)), np.minimum(MOST_CHANGE, logs.max(0))
     low, high = (np.where(is_hidden, bound, 0.0) for bound in bounds)
     point = best_point(fit, space.load, low, high)
-    ideal = space.ideal_at(point)
-    widths = space.rounded(ideal)
-    counts = len(finite), dropped, len(judged) * images.per_network
-    summary = _summarize(space, fit, left_out, np.array(space.log(widths)), counts)
+    found = _round(space, point, space.ideal_at(point))
+    counts = len(finite), dropped, len(drawn) * images.per_network
+    summary = _summarize(space, fit, left_out, np.array(space.log(found.widths)), counts)
     importance = _worth_over_cost(space, fit)
     if doubt := _doubt(summary):
-        uniform = _uniform(space, doubt)
-        note = f"{uniform.note} {_describe(summary)}"
-        return replace(uniform, importance=importance, note=note), summary
-    found = _round(space, point, ideal, widths)
+        found = _uniform(space, doubt)
+        return replace(found, importance=importance, note=f"{found.note} {_describe(summary)}"), summary
     factors = ", ".join(f"{group} {found.factors[group]:.2f}" for group in space.hidden)
-    note = f"{_describe(summary)} Widths over uniform: {factors}."
+    note = f"{_describe(summary)} Widths over uniform, before rounding: {factors}."
     return replace(found, importance=importance, note=note), summary
 
 
-def _divide(space: Space, outcome: Round) -> Round:
-    """What a group gets, shared among its layers by sensitivity if this lowers the loss after the repair."""
-    if not outcome.distinct:
-        return replace(
-            outcome, note=f"{outcome.note} So nothing is shared by sensitivity inside groups either."
+def _measured(
+    space: Space, found: Round, summary: FitSummary, uniform_loss: float, images: Images, divides: bool
+) -> tuple[Round, FitSummary]:
+    """What a group gets, shared among its layers by sensitivity if this lowers the loss after the repair.
+
+    Uniform, if its loss after the repair is not higher.
+    """
+    candidates = [found]
+    if divides:
+        ideal = space.divided(found.ideal_widths, by_sensitivity(space.problem, images))
+        divided = _round(space, np.log(list(found.factors.values())), ideal)
+        candidates += [divided] if divided.widths != found.widths else []
+    losses = judge(space.problem, [Widths(one.widths) for one in candidates], images)
+    losses = [loss if math.isfinite(loss) else math.inf for loss in losses]
+    loss, note = min(losses), found.note
+    if len(candidates) > 1:
+        change = f"after the repair, the loss is {losses[1]:.4f} with it and {losses[0]:.4f} without."
+        is_better = losses[1] < losses[0]
+        shared = "Inside a group, layers share this by sensitivity"
+        note += f" {shared if is_better else 'Sharing by sensitivity inside groups is left out'}: {change}"
+    summary = replace(summary, measured=loss, uniform_measured=uniform_loss)
+    if loss >= uniform_loss:
+        reason = (
+            f"after the repair, it has a loss of {uniform_loss:.4f}, and the best point one of {loss:.4f}"
         )
-    problem, images = space.problem, Images.of(space.problem)
-    ideal = space.divided(outcome.ideal_widths, by_sensitivity(problem, images))
-    divided = _round(space, np.log(list(outcome.factors.values())), ideal, space.rounded(ideal))
-    before, after = judge(problem, [Widths(outcome.widths), Widths(divided.widths)], images)
-    change = f"after the repair, the loss is {after:.4f} with it and {before:.4f} without."
-    if not after < before:
-        return replace(
-            outcome, note=f"{outcome.note} Sharing by sensitivity inside groups is left out: {change}"
-        )
-    note = f"{outcome.note} Inside a group, layers share this by sensitivity: {change}"
-    return replace(divided, importance=outcome.importance, note=note)
+        uniform = _uniform(space, reason)
+        return replace(uniform, importance=found.importance, note=f"{uniform.note} {note}"), summary
+    chosen = candidates[losses.index(loss)]
+    note += (
+        f" After the repair, the uniform network has a loss of {uniform_loss:.4f}, and the plan {loss:.4f}."
+    )
+    return replace(chosen, importance=found.importance, note=note), summary
 
 
 def by_sensitivity(problem: Problem, images: Images) -> Widths:
@@ -245,6 +293,8 @@ def _doubt(summary: FitSummary) -> str:
     """Why the groups cannot be told apart; empty where they can."""
     if summary.explained < LEAST_EXPLAINED:
         return f"the fit explains less than {LEAST_EXPLAINED:.0%}, so the groups cannot be told apart"
+    if summary.gain <= 0:
+        return "in whole channels, the best point of the fit is no better; a smaller --divisor may help"
     if summary.gain <= STANDARD_ERRORS * summary.gain_error:
         return "the predicted gain is within the error of the fit, so the groups cannot be told apart"
     return ""
@@ -271,14 +321,15 @@ def _worth_over_cost(space: Space, fit: Fit) -> dict[str, float]:
 
 
 def _uniform(space: Space, reason: str) -> Round:
-    note = f"The plan is uniform: {reason}."
     point = np.zeros(len(space.groups))
     found = _round(space, point, space.ideal_at(point), space.uniform)
-    return replace(found, distinct=False, note=note)
+    return replace(found, distinct=False, note=f"The plan is uniform: {reason}.")
 
 
-def _round(space: Space, point: Array, ideal: dict[str, float], widths: Widths) -> Round:
+def _round(space: Space, point: Array, ideal: dict[str, float], widths: Widths | None = None) -> Round:
+    """A point, and its whole widths: by default those near the ideal that leave the streams uniform."""
     problem = space.problem
+    widths = space.rounded(ideal, changed=space.hidden) if widths is None else widths
     ideal_cost = float(cost_of(problem.graph, problem.resource)(fractional_units(problem.graph, ideal)))
     factors = dict(zip(space.groups, np.exp(point).tolist(), strict=True))
     cost = problem.cost(widths)

@@ -74,8 +74,7 @@ class Pipeline:
     def is_searched(self) -> bool:
         """Whether the method makes the plan."""
         stages, needs_backbone = self.config.stages, self.method.trains_backbone(self.config)
-        asked = "backbone" in stages or ("plan" in stages and not needs_backbone)
-        return self.given_widths is None and asked
+        return self.given_widths is None and ("backbone" if needs_backbone else "plan") in stages
 
     @property
     def trains_original(self) -> bool:
@@ -192,6 +191,7 @@ class Pipeline:
             callback.on_run_begin(work)
         if self.trains_backbone and self.problem.task.train_fn is not None:
             self.notes.append("train_fn trains the backbone without an L1 term on the scales of norm layers.")
+        self.notes += self._notes_on_method()
         self._tell(self.notes)
         self.problem = replace(self.problem, trained=self._original())
         plan = self._plan()
@@ -212,7 +212,13 @@ class Pipeline:
     def estimate(self) -> Result:
         """The plan with equal shares, and how long the run would take."""
         plan, pace = self._expected_plan(), seconds_per_mac(self.problem, self.recipe)
-        return Result(None, plan, {}, [], [], None, {name: work * pace for name, work in self._work(plan)})
+        times = {name: work * pace for name, work in self._work(plan)}
+        return Result(None, plan, {}, [], self._notes_on_method(), None, times)
+
+    def _notes_on_method(self) -> list[str]:
+        """What the method says before training, unless an earlier start has finished the plan."""
+        is_planned = self.folder is not None and self.folder.has("plan.json")
+        return self.method.notes(self.problem) if self.is_searched and not is_planned else []
 
     def _expected_plan(self) -> Plan:
         """What is known of the plan before training."""
@@ -264,7 +270,8 @@ class Pipeline:
 
     def _original_images(self) -> Split:
         """The images that the original is trained with."""
-        return self.method.original_images(self.problem) if self.is_searched else self.problem.data.train
+        is_planned = self.given_widths is None
+        return self.method.original_images(self.problem) if is_planned else self.problem.data.train
 
     def _check_teacher(self, teacher: nn.Module) -> None:
         """Refuse a teacher whose weights changed since the last start."""
@@ -325,7 +332,7 @@ class Pipeline:
             return
         uniform, cost, resource = self.problem.uniform(), self.problem.cost, self.problem.resource
         difference = max(abs(widths[tie] / uniform[tie] - 1) for tie in uniform)
-        if difference < 0.02:
+        if 0 < difference < 0.02:
             self.notes.append(
                 f"The plan is nearly the uniform network: widths differ by at most {difference:.1%}."
             )
