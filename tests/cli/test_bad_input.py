@@ -119,6 +119,8 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--export", "slim.tflite"], ["slim.tflite has no format", ".onnx"]),
     (["--export", "slim.onnx", "--stages", "original"], ["--export needs the slim network", "final"]),
     (["--division", "sensitive"], ["'sensitive'", "Did you mean sensitivity"]),
+    (["--method", "search", "--max-width", "0.5"], ['max_width needs method="peel"', "'search'"]),
+    (["--method", "uniform", "--criterion", "gradient"], ['criterion needs method="peel"', "'uniform'"]),
     (["--division", "uniform"], ['division needs method="search"', "'peel'"]),
     (["--solver", "triangle"], ["'triangle'", "Did you mean triangular"]),
     (["--backbone-init", "even"], ["backbone_init is one of uniform, equal, not 'even'"]),

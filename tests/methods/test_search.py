@@ -399,6 +399,7 @@ def test_a_run_killed_in_the_search_resumes_to_the_same_plan(tmp_path: Path) -> 
     assert result.plan.rounds[0].note in result.notes
     page = (straight / "report.html").read_text()
     assert "worth over cost" in page
+    assert "hidden channels apart from residual streams" in page
     assert "cut and repaired networks were compared" in page
     cost = json.loads((straight / "result.json").read_text())["search"]
     assert cost["seconds"] > 0

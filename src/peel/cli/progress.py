@@ -14,6 +14,9 @@ from ..train.history import EpochRecord
 from ..utils.text import format_duration
 from .terminal import make_console
 
+#: Without a terminal, a search prints a line in so many seconds.
+LINE_SECONDS = 30.0
+
 
 class ProgressBar(Callback):
     """Shows stages, epochs, speed, notes and the remaining time of the whole run.
@@ -29,6 +32,7 @@ class ProgressBar(Callback):
         self.fraction = self.first_fraction = 0.0
         self.rate: float | None = None
         self.began = time.perf_counter()
+        self.next_line = 0.0
         self.live: Progress | None = None
         self.task: Any = None
 
@@ -47,6 +51,7 @@ class ProgressBar(Callback):
         self.name = name
         self.fraction = self.first_fraction = 0.0
         self.began = time.perf_counter()
+        self.next_line = self.began + LINE_SECONDS
         text = f"{self._stage_prefix()}{description}"
         self.console.print(text, markup=False)
         if self.console.is_terminal:
@@ -87,6 +92,9 @@ class ProgressBar(Callback):
         gained = self.fraction - self.first_fraction
         if self.name in self.work and spent > 0.2 and gained > 0:
             self.rate = self.work[self.name] * gained / spent
+        if not self.console.is_terminal and self.name == "plan" and time.perf_counter() > self.next_line:
+            self.console.print(f"  {step} of {total_steps}{self._eta()}", markup=False)
+            self.next_line = time.perf_counter() + LINE_SECONDS
         if self.live is not None and self.task is not None:
             self.live.update(
                 self.task,

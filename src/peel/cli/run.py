@@ -113,7 +113,7 @@ def _show(result: Result, *, json: bool, with_notes: bool) -> None:
     if json:
         print_json(_as_json(result))
     elif result.plan is not None and result.estimate is not None:
-        draw_estimate(result.plan, result.estimate, make_console())
+        draw_estimate(result.plan, result.estimate, make_console(), result.notes)
     else:
         draw_result(result, make_console(), with_notes=with_notes)
 

@@ -14,6 +14,23 @@ from ..steps.reallocation import POLICIES, SOLVERS
 #: How the layers of a group share what it gets.
 DIVISIONS = ("uniform", "sensitivity")
 
+#: Settings that other methods have no use for.
+PEEL_ONLY = (
+    "backbone_ratio",
+    "backbone_init",
+    "criterion",
+    "reduce",
+    "l1_coefficient",
+    "l1_strength",
+    "gamma_init",
+    "ignore",
+    "evaluations",
+    "policy",
+    "solver",
+    "rounds",
+    "max_width",
+)
+
 Count = Annotated[int, Meta(ge=1)]
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
@@ -108,6 +125,12 @@ class MethodConfig:
             for name in ("max_width", "l1_strength", "l1_coefficient", "rounds"):
                 if getattr(self, name) != getattr(MethodConfig, name):
                     raise ConfigError(f"policy={self.policy!r} does not use {name}: leave it out.")
+        if (
+            self.method != "peel" and ":" not in self.method
+        ):  # a method of the user's own may have a use for them
+            for name in PEEL_ONLY:
+                if getattr(self, name) != getattr(MethodConfig, name):
+                    raise ConfigError(f'{name} needs method="peel", not method={self.method!r}.')
         if self.division != MethodConfig.division and self.method != "search":
             raise ConfigError(f'division needs method="search", not method={self.method!r}.')
         if self.hard_weight and self.distill != "in-place":

@@ -44,6 +44,9 @@ NETWORKS_PER_GROUP = 4
 #: Images for the repair of a network. It is judged by at most and at least so many others.
 REPAIR_IMAGES, MOST_HELD_OUT, LEAST_HELD_OUT = 512, 2048, 16
 
+#: A repair takes about as long as this many passes of its images through both networks.
+REPAIR_WORK = 5
+
 #: No group becomes wider or narrower than uniform by more than this (a logarithm): trained networks gain less
 #: from large changes than repaired ones.
 MOST_CHANGE = math.log(2) / 2
@@ -84,8 +87,8 @@ class Search(Method):
             return 0.0
         graph, images = problem.graph, Images.of(problem)
         slim_macs = graph.macs(problem.uniform())
-        # The regression of a repair takes about as long as the passes through both networks.
-        for_repair = 2 * min(REPAIR_IMAGES, images.repair.size) * (graph.macs() + slim_macs)
+        # The regressions of a repair, in float64, take longer than its passes through both networks.
+        for_repair = REPAIR_WORK * min(REPAIR_IMAGES, images.repair.size) * (graph.macs() + slim_macs)
         compared = ALLOCATIONS * (for_repair + images.held_out.size * slim_macs)
         return float(compared + sensitivity_passes(graph) * graph.macs())
 

@@ -65,6 +65,7 @@ def render(record: RunRecord) -> str:
         plan=_plan(record.plan) if record.plan is not None else None,
         lines=_lines(record, has_backbone),
         has_backbone=has_backbone,
+        streams_apart=bool(record.plan and record.plan.method and record.plan.method.method == "search"),
         has_importance=has_backbone or bool(record.plan and record.plan.rounds),
         importance=_importance(stages),
         training=_training(stages, rows, scores[0]) if stages else None,

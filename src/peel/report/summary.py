@@ -85,8 +85,10 @@ def _cell(value: float | None, show: Callable[[float], str]) -> str:
     return "" if value is None else show(value)
 
 
-def draw_estimate(plan: Plan, estimate: Mapping[str, float], console: Console) -> None:
-    """The plan of a dry run, and the seconds of its stages."""
+def draw_estimate(
+    plan: Plan, estimate: Mapping[str, float], console: Console, notes: Sequence[str] = ()
+) -> None:
+    """The plan of a dry run, the seconds of its stages, and notes."""
     from rich.markup import escape
 
     networks = plan.networks
@@ -106,3 +108,7 @@ def draw_estimate(plan: Plan, estimate: Mapping[str, float], console: Console) -
     for name, seconds in estimate.items():
         console.print(f"about {format_duration(seconds)} for {name}")
     console.print(f"about {format_duration(sum(estimate.values()))} in all; nothing was trained")
+    if plan.name != "uniform" and not plan.rounds and plan.slim.widths == plan.uniform.widths:
+        notes = [f"The widths of {plan.name} are not known yet: those of uniform stand for them.", *notes]
+    for note in notes:
+        console.print(f"note: {note}", markup=False)
