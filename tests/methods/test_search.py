@@ -407,7 +407,11 @@ def test_a_run_killed_in_the_search_resumes_to_the_same_plan(tmp_path: Path) -> 
 
     assert exit_code(start(run_until, killed, SHORT, ("plan", 5))) == KILLED
     assert not (killed / "plan.json").exists()
-    small_run(output=killed, **SHORT)
+    with (killed / "stages" / "plan.progress.jsonl").open("a") as file:
+        file.write("[[8, 8, 1")  # as if it was killed while it wrote
+    resumed = Counting()
+    small_run(output=killed, callbacks=[resumed], **SHORT)
+    assert resumed.steps["plan"] == counting.steps["plan"] - 5
     for name in ("plan.json", "slim.safetensors"):
         assert (killed / name).read_bytes() == (straight / name).read_bytes()
     # Once it is finished, the search is not repeated, and its cost is still known.

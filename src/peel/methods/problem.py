@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import nn
 
@@ -45,6 +46,8 @@ class Problem:
     """What the network may cost in other resources."""
     callbacks: Sequence[Callback] = ()
     """They are told the progress of a method's own work."""
+    progress_file: Path | None = None
+    """Where a method may store what it has computed, so that a killed run goes on from there."""
 
     def cost(self, widths: Mapping[str, int]) -> int:
         return int(cost_of(self.graph, self.resource)(self.graph.units(widths)))

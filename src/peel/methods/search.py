@@ -8,6 +8,8 @@ adapts to a narrow stream. The layers of a group share what it gets by sensitivi
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -141,13 +143,16 @@ class Images(NamedTuple):
 def judge(
     problem: Problem, several: Sequence[Widths], images: Images, callbacks: Sequence[Callback] = ()
 ) -> list[float]:
-    """The losses of networks of these widths, cut from the trained original and repaired."""
+    """The losses of networks of these widths, cut from the trained original and repaired.
+
+    A run stores them, so that a killed search goes on.
+    """
     assert problem.trained is not None
     # Evaluated as it is repaired, in float32 and with as many images: a GPU prepares its convolutions, which
     # takes longer than to run them, once for each shape and precision.
     engine, graph = replace(problem.engine, bf16=False), problem.graph
     batch_size = min(REPAIR_IMAGES, eval_batch_size(images.held_out))
-    original = engine.prepare(problem.trained)
+    original, known = engine.prepare(problem.trained), engine.world.broadcast(_read_losses(problem))
     seed_everything(derive_seed("search", problem.seed))
     for callback in callbacks:
         callback.on_stage_begin("plan", f"comparing {len(several)} cut and repaired networks")
@@ -155,14 +160,37 @@ def judge(
     scores = explain_scores(original, graph, batches)
     losses = []
     for number, widths in enumerate(several, start=1):
+        key = json.dumps(list(widths.values()))
+        if key in known:
+            losses.append(known[key])
+            continue
+        seed_everything(derive_seed("search", problem.seed, key))  # the same after a kill
         network = engine.prepare(slim(original, widths, graph=graph, weights="inherit", scores=scores))
         repair(network, original, batches, graph=graph)
         loss = evaluate(network, images.held_out, engine, batch_size, problem.task).loss
         losses.append(math.nan if loss is None else loss)
+        _store_loss(problem, key, losses[-1])
         for callback in callbacks:
             callback.on_step_end(number, len(several), images.per_network)
     # The last digits may differ between processes: the main process decides.
     return engine.world.broadcast(losses)
+
+
+def _read_losses(problem: Problem) -> dict[str, float]:
+    """Widths -> loss, of the networks that earlier starts of the run have judged."""
+    known, file = dict[str, float](), problem.progress_file
+    for line in file.read_text().splitlines() if file is not None and file.exists() else ():
+        with contextlib.suppress(ValueError, TypeError):  # the run was killed while it wrote this line
+            widths, loss = json.loads(line)
+            known[json.dumps(widths)] = float(loss)
+    return known
+
+
+def _store_loss(problem: Problem, key: str, loss: float) -> None:
+    if problem.progress_file is not None and problem.engine.world.is_main_process:
+        problem.progress_file.parent.mkdir(parents=True, exist_ok=True)
+        with problem.progress_file.open("a") as file:
+            file.write(json.dumps([json.loads(key), loss]) + "\n")
 
 
 def _too_few_groups(space: Space) -> str:

@@ -301,7 +301,9 @@ class Pipeline:
             return None
         else:
             began = time.perf_counter()
-            plan = self.method.plan(self.problem, self.config, self.trainer.train)
+            stored = None if self.folder is None else self.folder.path("stages/plan.progress.jsonl")
+            problem = replace(self.problem, progress_file=stored)
+            plan = self.method.plan(problem, self.config, self.trainer.train)
             if plan.fit is not None:
                 self.trainer.record_plan(time.perf_counter() - began, plan.fit.image_passes)
             if "plan" not in self.config.stages:
