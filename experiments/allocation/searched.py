@@ -100,7 +100,8 @@ def _plan(problem: Problem, trained: nn.Module, name: str, budget: str, results:
 
     plan = find_method("search").plan(problem, config, no_training)  # type: ignore[arg-type]
     last, space = plan.rounds[-1], Space(problem)
-    undivided = space.rounded(space.ideal_at(np.log(list(last.factors.values()))))
+    point = np.log(list(last.factors.values()))
+    undivided = space.rounded(space.ideal_at(point), changed=space.hidden)
     seconds = round(time.perf_counter() - began, 2)
     for allocation, widths in ((UNDIVIDED, undivided), (DIVIDED, plan.widths)):
         line = asdict(candidate(name, budget, allocation, widths))

@@ -30,7 +30,7 @@ ROWS, PRIMARY = 20, 6
 PAIRS = (("search", "uniform"), ("search", "profile"), ("profile", "uniform"), ("peel", "uniform"))
 
 #: The data set that the choice was made on; the other one had a part in how sensitivity came up.
-DATA = "tiny-imagenet-32"
+CHOICE_DATA = "tiny-imagenet-32"
 
 Row = tuple[Any, ...]
 """(data, network, budget, teacher)."""
@@ -40,8 +40,8 @@ def analyze(folder: Path) -> None:
     lines = [line for line in read(folder / "train.jsonl") if "error" not in line]
     print_plans(read(folder / "plans.jsonl"))
     rows = {tuple(line[name] for name in ("data", "network", "budget", "teacher")): None for line in lines}
-    first = [row for row in rows if row[0] == DATA]
-    print_means(lines, sorted(first), "search", "uniform", f"{DATA} alone")
+    first = [row for row in rows if row[0] == CHOICE_DATA]
+    print_means(lines, sorted(first), "search", "uniform", f"{CHOICE_DATA} alone")
     for method, base in PAIRS:
         print_means(lines, sorted(rows), method, base)
         print_differences(lines, sorted(rows), method, base)

@@ -27,7 +27,8 @@ from peel.methods.loss_fit import spend
 from peel.methods.plan import assemble_plan
 from peel.methods.problem import Problem
 from peel.methods.registry import find_method
-from peel.methods.search import Images, by_sensitivity
+from peel.methods.repaired_losses import Images
+from peel.methods.search import by_sensitivity
 from peel.run.trainer import Trainer
 from peel.steps.distillation import Distillation
 from peel.train.engine import Engine, make_engine

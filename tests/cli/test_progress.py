@@ -135,3 +135,13 @@ def test_a_progress_bar_serves_several_runs(monkeypatch: pytest.MonkeyPatch) -> 
     left = re.findall(r"about ([\d.]+) s left", clock.text.getvalue())
     assert float(left[0]) > 0
     assert left[: len(left) // 2] == left[len(left) // 2 :]
+
+
+def test_without_a_terminal_a_search_prints_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    clock.on_stage_begin("plan", "comparing 65 cut and repaired networks")
+    for number in range(1, 66):
+        clock.now += 10
+        ProgressBar.on_step_end(clock, number, 65, 1)
+    lines = re.findall(r"(\d+) of 65", clock.text.getvalue())
+    assert lines == [str(number) for number in range(4, 66, 4)]

@@ -27,7 +27,8 @@ from peel.methods.allocation import ALLOCATIONS, Space
 from peel.methods.config import DIVISIONS, MethodConfig
 from peel.methods.plan import Plan
 from peel.methods.problem import Problem
-from peel.methods.search import LEAST_EXPLAINED, Images, Search, judge
+from peel.methods.repaired_losses import Images, judge
+from peel.methods.search import LEAST_EXPLAINED, Search
 from peel.surgery.sensitivity import Sensitivity
 from peel.train.recipe import Recipe
 from peel.train.task import Task
@@ -438,6 +439,12 @@ def test_an_original_that_the_run_trains_does_not_see_the_images_that_judge() ->
         assert is_said == (method == "search" and "plan" in stages)
     given = small_run(taught(), data, method="search", weights="pretrained", stages=("plan",), train=short)
     assert any("has probably seen the 20 training images" in note for note in given.notes)
+    counting = Counting()
+    without_plan = ("original", "backbone")  # a search has no backbone
+    small_run(data=data, method="search", train=short, stages=without_plan, callbacks=[counting])
+    assert list(counting.steps) == ["original"]
+    planned = small_run(data=data, method="search", train=short, dry_run=True)
+    assert any("without the 20 training images" in note for note in planned.notes)
     too_large = {"epochs": 1, "batch_size": images.repair.size + 1}
     with pytest.raises(peel.PeelError, match="at most 180"):
         small_run(data=data, method="search", train=too_large)

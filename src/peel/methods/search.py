@@ -8,43 +8,30 @@ adapts to a narrow stream. The layers of a group share what it gets by sensitivi
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
 from ..cost.rounding import cost_of, fractional_units
 from ..cost.widths import Widths
-from ..data.datasets import Split, hold_out
-from ..errors import ConfigError, DataError
+from ..data.datasets import Split
+from ..errors import ConfigError
 from ..steps.reallocation import Round
-from ..surgery import slim
-from ..surgery.explain import explain_scores
-from ..surgery.repair import repair
 from ..surgery.sensitivity import measure_sensitivity, sensitivity_passes
-from ..train.callbacks import Callback
-from ..train.engine import eval_batch_size
-from ..train.loop import evaluate
-from ..utils.rng import derive_seed, seed_everything
 from .allocation import ALLOCATIONS, Space
 from .config import MethodConfig
 from .loss_fit import Array, Fit, FitSummary, LeftOut, best_point, fit_losses
 from .method import Method, TrainBackbone
-from .peel import HELD_OUT
 from .plan import Plan, assemble_plan
 from .problem import Problem
+from .repaired_losses import REPAIR_IMAGES, Images, judge
 from .sensitivity import widths_by
 from .start import calibration_images
 
 #: The fit has a weight per group, and needs this many networks for each.
 NETWORKS_PER_GROUP = 4
-
-#: Images for the repair of a network. It is judged by at most and at least so many others.
-REPAIR_IMAGES, MOST_HELD_OUT, LEAST_HELD_OUT = 512, 2048, 16
 
 #: A repair takes about as long as this many passes of its images through both networks.
 REPAIR_WORK = 5
@@ -79,13 +66,13 @@ class Search(Method):
         Images.of(problem)
 
     def original_images(self, problem: Problem) -> Split:
-        """All but those that networks are judged by: on images that it knows by heart, an original needs
-        its widest layers more than on others.
+        """All but those that networks are judged by: on images that it has memorized, an original needs its
+        widest layers more than on others.
         """
-        return Images.of(problem).repair if len(Space(problem).hidden) > 1 else problem.data.train
+        return problem.data.train if _too_few_groups(Space(problem)) else Images.of(problem).repair
 
     def search_macs(self, problem: Problem) -> float:
-        if len(Space(problem).hidden) < 2:
+        if _too_few_groups(Space(problem)):
             return 0.0
         graph, images = problem.graph, Images.of(problem)
         slim_macs = graph.macs(problem.uniform())
@@ -110,87 +97,6 @@ class Search(Method):
         outcome, fit = _find(space, divides=config.division == "sensitivity")
         regrouped = replace(problem, graph=problem.graph.regroup({**space.groups, **space.frozen}))
         return assemble_plan(regrouped, outcome.widths, rounds=(outcome,), config=config, fit=fit)
-
-
-class Images(NamedTuple):
-    """Training images, apart from each other: for the repair, and to judge networks by."""
-
-    repair: Split
-    held_out: Split
-
-    @classmethod
-    def of(cls, problem: Problem) -> Images:
-        size = problem.data.train.size
-        fraction = min(HELD_OUT, MOST_HELD_OUT / max(1, size))
-        # The same in every run: an original that another run of a search trained has not seen them either.
-        images = cls(*hold_out(problem.data.train, fraction, seed=0))
-        if images.held_out.size < LEAST_HELD_OUT:
-            raise DataError(
-                f"the method search judges networks by {HELD_OUT:.0%} of the training images, at least "
-                f"{LEAST_HELD_OUT}, and has {size} images in all. Give more images, or another method."
-            )
-        return images
-
-    def for_repair(self, problem: Problem) -> Problem:
-        """The problem without the images that networks are judged by."""
-        return replace(problem, data=replace(problem.data, train=self.repair))
-
-    @property
-    def per_network(self) -> int:
-        return min(REPAIR_IMAGES, self.repair.size) + self.held_out.size
-
-
-def judge(
-    problem: Problem, several: Sequence[Widths], images: Images, callbacks: Sequence[Callback] = ()
-) -> list[float]:
-    """The losses of networks of these widths, cut from the trained original and repaired.
-
-    A run stores them, so that a killed search goes on.
-    """
-    assert problem.trained is not None
-    # Evaluated as it is repaired, in float32 and with as many images: a GPU prepares its convolutions, which
-    # takes longer than to run them, once for each shape and precision.
-    engine, graph = replace(problem.engine, bf16=False), problem.graph
-    batch_size = min(REPAIR_IMAGES, eval_batch_size(images.held_out))
-    original, known = engine.prepare(problem.trained), engine.world.broadcast(_read_losses(problem))
-    seed_everything(derive_seed("search", problem.seed))
-    for callback in callbacks:
-        callback.on_stage_begin("plan", f"comparing {len(several)} cut and repaired networks")
-    batches = calibration_images(images.for_repair(problem), REPAIR_IMAGES)
-    scores = explain_scores(original, graph, batches)
-    losses = []
-    for number, widths in enumerate(several, start=1):
-        key = json.dumps(list(widths.values()))
-        if key in known:
-            losses.append(known[key])
-            continue
-        seed_everything(derive_seed("search", problem.seed, key))  # the same after a kill
-        network = engine.prepare(slim(original, widths, graph=graph, weights="inherit", scores=scores))
-        repair(network, original, batches, graph=graph)
-        loss = evaluate(network, images.held_out, engine, batch_size, problem.task).loss
-        losses.append(math.nan if loss is None else loss)
-        _store_loss(problem, key, losses[-1])
-        for callback in callbacks:
-            callback.on_step_end(number, len(several), images.per_network)
-    # The last digits may differ between processes: the main process decides.
-    return engine.world.broadcast(losses)
-
-
-def _read_losses(problem: Problem) -> dict[str, float]:
-    """Widths -> loss, of the networks that earlier starts of the run have judged."""
-    known, file = dict[str, float](), problem.progress_file
-    for line in file.read_text().splitlines() if file is not None and file.exists() else ():
-        with contextlib.suppress(ValueError, TypeError):  # the run was killed while it wrote this line
-            widths, loss = json.loads(line)
-            known[json.dumps(widths)] = float(loss)
-    return known
-
-
-def _store_loss(problem: Problem, key: str, loss: float) -> None:
-    if problem.progress_file is not None and problem.engine.world.is_main_process:
-        problem.progress_file.parent.mkdir(parents=True, exist_ok=True)
-        with problem.progress_file.open("a") as file:
-            file.write(json.dumps([json.loads(key), loss]) + "\n")
 
 
 def _too_few_groups(space: Space) -> str:
@@ -225,7 +131,7 @@ def _find(space: Space, divides: bool) -> tuple[Round, FitSummary | None]:
     losses = judge(space.problem, drawn, images, space.problem.callbacks)
     outcome, summary = _lowest(space, drawn, losses, images)
     if outcome.distinct and summary is not None:
-        return _measured(space, outcome, summary, losses[0], images, divides)
+        return _best_measured(space, outcome, summary, losses[0], images, divides)
     return outcome, summary
 
 
@@ -256,20 +162,19 @@ def _lowest(
     return replace(found, importance=importance, note=note), summary
 
 
-def _measured(
+def _best_measured(
     space: Space, found: Round, summary: FitSummary, uniform_loss: float, images: Images, divides: bool
 ) -> tuple[Round, FitSummary]:
-    """What a group gets, shared among its layers by sensitivity if this lowers the loss after the repair.
-
-    Uniform, if its loss after the repair is not higher.
+    """The best of three networks, by the loss after the repair: the one that was found; with `divides`, the
+    same with what a group gets shared among its layers by sensitivity; and the uniform one.
     """
     candidates = [found]
     if divides:
         ideal = space.divided(found.ideal_widths, by_sensitivity(space.problem, images))
         divided = _round(space, np.log(list(found.factors.values())), ideal)
         candidates += [divided] if divided.widths != found.widths else []
-    losses = judge(space.problem, [Widths(one.widths) for one in candidates], images)
-    losses = [loss if math.isfinite(loss) else math.inf for loss in losses]
+    judged = judge(space.problem, [Widths(one.widths) for one in candidates], images)
+    uniform_loss, *losses = (loss if math.isfinite(loss) else math.inf for loss in (uniform_loss, *judged))
     loss, note = min(losses), found.note
     if len(candidates) > 1:
         change = f"after the repair, the loss is {losses[1]:.4f} with it and {losses[0]:.4f} without."

@@ -1,0 +1,108 @@
+"""The losses of networks that are cut from the trained original and repaired, without training.
+
+A run stores them, so that a killed search goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from ..cost.widths import Widths
+from ..data.datasets import Split, hold_out
+from ..errors import DataError
+from ..surgery import slim
+from ..surgery.explain import explain_scores
+from ..surgery.repair import repair
+from ..train.callbacks import Callback
+from ..train.engine import eval_batch_size
+from ..train.loop import evaluate
+from ..utils.rng import derive_seed, seed_everything
+from .peel import HELD_OUT
+from .problem import Problem
+from .start import calibration_images
+
+#: Images for the repair of a network. It is judged by at most and at least so many others.
+REPAIR_IMAGES, MOST_HELD_OUT, LEAST_HELD_OUT = 512, 2048, 16
+
+
+class Images(NamedTuple):
+    """Training images, apart from each other: for the repair, and to judge networks by."""
+
+    repair: Split
+    held_out: Split
+
+    @classmethod
+    def of(cls, problem: Problem) -> Images:
+        size = problem.data.train.size
+        fraction = min(HELD_OUT, MOST_HELD_OUT / max(1, size))
+        # The same in every run: an original that another run of a search trained has not seen them either.
+        images = cls(*hold_out(problem.data.train, fraction, seed=0))
+        if images.held_out.size < LEAST_HELD_OUT:
+            raise DataError(
+                f"the method search judges networks by {HELD_OUT:.0%} of the training images, at least "
+                f"{LEAST_HELD_OUT}, and has {size} images in all. Give more images, or another method."
+            )
+        return images
+
+    def for_repair(self, problem: Problem) -> Problem:
+        """The problem without the images that networks are judged by."""
+        return replace(problem, data=replace(problem.data, train=self.repair))
+
+    @property
+    def per_network(self) -> int:
+        return min(REPAIR_IMAGES, self.repair.size) + self.held_out.size
+
+
+def judge(
+    problem: Problem, several: Sequence[Widths], images: Images, callbacks: Sequence[Callback] = ()
+) -> list[float]:
+    """The losses of networks of these widths. Those that earlier starts of the run have judged are known."""
+    assert problem.trained is not None
+    # Evaluated as it is repaired, in float32 and with as many images: a GPU prepares its convolutions, which
+    # takes longer than to run them, once for each shape and precision.
+    engine, graph = replace(problem.engine, bf16=False), problem.graph
+    batch_size = min(REPAIR_IMAGES, eval_batch_size(images.held_out))
+    original, known = engine.prepare(problem.trained), engine.world.broadcast(_read_losses(problem))
+    seed_everything(derive_seed("search", problem.seed))
+    for callback in callbacks:
+        callback.on_stage_begin("plan", f"comparing {len(several)} cut and repaired networks")
+    batches = calibration_images(images.for_repair(problem), REPAIR_IMAGES)
+    scores = explain_scores(original, graph, batches)
+    losses = []
+    for number, widths in enumerate(several, start=1):
+        key = json.dumps(list(widths.values()))
+        if key in known:
+            losses.append(known[key])
+            continue
+        seed_everything(derive_seed("search", problem.seed, key))  # the same after a kill
+        network = engine.prepare(slim(original, widths, graph=graph, weights="inherit", scores=scores))
+        repair(network, original, batches, graph=graph)
+        loss = evaluate(network, images.held_out, engine, batch_size, problem.task).loss
+        losses.append(math.nan if loss is None else loss)
+        _store_loss(problem, key, losses[-1])
+        for callback in callbacks:
+            callback.on_step_end(number, len(several), images.per_network)
+    # The last digits may differ between processes: the main process decides.
+    return engine.world.broadcast(losses)
+
+
+def _read_losses(problem: Problem) -> dict[str, float]:
+    """Widths -> loss, of the networks that earlier starts of the run have judged."""
+    known, file = dict[str, float](), problem.progress_file
+    for line in file.read_text().splitlines() if file is not None and file.exists() else ():
+        with contextlib.suppress(ValueError, TypeError):  # the run was killed while it wrote this line
+            widths, loss = json.loads(line)
+            known[json.dumps(widths)] = float(loss)
+    return known
+
+
+def _store_loss(problem: Problem, key: str, loss: float) -> None:
+    if problem.progress_file is not None:  # in the main process
+        problem.progress_file.parent.mkdir(parents=True, exist_ok=True)
+        with problem.progress_file.open("a") as file:
+            file.write(json.dumps([json.loads(key), loss]) + "\n")
