@@ -270,6 +270,12 @@ def test_a_note_names_frozen_parameters_which_are_trained_too() -> None:
     assert not any("Frozen" in note for note in notes)
 
 
+def test_a_run_says_that_its_plan_is_the_uniform_network() -> None:
+    uniform = peel.uniform(peel.trace(Small(), torch.zeros(1, 3, 8, 8)), "50%")
+    result = small_run(plan=uniform, budget="50%", distill="none", train={"epochs": 1, "batch_size": 50})
+    assert "The plan is the uniform network." in result.notes
+
+
 def test_a_note_says_that_the_weights_of_a_given_model_are_not_used() -> None:
     model = taught()
     assert any("not used" in note for note in small_run(model, stages=["original"]).notes)

@@ -334,7 +334,9 @@ class Pipeline:
             return
         uniform, cost, resource = self.problem.uniform(), self.problem.cost, self.problem.resource
         difference = max(abs(widths[tie] / uniform[tie] - 1) for tie in uniform)
-        if 0 < difference < 0.02:
+        if difference == 0:
+            self.notes.append("The plan is the uniform network.")
+        elif difference < 0.02:
             self.notes.append(
                 f"The plan is nearly the uniform network: widths differ by at most {difference:.1%}."
             )
