@@ -178,8 +178,9 @@ class TrainStep:
 
     def _compute(self, batch: Batch) -> None:
         ddp = self.loss if isinstance(self.loss, DistributedDataParallel) else None
-        # CUDA graphs and the buckets of DDP need gradients that stay in place.
-        self.optimizer.zero_grad(set_to_none=self.graph is None and ddp is None)
+        # The buckets of DDP need gradients that stay in place. Without them, a backward pass writes gradients
+        # instead of adding them to zeros. In a CUDA graph, every replay writes to the same memory.
+        self.optimizer.zero_grad(set_to_none=ddp is None)
         results = []
         for number, micro_batch in enumerate(batch.split(self.accumulation_steps), 1):
             weight = micro_batch.size / batch.size
