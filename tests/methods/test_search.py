@@ -27,7 +27,7 @@ from peel.methods.allocation import ALLOCATIONS, Space
 from peel.methods.config import DIVISIONS, MethodConfig
 from peel.methods.plan import Plan
 from peel.methods.problem import Problem
-from peel.methods.repaired_losses import Images, judge
+from peel.methods.repaired_losses import Images, Judge
 from peel.methods.search import LEAST_EXPLAINED, Search
 from peel.surgery.sensitivity import Sensitivity
 from peel.train.recipe import Recipe
@@ -135,7 +135,7 @@ def test_the_group_that_carries_the_information_gets_more(
     assert f"{fit.loss:.4f}, and {fit.uniform_loss:.4f} for the uniform" in last.note
     assert f"{wide} {last.factors[wide]:.2f}" in last.note
     # The gain is real: so it is when both networks are cut and repaired.
-    slim_loss, uniform_loss = judge(problem, [plan.widths, uniform], Images.of(problem))
+    slim_loss, uniform_loss = Judge(problem, Images.of(problem)).losses([plan.widths, uniform])
     assert slim_loss < uniform_loss
 
 
@@ -174,7 +174,7 @@ def test_inside_a_group_the_layer_that_the_output_needs_gets_more() -> None:
     assert "layers share this by sensitivity" in divided.rounds[0].note
     assert 0.9 * problem.budget < divided.slim.cost <= problem.budget
     # The gain is real: so it is when both networks are cut and repaired.
-    losses = judge(problem, [divided.widths, uniform.widths], Images.of(problem))
+    losses = Judge(problem, Images.of(problem)).losses([divided.widths, uniform.widths])
     assert losses[0] < losses[1]
 
 

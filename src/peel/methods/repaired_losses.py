@@ -9,17 +9,21 @@ import contextlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
 
 from ..cost.widths import Widths
 from ..data.datasets import Split, hold_out
 from ..errors import DataError
 from ..surgery import slim
 from ..surgery.explain import explain_scores
+from ..surgery.original_shapes import original_shapes
 from ..surgery.repair import repair
 from ..train.callbacks import Callback
-from ..train.engine import eval_batch_size
+from ..train.engine import Engine, eval_batch_size
 from ..train.loop import evaluate
 from ..utils.rng import derive_seed, seed_everything
 from .peel import HELD_OUT
@@ -58,37 +62,65 @@ class Images(NamedTuple):
         return min(REPAIR_IMAGES, self.repair.size) + self.held_out.size
 
 
-def judge(
-    problem: Problem, several: Sequence[Widths], images: Images, callbacks: Sequence[Callback] = ()
-) -> list[float]:
-    """The losses of networks of these widths. Those that earlier starts of the run have judged are known."""
-    assert problem.trained is not None
-    # Evaluated as it is repaired, in float32 and with as many images: a GPU prepares its convolutions, which
-    # takes longer than to run them, once for each shape and precision.
-    engine, graph = replace(problem.engine, bf16=False), problem.graph
-    batch_size = min(REPAIR_IMAGES, eval_batch_size(images.held_out))
-    original, known = engine.prepare(problem.trained), engine.world.broadcast(_read_losses(problem))
-    seed_everything(derive_seed("search", problem.seed))
-    for callback in callbacks:
-        callback.on_stage_begin("plan", f"comparing {len(several)} cut and repaired networks")
-    batches = calibration_images(images.for_repair(problem), REPAIR_IMAGES)
-    scores = explain_scores(original, graph, batches)
-    losses = []
-    for number, widths in enumerate(several, start=1):
-        key = json.dumps(list(widths.values()))
-        if key in known:
-            losses.append(known[key])
-            continue
-        seed_everything(derive_seed("search", problem.seed, key))  # the same after a kill
-        network = engine.prepare(slim(original, widths, graph=graph, weights="inherit", scores=scores))
-        repair(network, original, batches, graph=graph)
-        loss = evaluate(network, images.held_out, engine, batch_size, problem.task).loss
-        losses.append(math.nan if loss is None else loss)
-        _store_loss(problem, key, losses[-1])
+@dataclass(frozen=True)
+class Judge:
+    """Cuts networks from the trained original, repairs them, and measures their losses."""
+
+    problem: Problem
+    images: Images
+
+    @cached_property
+    def engine(self) -> Engine:
+        """In float32, as repairs are: a GPU prepares convolutions once for each precision."""
+        return replace(self.problem.engine, bf16=False)
+
+    @cached_property
+    def original(self) -> nn.Module:
+        assert self.problem.trained is not None
+        return self.engine.prepare(self.problem.trained)
+
+    @cached_property
+    def batches(self) -> list[tuple[Any, None]]:
+        """The images for repairs."""
+        return calibration_images(self.images.for_repair(self.problem), REPAIR_IMAGES)
+
+    @cached_property
+    def scores(self) -> dict[str, Tensor]:
+        return explain_scores(self.original, self.problem.graph, self.batches)
+
+    def losses(self, several: Sequence[Widths], callbacks: Sequence[Callback] = ()) -> list[float]:
+        """The losses of networks of these widths. Those that earlier starts of the run have measured are
+        known.
+        """
+        problem, world = self.problem, self.engine.world
+        known = world.broadcast(_read_losses(problem))
         for callback in callbacks:
-            callback.on_step_end(number, len(several), images.per_network)
-    # The last digits may differ between processes: the main process decides.
-    return engine.world.broadcast(losses)
+            callback.on_stage_begin("plan", f"comparing {len(several)} cut and repaired networks")
+        losses = []
+        for number, widths in enumerate(several, start=1):
+            key = json.dumps(list(widths.values()))
+            if key in known:
+                losses.append(known[key])
+                continue
+            scores = self.scores
+            seed_everything(derive_seed("search", problem.seed, key))  # the same after a kill
+            losses.append(self._loss(widths, scores))
+            _store_loss(problem, key, losses[-1])
+            for callback in callbacks:
+                callback.on_step_end(number, len(several), self.images.per_network)
+        # The last digits may differ between processes: the main process decides.
+        return world.broadcast(losses)
+
+    def _loss(self, widths: Widths, scores: dict[str, Tensor]) -> float:
+        original, graph, held_out = self.original, self.problem.graph, self.images.held_out
+        network = slim(original, widths, graph=graph, weights="inherit", scores=scores)
+        network = self.engine.prepare(network)
+        # With as many images as the repair has: the same convolutions.
+        batch_size = min(REPAIR_IMAGES, eval_batch_size(held_out))
+        with original_shapes(network, original):
+            repair(network, original, self.batches, graph=graph)
+            loss = evaluate(network, held_out, self.engine, batch_size, self.problem.task).loss
+        return math.nan if loss is None else loss
 
 
 def _read_losses(problem: Problem) -> dict[str, float]:

@@ -26,7 +26,7 @@ from .loss_fit import Array, Fit, FitSummary, LeftOut, best_point, fit_losses
 from .method import Method, TrainBackbone
 from .plan import Plan, assemble_plan
 from .problem import Problem
-from .repaired_losses import REPAIR_IMAGES, Images, judge
+from .repaired_losses import REPAIR_IMAGES, Images, Judge
 from .sensitivity import widths_by
 from .start import calibration_images
 
@@ -127,11 +127,11 @@ def _find(space: Space, divides: bool) -> tuple[Round, FitSummary | None]:
     drawn = space.draw()
     if reason := _too_few_networks(space, drawn):
         return _uniform(space, reason), None
-    images = Images.of(space.problem)
-    losses = judge(space.problem, drawn, images, space.problem.callbacks)
-    outcome, summary = _lowest(space, drawn, losses, images)
+    judge = Judge(space.problem, Images.of(space.problem))
+    losses = judge.losses(drawn, space.problem.callbacks)
+    outcome, summary = _lowest(space, drawn, losses, judge.images)
     if outcome.distinct and summary is not None:
-        return _best_measured(space, outcome, summary, losses[0], images, divides)
+        return _best_measured(space, outcome, summary, losses[0], judge, divides)
     return outcome, summary
 
 
@@ -163,17 +163,17 @@ def _lowest(
 
 
 def _best_measured(
-    space: Space, found: Round, summary: FitSummary, uniform_loss: float, images: Images, divides: bool
+    space: Space, found: Round, summary: FitSummary, uniform_loss: float, judge: Judge, divides: bool
 ) -> tuple[Round, FitSummary]:
     """The best of three networks, by the loss after the repair: the one that was found; with `divides`, the
     same with what a group gets shared among its layers by sensitivity; and the uniform one.
     """
     candidates = [found]
     if divides:
-        ideal = space.divided(found.ideal_widths, by_sensitivity(space.problem, images))
+        ideal = space.divided(found.ideal_widths, by_sensitivity(space.problem, judge.images))
         divided = _round(space, np.log(list(found.factors.values())), ideal)
         candidates += [divided] if divided.widths != found.widths else []
-    judged = judge(space.problem, [Widths(one.widths) for one in candidates], images)
+    judged = judge.losses([Widths(one.widths) for one in candidates])
     uniform_loss, *losses = (loss if math.isfinite(loss) else math.inf for loss in (uniform_loss, *judged))
     loss, note = min(losses), found.note
     if len(candidates) > 1:

@@ -128,16 +128,19 @@ def _weighted_covariance(reading: Reading) -> Tensor:
 
 
 def greedy_order(covariance: Tensor) -> Tensor:
-    """Scores from a covariance. The channel that is chosen first has the highest."""
+    """Scores from a covariance. The channel that is chosen first has the highest. Waits for a GPU once."""
     left = covariance.clone()
     count = len(left)
-    scores = torch.zeros(count)
     floor = 1e-9 * left.diagonal().max()
     is_taken = torch.zeros(count, dtype=torch.bool, device=left.device)
-    for place in range(count):
+    order = []
+    for _ in range(count):
         gains = left.square().sum(0) / left.diagonal().clamp_min(floor)
-        best = int(gains.masked_fill(is_taken, -1.0).argmax())
-        is_taken[best] = True
-        scores[best] = count - place
-        left -= left[:, best : best + 1] * left[best : best + 1] / left[best, best].clamp_min(floor)
+        best = gains.masked_fill(is_taken, -1.0).argmax(keepdim=True)
+        is_taken.index_fill_(0, best, True)
+        order.append(best)
+        column, row = left.index_select(1, best), left.index_select(0, best)
+        left -= column * row / row.index_select(1, best).clamp_min(floor)
+    scores = torch.zeros(count)
+    scores[torch.cat(order).cpu()] = torch.arange(count, 0, -1.0)
     return scores

@@ -9,7 +9,7 @@ larger than the old ones. They predict a little better and cannot be trained: so
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,12 +38,19 @@ MIN_RATIO = 0.01
 CHUNK_BYTES = 2**26
 
 
+#: Up to this many features, all penalties are fitted in one call: a GPU waits for calls, not for numbers.
+MOST_BATCHED = 256
+
+
 @dataclass(frozen=True)
 class Fit:
-    """Weights (groups x outputs x features) and intercepts (groups x outputs)."""
+    """Weights (groups x outputs x features) and intercepts (groups x outputs); several along a first axis."""
 
     weight: Tensor
     intercept: Tensor
+
+    def __getitem__(self, place: int) -> Fit:
+        return Fit(self.weight[place], self.intercept[place])
 
     def is_finite(self) -> bool:
         return bool(torch.isfinite(self.weight).all() and torch.isfinite(self.intercept).all())
@@ -66,14 +73,20 @@ class Equations:
 
     def fit(self, ridge: float) -> Fit:
         """NaN where the matrix with this penalty has no Cholesky factor. A GPU is not waited for."""
-        weight = self.old
-        if ridge != float("inf"):
-            penalized = self.matrix.clone()
-            penalized.diagonal(dim1=1, dim2=2).add_((ridge * self.scale).clamp_min(TINY)[:, None])
+        return self.fits([ridge])[0]
+
+    def fits(self, ridges: Sequence[float]) -> Fit:
+        """One fit for each penalty, along a first axis. Infinity keeps the old weights, and stands alone."""
+        if float("inf") in ridges:
+            weight = self.old[None]
+        else:
+            penalties = torch.stack([(ridge * self.scale).clamp_min(TINY) for ridge in ridges])
+            penalized = self.matrix.repeat(len(ridges), 1, 1, 1)
+            penalized.diagonal(dim1=-2, dim2=-1).add_(penalties[..., None])
             factor, failed = torch.linalg.cholesky_ex(penalized)
             changed = self.old + self.change(torch.cholesky_solve(self.right, factor))
-            weight = torch.where(failed[:, None, None] == 0, changed, torch.nan)
-        return Fit(weight, self.y - (weight @ self.x[:, :, None]).squeeze(2))
+            weight = torch.where(failed[..., None, None] == 0, changed, torch.nan)
+        return Fit(weight, self.y - (weight @ self.x[:, :, None]).squeeze(-1))
 
     def solve(self, ridge: float) -> Fit | None:
         """With the penalty raised until the matrix has a Cholesky factor; None if nothing helps."""
@@ -117,10 +130,10 @@ class Moments:
         return Equations(xx, xy - xx @ old.mT, scale, lambda solution: solution.mT, old, x, y)
 
     def error(self, fit: Fit) -> Tensor:
-        """Mean square error of each output: groups x outputs."""
+        """Mean square error of each output: groups x outputs, for each fit."""
         w, b = fit.weight, fit.intercept
-        wx = (w @ self.x[:, :, None]).squeeze(2)
-        squares = ((w @ self.xx) * w).sum(2) - 2 * (w * self.xy.mT).sum(2) + self.yy
+        wx = (w @ self.x[:, :, None]).squeeze(-1)
+        squares = ((w @ self.xx) * w).sum(-1) - 2 * (w * self.xy.mT).sum(-1) + self.yy
         return ((squares + 2 * b * (wx - self.y)) / self.count + b.square()).clamp_min(0.0)
 
     def variance(self, fit: Fit) -> Tensor:
@@ -175,7 +188,7 @@ class Rows:
 
     def error(self, fit: Fit) -> Tensor:
         x, y = self._all()
-        return (y - x @ fit.weight.mT - fit.intercept[:, None]).square().mean(1)
+        return (y - x @ fit.weight.mT - fit.intercept[..., None, :]).square().mean(-2)
 
     def variance(self, fit: Fit) -> Tensor:
         return (self._all()[0] @ fit.weight.mT).var(1, correction=0)
@@ -247,13 +260,18 @@ class Regression:
         """The penalty that is best for the held-out rows. All are tried before a GPU is waited for."""
         equations = self.fitted.equations(self.old, intercept=intercept)
         variance = self.held_out.target_variance().clamp_min(TINY)
-        judged = torch.stack([self._judge(equations.fit(ridge), variance) for ridge in RIDGES])
+        size = len(RIDGES) - 1 if equations.matrix.shape[-1] <= MOST_BATCHED else 1
+        parts = [RIDGES[start : start + size] for start in range(0, len(RIDGES) - 1, size)] + [RIDGES[-1:]]
+        judged = torch.cat([self._judge(equations.fits(part), variance) for part in parts])
         return RIDGES[int(torch.where(judged.isfinite(), judged, torch.inf).argmin())]
 
-    def _judge(self, fit: Fit, variance: Tensor) -> Tensor:
-        """Error on the held-out rows over the variance of the outputs, and what the growth costs."""
-        growth = (fit.weight - self.old).square().sum() / (self.old.square().sum() + TINY)
-        error = (self.held_out.error(fit) / variance).mean()
+    def _judge(self, fits: Fit, variance: Tensor) -> Tensor:
+        """For each fit, its error on the held-out rows over the variance of the outputs, and what the growth
+        costs.
+        """
+        change = (fits.weight - self.old).square().sum((-3, -2, -1))
+        growth = change / (self.old.square().sum() + TINY)
+        error = (self.held_out.error(fits) / variance).mean((-2, -1))
         return error + GROWTH_COST * (growth - FREE_GROWTH).clamp_min(0.0)
 
 
