@@ -53,6 +53,7 @@ def main() -> None:
         command.add_argument("--count", type=int, help="use only so many images of each part, for a test")
         command.add_argument("--epochs", type=int, help="another number of epochs, for a test")
         command.add_argument("--batch-size", type=int, help="another batch size, for a test")
+        command.add_argument("--eager", dest="compiles", action="store_false", help="compile nothing")
         command.add_argument(
             "--deadline",
             type=float,

@@ -7,12 +7,13 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch._dynamo
 from torch import nn
 
 import peel
@@ -31,6 +32,7 @@ from peel.methods.repaired_losses import Images
 from peel.methods.search import by_sensitivity
 from peel.run.trainer import Trainer
 from peel.steps.distillation import Distillation
+from peel.train import step
 from peel.train.engine import Engine, make_engine
 from peel.train.objective import Objective
 from peel.train.recipe import Recipe, named_recipe
@@ -81,6 +83,8 @@ class Setting(NamedTuple):
     count: int | None = None
     epochs: int | None = None
     batch_size: int | None = None
+    compiles: bool = False
+    """Compile the networks that are trained. All plans alike; originals and plans are trained without."""
 
 
 class Lane(NamedTuple):
@@ -94,7 +98,11 @@ class Lane(NamedTuple):
     @classmethod
     def open(cls, setting: Setting) -> Lane:
         torch.set_num_threads(1)
-        return cls(setting, make_engine(compile="off", workers=0), {}, {})
+        if setting.compiles:
+            # The trainings of a lane share compiled code where their networks have the same widths.
+            torch._dynamo.config.recompile_limit = 64
+            step._compiled = partial(torch.compile, dynamic=False)  # type: ignore[assignment]
+        return cls(setting, make_engine(compile="on" if setting.compiles else "off", workers=0), {}, {})
 
     def data(self, name: str) -> Data:
         if name not in self.loaded:
@@ -283,7 +291,9 @@ def train_jobs(
     data: Sequence[str], networks: Sequence[str], seeds: Sequence[int], teachers: Sequence[bool]
 ) -> Iterator[TrainJob]:
     """Seeds come first, so that what a short run leaves has all rows."""
-    cells = itertools.product(seeds, teachers, BUDGETS, pairs_of(data, networks), METHODS)
+    cells = itertools.product(
+        seeds, sorted(teachers, reverse=True), BUDGETS, pairs_of(data, networks), METHODS
+    )
     for seed, teacher, budget, (name, network), method in cells:
         is_left_out = method == "profile" and (teacher or budget != CONTROL_BUDGET)
         if not is_left_out and (method != "peel" or seed in FEWER_SEEDS):
@@ -314,6 +324,7 @@ def run(
     count: int | None = None,
     epochs: int | None = None,
     batch_size: int | None = None,
+    compiles: bool = True,
 ) -> None:
     """Do what is missing of a command."""
     jobs: list[Any]
@@ -327,7 +338,9 @@ def run(
     run_jobs(
         jobs,
         KINDS[command],
-        Setting(images, originals, plans, count, epochs, batch_size),
+        Setting(
+            images, originals, plans, count, epochs, batch_size, compiles=command == "train" and compiles
+        ),
         open_lane=Lane.open,
         results=plans if command == "plans" else results,
         lanes=lanes,

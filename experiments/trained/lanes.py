@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import multiprocessing
@@ -143,22 +144,24 @@ def run_jobs(
     fields = list(asdict(jobs[0])) if jobs else []
     known = {tuple(line.get(name) for name in fields) for line in lines}
     waiting = [job for job in jobs if tuple(asdict(job).values()) not in known]
-    running: dict[Future[dict[str, Any]], Any] = {}
-    with ProcessPoolExecutor(
-        lanes, multiprocessing.get_context("spawn"), start_lane, (open_lane, setting)
-    ) as pool:
+    running: dict[Future[dict[str, Any]], tuple[int, Any]] = {}
+    last_kinds: list[Kind | None] = [None] * lanes
+    with contextlib.ExitStack() as stack:
+        pools = [stack.enter_context(_start_process(open_lane, setting)) for _ in range(lanes)]
         while waiting or running:
             left = deadline - (time.monotonic() - began)
-            for job in waiting[:]:
-                if len(running) >= lanes:
-                    break
-                if expected_seconds(asdict(job), lines, kind) < left:
-                    running[pool.submit(work_in_lane, work, job)] = job
+            in_time = [job for job in waiting if expected_seconds(asdict(job), lines, kind) < left]
+            for lane in sorted(set(range(lanes)) - {lane for lane, _ in running.values()}):
+                if in_time:
+                    job = next_job(in_time, lane, last_kinds, kind)
+                    last_kinds[lane] = kind_of(job, kind)
+                    running[pools[lane].submit(work_in_lane, work, job)] = lane, job
+                    in_time.remove(job)
                     waiting.remove(job)
             if not running:
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                job = running.pop(future)
+                _, job = running.pop(future)
                 try:
                     line = future.result()
                 except BrokenProcessPool:
@@ -170,6 +173,28 @@ def run_jobs(
                 lines.append(line)
                 report(line, list(asdict(job)), time.monotonic() - began)
     print(f"{time.monotonic() - began:.0f} s, {len(lines)} lines, {len(waiting)} jobs left", flush=True)
+
+
+def _start_process(open_lane: Callable[[Any], Any], setting: Any) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), start_lane, (open_lane, setting))
+
+
+Kind = tuple[Any, ...]
+
+
+def kind_of(job: Any, names: Sequence[str]) -> Kind:
+    return tuple(asdict(job).get(name) for name in names)
+
+
+def next_job(
+    waiting: Sequence[Any], lane: int, last_kinds: Sequence[Kind | None], names: Sequence[str]
+) -> Any:
+    """A job of the kind that the lane did last: what was compiled and prepared is used again.
+
+    Else the first of the kinds that the fewest lanes work on.
+    """
+    own = next((job for job in waiting if kind_of(job, names) == last_kinds[lane]), None)
+    return own or min(waiting, key=lambda job: last_kinds.count(kind_of(job, names)))
 
 
 def expected_seconds(job: Line, lines: Sequence[Line], kind: Sequence[str]) -> float:
