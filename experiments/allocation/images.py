@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from peel.data.in_memory import InMemoryImages
 from peel.utils.rng import derive_seed
@@ -31,11 +32,7 @@ def prepare(archive: Path, images: Path) -> None:
     labels = torch.tensor([i for i, label in enumerate(classes) for _ in files[label]])
     with multiprocessing.get_context("fork").Pool() as pool:
         pixels = np.stack(pool.map(decode, jpegs, chunksize=256))
-    held_out = torch.zeros(len(labels), dtype=torch.bool)
-    rng = torch.Generator().manual_seed(derive_seed("held out"))
-    for i in range(len(classes)):
-        places = (labels == i).nonzero().flatten()
-        held_out[places[torch.randperm(len(places), generator=rng)[:HELD_OUT]]] = True
+    held_out = draw_held_out(labels)
     seen = pixels[~held_out.numpy()].reshape(-1, 3) / np.float32(255)
     mean = [round(float(x), 4) for x in seen.mean(0, np.float64)]
     std = [round(float(x), 4) for x in seen.std(0)]
@@ -48,6 +45,16 @@ def prepare(archive: Path, images: Path) -> None:
         "std": std,
     }
     torch.save(stored, images)
+
+
+def draw_held_out(labels: Tensor) -> Tensor:
+    """Which images are held out. Images are ordered by class and file name."""
+    held_out = torch.zeros(len(labels), dtype=torch.bool)
+    rng = torch.Generator().manual_seed(derive_seed("held out"))
+    for i in range(int(labels.max()) + 1):
+        places = (labels == i).nonzero().flatten()
+        held_out[places[torch.randperm(len(places), generator=rng)[:HELD_OUT]]] = True
+    return held_out
 
 
 def read_training_files(archive: Path) -> dict[str, dict[str, bytes]]:

@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from torch import nn
 import peel
 from peel import zoo
 from peel.cost.widths import Widths
-from peel.data.datasets import Data, Split
+from peel.data.datasets import Data, Split, balanced_order
 from peel.errors import DivergedError
 from peel.graph import ChannelGraph
 from peel.methods.allocation import Space
@@ -34,11 +34,13 @@ from peel.run.trainer import Trainer
 from peel.steps.distillation import Distillation
 from peel.train import step
 from peel.train.engine import Engine, make_engine
+from peel.train.loop import evaluate
 from peel.train.objective import Objective
 from peel.train.recipe import Recipe, named_recipe
 from peel.train.teacher_cache import CachedTeacher, LogitCache, make_logit_cache
 from peel.utils.rng import derive_seed, seed_everything
 
+from ..allocation.images import draw_held_out
 from ..allocation.results import read
 from ..trained.images import load_images
 from ..trained.lanes import run_jobs
@@ -49,6 +51,11 @@ from ..trained.work import history_of
 DATA = ("tiny-imagenet-32", "cifar10")
 NETWORKS = ("cifar_resnet18", "cifar_mobilenet_v2", "cifar_vgg16_bn")
 BUDGETS = ("25%", "10%")
+
+#: The test images of this data set were scaled down by another filter than its training images: squared
+#: differences of neighboring pixels are 1.8 times as large. So 50 training images of each class test, and the
+#: given test images are reported beside them.
+FILTERED, TEST_IMAGES = DATA[0], 50
 
 #: `peel` has the published settings, and its backbone the recipe of all trainings. `profile` is a control
 #: without a search: hidden channels are moved from high to low resolutions by the same profile in every
@@ -87,12 +94,42 @@ class Setting(NamedTuple):
     """Compile the networks that are trained. All plans alike; originals and plans are trained without."""
 
 
+class TestedData(NamedTuple):
+    data: Data
+    given_test: Split | None = None
+    """The test images of the archive, where others test."""
+
+    def reduced(self, count: int | None) -> TestedData:
+        """So many images of each part, of all classes."""
+        if count is None:
+            return self
+        train, test = (
+            one.subset(balanced_order(one, 0)[:count]) for one in (self.data.train, self.data.test)
+        )
+        return TestedData(replace(self.data, train=train, test=test), self.given_test)
+
+
+def fresh_test(data: Data) -> TestedData:
+    """Tested by training images that are left out here, and had no part in the choice of the search."""
+    labels = data.train.labels
+    assert labels is not None
+    labels = labels.cpu()
+    is_free = ~draw_held_out(labels)
+    rng = torch.Generator().manual_seed(derive_seed("confirmation", "test"))
+    is_test = torch.zeros_like(is_free)
+    for label in labels.unique():
+        places = ((labels == label) & is_free).nonzero().flatten()
+        is_test[places[torch.randperm(len(places), generator=rng)[:TEST_IMAGES]]] = True
+    train, test = (data.train.subset(part.nonzero().flatten()) for part in (~is_test, is_test))
+    return TestedData(replace(data, train=train, test=test), data.test)
+
+
 class Lane(NamedTuple):
     """What a process works with."""
 
     setting: Setting
     engine: Engine
-    loaded: dict[str, Data]
+    loaded: dict[str, TestedData]
     caches: dict[tuple[str, str], LogitCache | None]
 
     @classmethod
@@ -105,9 +142,14 @@ class Lane(NamedTuple):
         return cls(setting, make_engine(compile="on" if setting.compiles else "off", workers=0), {}, {})
 
     def data(self, name: str) -> Data:
+        return self.tested(name).data
+
+    def tested(self, name: str) -> TestedData:
         if name not in self.loaded:
             path = self.setting.images / f"{name}.pt"
-            self.loaded[name] = load_images(path, self.engine.device, self.setting.count)
+            data = load_images(path, self.engine.device)
+            tested = fresh_test(data) if name == FILTERED else TestedData(data)
+            self.loaded[name] = tested.reduced(self.setting.count)
         return self.loaded[name]
 
     def recipe(self, recipe: Recipe = RECIPE) -> Recipe:
@@ -179,7 +221,17 @@ def train_original(lane: Lane, job: OriginalJob) -> dict[str, Any]:
     trained, line = train_network(lane, problem, problem.graph.widths, images)
     path = original_path(lane.setting.originals, job.data, job.network)
     peel.save(trained, path.with_suffix(""))
-    return line | {"macs": problem.graph.macs(), "params": problem.graph.params()}
+    line |= {"macs": problem.graph.macs(), "params": problem.graph.params()}
+    return line | given_scores(lane, job.data, trained)
+
+
+def given_scores(lane: Lane, data: str, network: nn.Module) -> dict[str, Any]:
+    """The loss and top-1 on the given test images, where others test."""
+    given = lane.tested(data).given_test
+    if given is None:
+        return {}
+    metrics = evaluate(network, given, lane.engine)
+    return {"given_top1": metrics.top1, "given_loss": metrics.loss}
 
 
 def train_network(
@@ -269,10 +321,11 @@ def train_planned(lane: Lane, job: TrainJob) -> dict[str, Any]:
     taught_by = (job.data, job.network) if job.teacher else None
     images = problem.data.train if taught_by is None else lane.taught(*taught_by)
     try:
-        line = train_network(lane, problem, plan["widths"], images, taught_by)[1]
+        network, line = train_network(lane, problem, plan["widths"], images, taught_by)
     except DivergedError as error:
         return {"error": str(error)}
-    return line | {"top1": line["top1"][-1], "macs": plan["macs"], "params": plan["params"]}
+    line |= {"top1": line["top1"][-1], "macs": plan["macs"], "params": plan["params"]}
+    return line | given_scores(lane, job.data, network)
 
 
 def find_plan(plans: Path, job: TrainJob) -> dict[str, Any]:

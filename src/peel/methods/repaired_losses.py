@@ -20,7 +20,7 @@ from ..data.datasets import Split, hold_out
 from ..errors import DataError
 from ..surgery import slim
 from ..surgery.explain import explain_scores
-from ..surgery.original_shapes import original_shapes
+from ..surgery.original_shapes import PadConvolutions, original_shapes
 from ..surgery.repair import repair
 from ..train.callbacks import Callback
 from ..train.engine import Engine, eval_batch_size
@@ -117,8 +117,8 @@ class Judge:
         network = self.engine.prepare(network)
         # With as many images as the repair has: the same convolutions.
         batch_size = min(REPAIR_IMAGES, eval_batch_size(held_out))
-        with original_shapes(network, original):
-            repair(network, original, self.batches, graph=graph)
+        repair(network, original, self.batches, graph=graph)
+        with PadConvolutions(original_shapes(network, original)):
             loss = evaluate(network, held_out, self.engine, batch_size, self.problem.task).loss
         return math.nan if loss is None else loss
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map  # has no public name
 
 from ..errors import DataError
+from ..graph.channel_graph import ChannelGraph
 
 #: Images that are taken from an iterable of batches. A tensor is used whole.
 MAX_IMAGES = 1024
@@ -18,10 +19,12 @@ MAX_IMAGES = 1024
 #: Bytes of activations and stored outputs that may be held at a time.
 MEMORY = 4 * 2**30
 
-#: Images that run together where nothing is known about their activations.
-BATCH = 64
-
 Images = Tensor | Iterable[Any]
+
+
+def images_in_memory(graph: ChannelGraph, most: int) -> int:
+    """How many images run together, at most `most`. A GPU prepares convolutions once for each number."""
+    return max(1, min(most, MEMORY // max(1, graph.activation_bytes())))
 
 
 def make_batches(images: Images, images_per_batch: int) -> list[Any]:

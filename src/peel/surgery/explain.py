@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from ..graph.channel_graph import ChannelGraph, Run
 from ..graph.parameters import spans
 from ..utils.rng import derive_seed
-from .calibration import BATCH, Images, evaluating, make_batches, run_model
+from .calibration import Images, evaluating, images_in_memory, make_batches, run_model
 from .layer_calls import CallWatcher, LayerCall, Visitor
 from .selection import per_channel
 
 #: Places of each image at which the channels are compared.
 PLACES = 16
+
+#: Images that run together, where memory allows it: as many as `search` repairs networks with.
+BATCH = 512
 
 
 @dataclass
@@ -115,7 +118,8 @@ def explain_scores(model: nn.Module, graph: ChannelGraph, images: Images) -> dic
     >>> small = peel.slim(model, widths, graph=graph, weights="inherit", scores=scores)
     """
     by_atom = {}
-    for atom, readings in collect_readings(model, graph, make_batches(images, BATCH)).items():
+    batches = make_batches(images, images_in_memory(graph, BATCH))
+    for atom, readings in collect_readings(model, graph, batches).items():
         by_atom[atom] = greedy_order(torch.stack([_weighted_covariance(one) for one in readings]).sum(0))
     return per_channel(graph, by_atom)
 

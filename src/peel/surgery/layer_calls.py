@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .original_shapes import Shapes, call_padded
+
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
 _NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
@@ -198,10 +200,14 @@ class Visitor:
 
 
 class CallWatcher(TorchFunctionMode):
-    """Shows the calls in a forward pass of a model to a visitor."""
+    """Shows the calls in a forward pass of a model to a visitor.
 
-    def __init__(self, model: nn.Module, visitor: Visitor) -> None:
+    With `shapes`, convolutions run at these shapes (`original_shapes.py`). The visitor sees them as they are.
+    """
+
+    def __init__(self, model: nn.Module, visitor: Visitor, shapes: Shapes | None = None) -> None:
         super().__init__()
+        self.shapes = shapes or {}
         tensors = [*model.named_parameters(), *model.named_buffers()]
         self.names = {id(tensor): name for name, tensor in tensors}
         self.visitor = visitor
@@ -226,7 +232,7 @@ class CallWatcher(TorchFunctionMode):
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         def run(inputs: Tensor | None = None) -> Any:
             if inputs is None:
-                return func(*args, **kwargs)
+                return call_padded(self.shapes, func, args, kwargs)
             if args:
                 return func(inputs.reshape(args[0].shape), *args[1:], **kwargs)
             return func(**{**kwargs, "input": inputs.reshape(kwargs["input"].shape)})

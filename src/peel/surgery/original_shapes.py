@@ -1,13 +1,12 @@
 """Convolutions of a cut network with as many channels as in the original, the missing ones zero.
 
-cuDNN prepares a convolution of a new shape for tens of milliseconds, far longer than it runs. Where many cuts
-of one network are compared, their convolutions all have the shapes of the original's.
+cuDNN prepares a convolution of a new shape for tens of milliseconds, far longer than it runs. A cut network
+that is repaired or compared runs a few times only: its convolutions have the shapes of the original's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,31 +15,42 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .calibration import device_of
-from .layer_calls import LAYERS
+
+Shapes = Mapping[int, tuple[int, ...]]
+"""`id` of a parameter of a cut network -> its shape in the original."""
+
+_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
 
-def original_shapes(network: nn.Module, original: nn.Module) -> AbstractContextManager[Any]:
-    """In this context, a network that was cut from the original runs convolutions of its shapes; on a GPU."""
-    return OriginalShapes(network, original) if device_of(network).type == "cuda" else nullcontext()
+def original_shapes(network: nn.Module, original: nn.Module) -> Shapes:
+    """On a GPU. Elsewhere nothing is prepared, and nothing is padded."""
+    if device_of(network).type != "cuda":
+        return {}
+    shapes = {name: tuple(parameter.shape) for name, parameter in original.named_parameters()}
+    return {id(parameter): shapes[name] for name, parameter in network.named_parameters()}
 
 
-class OriginalShapes(TorchFunctionMode):
-    def __init__(self, network: nn.Module, original: nn.Module) -> None:
+class PadConvolutions(TorchFunctionMode):
+    """In this context, convolutions have the shapes of the original's."""
+
+    def __init__(self, shapes: Shapes) -> None:
         super().__init__()
-        shapes = {name: tuple(parameter.shape) for name, parameter in original.named_parameters()}
-        self.shapes = {id(parameter): shapes[name] for name, parameter in network.named_parameters()}
+        self.shapes = shapes
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
-        if func is torch.conv2d:
-            given |= dict(zip(LAYERS[func], args, strict=False))
-            shape = self.shapes.get(id(given["weight"]))
-            if shape is not None and _can_pad(given, shape):
-                return _run_padded(given, shape)
-            args = ()
-        return func(*args, **given)
+        return call_padded(self.shapes, func, args, kwargs or {})
+
+
+def call_padded(shapes: Shapes, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call the function. A convolution whose weight was cut is padded to its original shape."""
+    if func is torch.conv2d and shapes:
+        given = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+        shape = shapes.get(id(given["weight"]))
+        if shape is not None and _can_pad(given, shape):
+            return _run_padded(given, shape)
+    return func(*args, **kwargs)
 
 
 def _is_depthwise(given: Mapping[str, Any]) -> bool:
@@ -54,15 +64,15 @@ def _can_pad(given: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
 
 
 def _run_padded(given: Mapping[str, Any], shape: tuple[int, ...]) -> Tensor:
-    weight, outputs = given["weight"], len(given["weight"])
+    weight, bias = given["weight"], given.get("bias")
+    more_outputs, more_inputs = shape[0] - len(weight), shape[1] - weight.shape[1]
     is_depthwise = _is_depthwise(given)
-    more_outputs, more_inputs = shape[0] - outputs, shape[1] - weight.shape[1]
-    if is_depthwise:
-        given = {**given, "groups": shape[0]}
-    if given.get("bias") is not None:
-        given = {**given, "bias": F.pad(given["bias"], (0, more_outputs))}
-    inputs = F.pad(given["input"], (0, 0, 0, 0, 0, more_outputs if is_depthwise else more_inputs))
-    padded = F.pad(weight, (0, 0, 0, 0, 0, more_inputs, 0, more_outputs))
-    output = torch.conv2d(**{**given, "input": inputs, "weight": padded})
-    # Dense, as the output of a convolution is.
-    return output[:, :outputs].clone()
+    padded = {
+        **given,
+        "input": F.pad(given["input"], (0, 0, 0, 0, 0, more_outputs if is_depthwise else more_inputs)),
+        "weight": F.pad(weight, (0, 0, 0, 0, 0, more_inputs, 0, more_outputs)),
+        "bias": None if bias is None else F.pad(bias, (0, more_outputs)),
+        "groups": shape[0] if is_depthwise else 1,
+    }
+    # The copy is dense, as the output of a convolution is.
+    return torch.conv2d(**padded)[:, : len(weight)].clone()

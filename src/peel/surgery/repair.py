@@ -24,6 +24,7 @@ from .calibration import MEMORY, Images, count_images, evaluating, make_batches,
 from .fit_targets import PLACES, FitTargets, Key, Sums, Target, collect_targets
 from .info import info_of
 from .layer_calls import CallWatcher, LayerCall, NormCall, Visitor, places_shape, rows_at
+from .original_shapes import Shapes, original_shapes
 from .regression import CHUNK_BYTES, TINY, Regression
 from .selection import KeptChannels
 
@@ -93,7 +94,7 @@ def repair(
     with evaluating(slim, original):
         try:
             recorded = collect_targets(original, slim, graph, kept, batches)
-            refit = _Refit(slim, recorded, batches, is_cut)
+            refit = _Refit(slim, recorded, batches, is_cut, original_shapes(slim, original))
             refit.run()
         except BaseException:
             for name, tensor in tensors_of(slim).items():
@@ -162,9 +163,14 @@ class _Refit(Visitor):
     """Refits the layers of the slim network while it runs."""
 
     def __init__(
-        self, slim: nn.Module, recorded: FitTargets, batches: list[Any], is_cut: Mapping[str, bool]
+        self,
+        slim: nn.Module,
+        recorded: FitTargets,
+        batches: list[Any],
+        is_cut: Mapping[str, bool],
+        shapes: Shapes,
     ) -> None:
-        self.slim, self.recorded, self.batches = slim, recorded, batches
+        self.slim, self.recorded, self.batches, self.shapes = slim, recorded, batches, shapes
         self.tensors = tensors_of(slim)
         self.pending = self._sites(is_cut)
         self.active: set[str] = set()
@@ -197,7 +203,7 @@ class _Refit(Visitor):
             self.regressions, self.sums, self.partner_rows = {}, {}, {}
             for number, batch in enumerate(self.batches):
                 self.batch = number
-                with contextlib.suppress(_StopPassError), CallWatcher(self.slim, self):
+                with contextlib.suppress(_StopPassError), CallWatcher(self.slim, self, self.shapes):
                     run_model(self.slim, batch)
                 if not self.active:
                     break

@@ -25,14 +25,17 @@ from ..cost.widths import Widths
 from ..errors import DataError
 from ..graph.channel_graph import ChannelGraph
 from ..utils.rng import derive_seed
-from .calibration import MAX_IMAGES, Images, evaluating, make_batches, run_model
+from .calibration import MAX_IMAGES, Images, evaluating, images_in_memory, make_batches, run_model
 from .explain import Reading, collect_readings
 from .layer_calls import CallWatcher, LayerCall, Visitor
 from .regression import TINY
 from .selection import per_channel
 
-#: Images that gradients are computed for, and the output is compared on; how many run together.
-IMAGES, BATCH = 256, 32
+#: Images that gradients are computed for, and the output is compared on; at least so many run together.
+IMAGES, LEAST_BATCH = 256, 32
+
+#: Activations that a backward pass keeps, over the most that a forward pass without gradients holds.
+KEPT_FOR_GRADIENTS = 32
 
 #: Keeps the prediction of channels from others stable, as a fraction of their mean variance.
 RIDGE = 1e-6
@@ -78,9 +81,10 @@ def measure_sensitivity(model: nn.Module, graph: ChannelGraph, images: Images) -
     >>> widths = sensitivity.widths("50%")
     >>> small = peel.slim(model, widths, graph=graph, weights="inherit", scores=sensitivity.scores)
     """
-    batches = make_batches(images, BATCH)
+    batch_size = max(LEAST_BATCH, images_in_memory(graph, KEPT_FOR_GRADIENTS * IMAGES) // KEPT_FOR_GRADIENTS)
+    batches = make_batches(images, batch_size)
     # The change of the output is measured on other images than the channels are predicted with.
-    held_out = min(-(-IMAGES // BATCH), len(batches) // 4)
+    held_out = min(-(-IMAGES // batch_size), len(batches) // 4)
     try:
         readings = collect_readings(model, graph, batches[held_out:])
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -215,27 +219,30 @@ def _pull_back(reading: Reading, gradients: Mapping[str, Tensor]) -> Tensor:
 
 
 def _greedy(covariances: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Scores and changes. Takes, one after the other, the channel that leaves the least."""
+    """Scores and changes. Takes, one after the other, the channel that leaves the least. A GPU is waited for
+    once.
+    """
     left, value = torch.stack(list(covariances)), torch.stack(list(values))
     count = left.shape[1]
     floor = 1e-9 * left.diagonal(dim1=1, dim2=2).amax(1).clamp_min(TINY)
     gains = ((left @ value) * left).sum(2)
-    scores = torch.zeros(count)
-    change = [float((left * value).sum())]
+    order, change = [], [(left * value).sum()]
     is_taken = torch.zeros(count, dtype=torch.bool, device=left.device)
-    for place in range(count):
+    for _ in range(count):
         variance = left.diagonal(dim1=1, dim2=2).clamp_min(floor[:, None])
-        best = int((gains / variance).sum(0).masked_fill(is_taken, -1.0).argmax())
-        is_taken[best] = True
-        scores[best] = count - place
-        column, scale = left[:, :, best].clone(), variance[:, best, None].clone()
+        best = (gains / variance).sum(0).masked_fill(is_taken, -1.0).argmax(keepdim=True)
+        is_taken.index_fill_(0, best, True)
+        order.append(best)
+        column, scale = left.index_select(2, best).squeeze(2), variance.index_select(1, best)
         weighted = value @ column[:, :, None]
         moved = (left @ weighted).squeeze(2)
         worth = (column * weighted.squeeze(2)).sum(1, keepdim=True)
         gains += column.square() * worth / scale.square() - 2 * column * moved / scale
-        change.append(max(0.0, change[-1] - float((worth / scale).sum())))
+        change.append((change[-1] - (worth / scale).sum()).clamp_min(0.0))
         left -= column[:, :, None] * (column / scale)[:, None]
-    return scores, torch.tensor(change, dtype=torch.float64)
+    scores = torch.zeros(count)
+    scores[torch.cat(order).cpu()] = torch.arange(count, 0, -1.0)
+    return scores, torch.stack(change).cpu()
 
 
 def _covariance(reading: Reading) -> Tensor:
