@@ -12,7 +12,7 @@
 `originals` trains each network on each data set. `plans` lets uniform, the search and PEEL with the published
 settings plan, once for each network, data set and budget, and a control without a search. `train` trains the
 plans from scratch with seeds 10 to 19 (PEEL: 10 to 14), without and with the original as teacher; lines have
-top-1 on the test images after the last epoch. Tiny-ImageNet-32 is tested by training images that are left out;
+top-1 on the test images after the last epoch. Tiny-ImageNet-32 is tested by left-out training images;
 `given_top1` is that of its given test images.
 Jobs that are in the results are skipped, so the same command resumes an interrupted run.
 """

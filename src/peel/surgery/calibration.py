@@ -32,15 +32,20 @@ def make_batches(images: Images, images_per_batch: int) -> list[Any]:
 
     Of a batch that is a tuple or list (images and labels), the first element counts.
     """
-    batches = [images] if isinstance(images, Tensor) else _take(images)
-    is_plain = all(isinstance(batch, Tensor) and batch.ndim > 0 for batch in batches)
-    if is_plain and len({(batch.shape[1:], batch.dtype) for batch in batches}) == 1:
-        whole = batches[0] if len(batches) == 1 else torch.cat(batches)
-        batches = list(whole.split(max(1, images_per_batch)))
+    batches = merge([images] if isinstance(images, Tensor) else _take(images), images_per_batch)
     if not any(map(count_images, batches)):
         raise DataError("images is empty; give some images as the network takes them, a few hundred say.")
     _refuse_not_finite(batches)
     return batches
+
+
+def merge(batches: list[Any], images_per_batch: int) -> list[Any]:
+    """Tensors of at most so many images, where the batches are plain tensors."""
+    is_plain = bool(batches) and all(isinstance(batch, Tensor) and batch.ndim > 0 for batch in batches)
+    if not is_plain or len({(batch.shape[1:], batch.dtype) for batch in batches}) > 1:
+        return batches
+    whole = batches[0] if len(batches) == 1 else torch.cat(batches)
+    return list(whole.split(max(1, images_per_batch)))
 
 
 def _refuse_not_finite(batches: list[Any]) -> None:

@@ -25,14 +25,14 @@ from ..cost.widths import Widths
 from ..errors import DataError
 from ..graph.channel_graph import ChannelGraph
 from ..utils.rng import derive_seed
-from .calibration import MAX_IMAGES, Images, evaluating, images_in_memory, make_batches, run_model
+from .calibration import MAX_IMAGES, Images, evaluating, images_in_memory, make_batches, merge, run_model
 from .explain import Reading, collect_readings
 from .layer_calls import CallWatcher, LayerCall, Visitor
 from .regression import TINY
 from .selection import per_channel
 
-#: Images that gradients are computed for, and the output is compared on; at least so many run together.
-IMAGES, LEAST_BATCH = 256, 32
+#: Images that gradients are computed for, and the output is compared on; at least how many run together.
+IMAGES, BATCH = 256, 32
 
 #: Activations that a backward pass keeps, over the most that a forward pass without gradients holds.
 KEPT_FOR_GRADIENTS = 32
@@ -81,19 +81,20 @@ def measure_sensitivity(model: nn.Module, graph: ChannelGraph, images: Images) -
     >>> widths = sensitivity.widths("50%")
     >>> small = peel.slim(model, widths, graph=graph, weights="inherit", scores=sensitivity.scores)
     """
-    batch_size = max(LEAST_BATCH, images_in_memory(graph, KEPT_FOR_GRADIENTS * IMAGES) // KEPT_FOR_GRADIENTS)
-    batches = make_batches(images, batch_size)
+    batches = make_batches(images, BATCH)
     # The change of the output is measured on other images than the channels are predicted with.
-    held_out = min(-(-IMAGES // batch_size), len(batches) // 4)
+    held_out = min(-(-IMAGES // BATCH), len(batches) // 4)
+    together = max(BATCH, images_in_memory(graph, KEPT_FOR_GRADIENTS * IMAGES) // KEPT_FOR_GRADIENTS)
+    few, others = (merge(some, together) for some in (batches[:held_out], batches[held_out:]))
     try:
-        readings = collect_readings(model, graph, batches[held_out:])
+        readings = collect_readings(model, graph, others)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise DataError(
             f"the model cannot take these images, or the graph is not its own: {error}"
         ) from error
     if not readings:
         raise DataError("no layer reads channels that vary and are finite on these images.")
-    few = batches[:held_out] or batches
+    few = few or others
     with evaluating(model):
         torch.manual_seed(derive_seed("sensitivity"))
         gradients = _squared_gradients(model, few)
