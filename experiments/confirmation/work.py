@@ -381,22 +381,29 @@ def run(
 ) -> None:
     """Do what is missing of a command."""
     jobs: list[Any]
+    is_done = None
     if command == "originals":
         jobs = [OriginalJob(*pair) for pair in pairs_of(data, networks)]
+        is_done = partial(has_original, originals)
     elif command == "plans":
         cells = itertools.product(METHODS, pairs_of(data, networks), BUDGETS)
         jobs = [PlanJob(*pair, budget, method) for method, pair, budget in cells]
     else:
         jobs = list(train_jobs(data, networks, seeds, teachers))
+    compiles = compiles and command == "train"
     run_jobs(
         jobs,
         KINDS[command],
-        Setting(
-            images, originals, plans, count, epochs, batch_size, compiles=command == "train" and compiles
-        ),
+        Setting(images, originals, plans, count, epochs, batch_size, compiles),
         open_lane=Lane.open,
         results=plans if command == "plans" else results,
         lanes=lanes,
         deadline=deadline,
         kind=[name for name in ("data", "network", "budget", "method", "teacher") if name in asdict(jobs[0])],
+        is_done=is_done,
     )
+
+
+def has_original(folder: Path, job: OriginalJob) -> bool:
+    """A line in the results is not enough: on another machine, the network itself is missing."""
+    return original_path(folder, job.data, job.network).exists()

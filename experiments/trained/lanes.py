@@ -133,17 +133,19 @@ def run_jobs(
     open_lane: Callable[[Any], Any] = Lane.open,
     deadline: float = math.inf,
     kind: Sequence[str] = ("network", "budget", "epochs", "batch_size"),
+    is_done: Callable[[Any], bool] | None = None,
 ) -> None:
     """Do the jobs that are missing in the results. None starts that would end after the deadline.
 
     `open_lane`: setting -> what a process works with. `kind`: jobs that are alike in these fields take about
-    the same time.
+    the same time. `is_done`: which jobs are not missing, where that is not seen from the results.
     """
     began, lines = time.monotonic(), read(results)
     jobs = list(jobs)
     fields = list(asdict(jobs[0])) if jobs else []
     known = {tuple(line.get(name) for name in fields) for line in lines}
-    waiting = [job for job in jobs if tuple(asdict(job).values()) not in known]
+    is_done = is_done or (lambda job: tuple(asdict(job).values()) in known)
+    waiting = [job for job in jobs if not is_done(job)]
     running: dict[Future[dict[str, Any]], tuple[int, Any]] = {}
     last_kinds: list[Kind | None] = [None] * lanes
     with contextlib.ExitStack() as stack:
