@@ -2,6 +2,8 @@
 
     python benchmarks/search.py                     both networks at 10 % of the MACs; minutes on a GPU
     python benchmarks/search.py --budget 25% --divisor auto --results results.jsonl
+    python benchmarks/search.py --networks resnet50 --budget 50% --divisor auto --size 224 --images 4096 \
+        --epoch-images 1281167 --epochs 90          a schedule of ImageNet, estimated from few images
 
 search     the whole plan: 65 networks cut, repaired and judged, the fit, and the sensitivity of layers
 backbone   the published search: the training of the backbone (0.8 times the budget, the epochs of --epochs)
@@ -9,7 +11,8 @@ original   one training of the original
 uniform    one training of the uniform network of the budget
 
 The images are a pattern for each class, and noise. Trainings are timed over one epoch, after another that
-warms up, and multiplied. The search has the original after these two epochs.
+warms up, and multiplied by the epochs, and by --epoch-images over --images. The search has the original after
+these two epochs.
 """
 
 from __future__ import annotations
@@ -46,7 +49,10 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=["cifar_resnet18", "cifar_mobilenet_v2"])
     parser.add_argument("--budget", default="10%")
     parser.add_argument("--divisor", default="1", help="a number, or auto")
-    parser.add_argument("--images", type=int, default=50_000, help="of 32 pixels")
+    parser.add_argument("--size", type=int, default=32, help="pixels of an image, a multiple of 4")
+    parser.add_argument("--images", type=int, default=50_000)
+    parser.add_argument("--batch-size", type=int, default=512)
+    parser.add_argument("--epoch-images", type=int, help="images of a whole epoch, where they are more")
     parser.add_argument("--epochs", type=int, default=24, help="of a training")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--results", type=Path, help="append the measurements, one JSON object per line")
@@ -56,12 +62,17 @@ def main() -> None:
         backbone = peel.backbone(problem.graph, problem.budget, 0.8, divisor=problem.divisor)
         networks = {"original": problem.graph.widths, "backbone": backbone, "uniform": problem.uniform()}
         trained, times = {}, {}
+        epochs = options.epochs * (options.epoch_images or options.images) / options.images
         for what, widths in networks.items():
-            trained[what], seconds = time_epoch(problem, widths)
-            times[what] = options.epochs * seconds
+            trained[what], seconds = time_epoch(problem, widths, options.batch_size)
+            times[what] = epochs * seconds
         times["search"] = time_search(replace(problem, trained=trained["original"].eval()))
         line = {"network": name, "budget": options.budget, "divisor": options.divisor, "seconds": times}
-        line |= {"epochs": options.epochs, "images": options.images, "torch": torch.__version__}
+        line |= {
+            name: getattr(options, name)
+            for name in ("epochs", "images", "epoch_images", "size", "batch_size")
+        }
+        line |= {"torch": torch.__version__}
         line |= {"device": problem.engine.description}
         ratios = ", ".join(f"{times['search'] / times[what]:.2f} of {what}" for what in networks)
         print(f"{name}: the search takes {times['search']:.1f} s, {ratios}", flush=True)
@@ -73,12 +84,14 @@ def main() -> None:
 def make_problem(name: str, options: argparse.Namespace) -> Problem:
     engine = make_engine(options.device, compile="off")
     model = zoo.create(name, num_classes=CLASSES)
-    graph = peel.trace(model, torch.zeros(1, 3, 32, 32))
+    size = options.size
+    graph = peel.trace(model, torch.zeros(1, 3, size, size))
     torch.manual_seed(0)
     labels = torch.arange(options.images) % CLASSES
-    patterns = torch.rand(CLASSES, 4, 4, 3).repeat_interleave(8, 1).repeat_interleave(8, 2)
-    pixels = torch.stack([torch.randint(0, 128, (32, 32, 3)) for _ in labels]) + 127 * patterns[labels]
-    train, test = ((pixels[:some].to(torch.uint8), labels[:some]) for some in (options.images, CLASSES))
+    patterns = (127 * torch.rand(CLASSES, 4, 4, 3)).to(torch.uint8)
+    patterns = patterns.repeat_interleave(size // 4, 1).repeat_interleave(size // 4, 2)
+    pixels = torch.randint(0, 128, (len(labels), size, size, 3), dtype=torch.uint8) + patterns[labels]
+    train, test = ((pixels[:some], labels[:some]) for some in (options.images, CLASSES))
     data = Data.from_tensors("patterns", tuple(map(str, range(CLASSES))), train, test, "crop-flip")
     return Problem(
         model=model,
@@ -102,14 +115,14 @@ def time_search(problem: Problem) -> float:
     return time.perf_counter() - began
 
 
-def time_epoch(problem: Problem, widths: Widths) -> tuple[nn.Module, float]:
+def time_epoch(problem: Problem, widths: Widths, batch_size: int) -> tuple[nn.Module, float]:
     """A network after two epochs of training, and the seconds of the second."""
     network = peel.slim(problem.model, widths, graph=problem.graph).requires_grad_(True)
     graph = problem.graph.at(widths)
     if problem.engine.pad_channels:
         padded = pad(problem.engine.prepare(network), graph, fast_widths(network, graph))
         network = network if padded is None else padded.model
-    recipe = named_recipe("cifar-fast").changed(epochs=2, warmup_epochs=1.0)
+    recipe = named_recipe("cifar-fast").changed(epochs=2, warmup_epochs=1.0, batch_size=batch_size)
     history = fit(network, CrossEntropy(0.1), problem.data.train, recipe, engine=problem.engine, seed=0)
     return network, history[-1].seconds
 
