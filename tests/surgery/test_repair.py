@@ -28,7 +28,7 @@ from helpers.nets import (
     Standardized,
 )
 from peel.data.datasets import load_data
-from peel.surgery import fit_targets
+from peel.surgery import original_record
 from peel.surgery.explain import explain_scores, greedy_order
 
 
@@ -203,7 +203,7 @@ def test_corrected_sums_bring_a_trained_network_closer_to_the_original(
     errors = []
     for is_corrected in (True, False):
         if not is_corrected:
-            monkeypatch.setattr(fit_targets._Recorder, "at_addition", lambda *_: None)
+            monkeypatch.setattr(original_record._Recorder, "at_addition", lambda *_: None)
         widths = peel.uniform(graph, "50%", divisor=1)
         small = peel.slim(net, widths, graph=graph, weights="inherit", scores=scores)
         peel.repair(small, net, images[:300], graph=graph)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from ..cost.widths import Widths
 from ..data.datasets import Split, hold_out
 from ..errors import DataError
-from ..surgery import slim
 from ..surgery.explain import explain_scores
 from ..surgery.original_shapes import PadConvolutions, original_shapes
-from ..surgery.repair import repair
+from ..surgery.repair import Repairer
+from ..surgery.slim import build_slim
 from ..train.callbacks import Callback
 from ..train.engine import Engine, eval_batch_size
 from ..train.loop import evaluate
@@ -88,6 +88,10 @@ class Judge:
     def scores(self) -> dict[str, Tensor]:
         return explain_scores(self.original, self.problem.graph, self.batches)
 
+    @cached_property
+    def repairer(self) -> Repairer:
+        return Repairer(self.original, self.batches, self.problem.graph)
+
     def losses(self, several: Sequence[Widths], callbacks: Sequence[Callback] = ()) -> list[float]:
         """The losses of networks of these widths. Those that earlier starts of the run have measured are
         known.
@@ -113,11 +117,10 @@ class Judge:
 
     def _loss(self, widths: Widths, scores: dict[str, Tensor]) -> float:
         original, graph, held_out = self.original, self.problem.graph, self.images.held_out
-        network = slim(original, widths, graph=graph, weights="inherit", scores=scores)
-        network = self.engine.prepare(network)
+        network = self.engine.prepare(build_slim(original, widths, graph, scores=scores))
         # With as many images as the repair has: the same convolutions.
         batch_size = min(REPAIR_IMAGES, eval_batch_size(held_out))
-        repair(network, original, self.batches, graph=graph)
+        self.repairer.repair(network)
         with PadConvolutions(original_shapes(network, original)):
             loss = evaluate(network, held_out, self.engine, batch_size, self.problem.task).loss
         return math.nan if loss is None else loss

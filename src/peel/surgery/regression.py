@@ -251,10 +251,11 @@ class Regression:
         target = rows.target_variance()
         before, spread = _total(rows.error(unchanged)), _total(target)
         fit = equations.solve(chosen)
-        if fit is None or not _total(rows.error(fit)) < before:
-            fit = unchanged
+        after = before if fit is None else _total(rows.error(fit))
+        if fit is None or not after < before:
+            fit, after = unchanged, before
         ratio = torch.where(target > TINY, rows.variance(fit) / target, 1.0).clamp(MIN_RATIO, 1 / MIN_RATIO)
-        return Solution(fit, before / spread, _total(rows.error(fit)) / spread, ratio)
+        return Solution(fit, before / spread, after / spread, ratio)
 
     def _choose(self, intercept: bool) -> float:
         """The penalty that is best for the held-out rows. All are tried before a GPU is waited for."""

@@ -21,9 +21,10 @@ from ..graph.channel_graph import ChannelGraph, Layout
 from ..graph.rebuild import new_shapes, tensors_of
 from ..graph.trace import trace
 from .calibration import MEMORY, Images, count_images, evaluating, make_batches, run_model
-from .fit_targets import PLACES, FitTargets, Key, Sums, Target, collect_targets
+from .fit_targets import FitTargets, Target, select_targets
 from .info import info_of
 from .layer_calls import CallWatcher, LayerCall, NormCall, Visitor, places_shape, rows_at
+from .original_record import PLACES, Key, OriginalRecord, Sums, record_original
 from .original_shapes import Shapes, original_shapes
 from .regression import CHUNK_BYTES, TINY, Regression
 from .selection import KeptChannels
@@ -79,36 +80,58 @@ def repair(
     >>> print(peel.repair(small, model, images, graph=graph))
     20 layers refitted on 1000 images
     """
+    kept = _kept_channels(slim)
+    if graph is None:
+        graph = trace(original, _example(images))
+    _check_fits(slim, original, graph, kept)
+    return Repairer(original, images, graph, memory).repair(slim)
+
+
+class Repairer:
+    """Repairs networks that `peel.slim` cut from one original, on the same images. The original runs once."""
+
+    def __init__(
+        self, original: nn.Module, images: Images, graph: ChannelGraph, memory: int = MEMORY
+    ) -> None:
+        self.original, self.graph = original, graph
+        self.batches = make_batches(images, memory // _bytes_per_image(original, graph))
+        self.record: OriginalRecord | None = None
+
+    def repair(self, slim: nn.Module) -> RepairReport:
+        """Refit the layers of a cut network in place; as `repair`."""
+        graph, kept = self.graph, _kept_channels(slim)
+        is_cut = {name: _is_cut(layout, kept) for name, layout in graph.layouts.items()}
+        before = {name: tensor.detach().clone() for name, tensor in tensors_of(slim).items()}
+        with evaluating(slim, self.original):
+            if self.record is None:
+                self.record = record_original(self.original, self.batches)
+            targets = select_targets(self.record, slim, graph, kept)
+            refit = _Refit(slim, targets, self.batches, is_cut, original_shapes(slim, self.original))
+            try:
+                refit.run()
+            except BaseException:
+                for name, tensor in tensors_of(slim).items():
+                    tensor.copy_(before[name])
+                raise
+        weights = [(name, tensor) for name, tensor in slim.named_parameters() if is_cut[name]]
+        filters = [name for name, tensor in weights if sum(size > 1 for size in tensor.shape) > 1]
+        left_alone = {**refit.left_alone, **{name: UNSEEN for name in filters if name not in targets.order}}
+        return RepairReport(
+            images=sum(map(count_images, self.batches)),
+            errors={_layer(name): errors for name, errors in refit.errors.items()},
+            norms=tuple(map(_layer, refit.norms)),
+            left_alone={_layer(name): reason for name, reason in left_alone.items()},
+        )
+
+
+def _kept_channels(slim: nn.Module) -> KeptChannels:
     kept = info_of(slim).kept
     if kept is None:
         raise WidthsError(
             "repair needs a network that peel.slim just made with weights='inherit': the channels that this "
             "one kept are not known. A saved file does not hold them; cut the original again."
         )
-    if graph is None:
-        graph = trace(original, _example(images))
-    _check_fits(slim, original, graph, kept)
-    batches = make_batches(images, memory // _bytes_per_image(slim, graph))
-    is_cut = {name: _is_cut(layout, kept) for name, layout in graph.layouts.items()}
-    before = {name: tensor.detach().clone() for name, tensor in tensors_of(slim).items()}
-    with evaluating(slim, original):
-        try:
-            recorded = collect_targets(original, slim, graph, kept, batches)
-            refit = _Refit(slim, recorded, batches, is_cut, original_shapes(slim, original))
-            refit.run()
-        except BaseException:
-            for name, tensor in tensors_of(slim).items():
-                tensor.copy_(before[name])
-            raise
-    filters = [name for name, tensor in slim.named_parameters() if sum(size > 1 for size in tensor.shape) > 1]
-    unseen = {name: UNSEEN for name in filters if is_cut[name] and name not in recorded.order}
-    left_alone = {**refit.left_alone, **unseen}
-    return RepairReport(
-        images=sum(map(count_images, batches)),
-        errors={_layer(name): errors for name, errors in refit.errors.items()},
-        norms=tuple(map(_layer, refit.norms)),
-        left_alone={_layer(name): reason for name, reason in left_alone.items()},
-    )
+    return kept
 
 
 def _layer(tensor: str) -> str:
@@ -149,9 +172,9 @@ def _check_fits(slim: nn.Module, original: nn.Module, graph: ChannelGraph, kept:
             )
 
 
-def _bytes_per_image(slim: nn.Module, graph: ChannelGraph) -> int:
+def _bytes_per_image(original: nn.Module, graph: ChannelGraph) -> int:
     """Activations of the original, its outputs at the sampled places, and what they are added to."""
-    outputs = sum(max(weight.shape[:2]) for weight in slim.parameters() if weight.ndim > 1)
+    outputs = sum(max(weight.shape[:2]) for weight in original.parameters() if weight.ndim > 1)
     return max(1, graph.activation_bytes() + 8 * PLACES * outputs)
 
 

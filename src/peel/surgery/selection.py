@@ -1,7 +1,7 @@
 """Channel selection: which channels of each atom are kept, and where they are in each tensor."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,16 @@ class KeptChannels:
     """Atom -> the original channels that are kept, in order; -1 is a new channel."""
 
     channels: Mapping[int, Tensor]
+    known: dict[tuple[Run, ...], Tensor] = field(default_factory=dict, repr=False, compare=False)
+    """Positions of axes that were asked for: many tensors have the same axes."""
 
     def positions(self, runs: tuple[Run, ...]) -> Tensor:
         """For each position of the new axis, the position of the original axis it comes from, or -1."""
+        if runs not in self.known:
+            self.known[runs] = self._positions(runs)
+        return self.known[runs]
+
+    def _positions(self, runs: tuple[Run, ...]) -> Tensor:
         pieces = [torch.zeros(0, dtype=torch.long)]
         for run, span in spans(runs):
             if run.tie < 0:

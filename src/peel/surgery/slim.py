@@ -48,18 +48,31 @@ def slim(
     >>> small = peel.slim(model, peel.uniform(graph, "50%"), graph=graph)
     """
     check_choice("weights", weights, ("fresh", "inherit"), WidthsError)
-    is_fresh = weights == "fresh"
-    if scores is not None and is_fresh:
+    if scores is not None and weights == "fresh":
         raise WidthsError('scores select the channels to keep. Use them with weights="inherit".')
     if not isinstance(graph, ChannelGraph):
         raise WidthsError(f"graph is a ChannelGraph from peel.trace, not a {type(graph).__name__}.")
+    small = build_slim(model, widths, graph, is_fresh=weights == "fresh", scores=scores)
+    if graph.units(widths) != graph.units():
+        with torch.inference_mode(False):
+            check_network(small, graph, widths, model)
+    return small
+
+
+def build_slim(
+    model: nn.Module,
+    widths: Mapping[str, int],
+    graph: ChannelGraph,
+    *,
+    is_fresh: bool = False,
+    scores: Mapping[str, Tensor] | ChannelScores | None = None,
+) -> nn.Module:
+    """`slim` without running the code of the new model: for networks that are only compared."""
     _check_fits(model, graph)
     units = graph.units(widths)
     with torch.inference_mode(False):
         kept = None if is_fresh else select_best(model, graph, units, scores)
         small = rebuild(model, graph, units, empty_as)
-        if units != graph.units():
-            check_network(small, graph, widths, model)
         grows = any(new > old for new, old in zip(units, graph.units(), strict=True))
         drawn = initialize(small) if is_fresh or grows else set()
         copy_weights(model, small, graph, kept, drawn)
