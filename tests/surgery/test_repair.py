@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from helpers.nets import (
 from peel.data.datasets import load_data
 from peel.surgery import original_record
 from peel.surgery.explain import explain_scores, greedy_order
+from peel.surgery.repair import Repairer
 
 
 class Planted(nn.Module):
@@ -399,3 +401,35 @@ def test_the_greedy_order_prefers_a_channel_that_others_follow() -> None:
     strong, pair = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, 0.9, 0.9])
     order = greedy_order(torch.outer(strong, strong) + torch.outer(pair, pair))
     assert int(order.argmin()) in (1, 2) and int(order.argmax()) in (1, 2)
+
+
+@pytest.mark.parametrize("kind", [Residual, Depthwise, Decoder, Grouped], ids=lambda kind: kind.__name__)
+def test_several_networks_are_repaired_as_each_alone(kind: type[Net]) -> None:
+    """The original is recorded once, for networks of different widths."""
+    net, graph = traced_net(kind)
+    images = torch.randn(64, *kind.shape)
+    repairer = Repairer(net, images, graph)
+    for part in (0.8, 0.5, 0.3):
+        units = [max(1, int(part * one)) for one in graph.units()]
+        widths = {tie: one * step for (tie, step), one in zip(graph.steps.items(), units)}
+        alone, among = (peel.slim(net, widths, graph=graph, weights="inherit") for _ in range(2))
+        peel.repair(alone, net, images, graph=graph)
+        repairer.repair(among)
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(among.state_dict()[name], value, rtol=0, atol=0)
+
+
+def test_a_layer_with_more_features_is_fitted_at_more_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the places of a narrow network are the first of those that the original was recorded at."""
+    monkeypatch.setattr(original_record, "PLACES", 1)
+    net = traced_net(Residual)[0]
+    record = original_record.record_original(net, [torch.randn(4, *Residual.shape)])
+    key, output = next(
+        (key, one) for key, one in record.outputs.items() if len(one.places) < math.prod(one.shape)
+    )
+    few, many = (record.sample(key, output.shape, count) for count in (1, record.filters[key[0]].features))
+    assert few is not None
+    assert many is not None
+    assert len(few) < len(many) == len(output.places)
+    assert torch.equal(output.places[record.rows_for(key, 1)], few)
+    assert torch.equal(many, output.places)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..graph.channel_graph import ChannelGraph, Layout
 from ..graph.rebuild import tensors_of
 from .calibration import device_of
-from .original_record import Addend, Filters, Key, OriginalRecord, Sums
+from .original_record import Addend, CountFeatures, Filters, Key, OriginalRecord, Sums
 from .regression import TINY
 from .selection import KeptChannels
 
@@ -108,7 +108,7 @@ def select_targets(
     record: OriginalRecord, slim: nn.Module, graph: ChannelGraph, kept: KeptChannels
 ) -> FitTargets:
     """What was recorded of the original, at the channels and as many places as the slim network needs."""
-    device, tensors = device_of(slim), tensors_of(slim)
+    device, count_features = device_of(slim), feature_counter(slim, graph, kept)
     found = FitTargets(order=record.order, calls=record.calls, read_by_norm=record.read_by_norm)
     for name, filters in record.filters.items():
         found.channels[name] = _output_channels(filters, graph.layouts[name], kept)
@@ -116,11 +116,20 @@ def select_targets(
         channels = found.channels[name] = kept.positions(graph.layouts[name][0])
         found.sums[name] = sums.at(channels.clamp_min(0)).to(device)
     for key in record.outputs:
-        channels = found.channels[key[0]]
-        features = tensors[key[0]].numel() // max(1, len(channels))
-        found.targets[key] = _target(record, key, channels, features, device)
+        features = count_features(key[0], record.filters[key[0]])
+        found.targets[key] = _target(record, key, found.channels[key[0]], features, device)
     found.drop_partners()
     return found
+
+
+def feature_counter(slim: nn.Module, graph: ChannelGraph, kept: KeptChannels) -> CountFeatures:
+    """Counts the features of the layers of a slim network."""
+    sizes = {name: tensor.numel() for name, tensor in tensors_of(slim).items()}
+
+    def count(name: str, filters: Filters) -> int:
+        return sizes[name] // max(1, len(_output_channels(filters, graph.layouts[name], kept)))
+
+    return count
 
 
 def _target(

@@ -66,6 +66,11 @@ class Filters:
     groups: int
     is_transposed: bool
 
+    @property
+    def features(self) -> int:
+        outputs = self.shape[1] * self.groups if self.is_transposed else self.shape[0]
+        return prod(self.shape) // max(1, outputs)
+
 
 @dataclass
 class Sums:
@@ -137,9 +142,15 @@ class OriginalRecord:
         return places.to(output.rows.device) if is_whole else slice(len(places))
 
 
-def record_original(original: nn.Module, batches: Sequence[Any]) -> OriginalRecord:
-    """Run the original on all batches."""
-    recorder = _Recorder(list(map(count_images, batches)))
+CountFeatures = Callable[[str, Filters], int]
+"""Layer and its form -> the number of features that a network to be fitted has there."""
+
+
+def record_original(
+    original: nn.Module, batches: Sequence[Any], count_features: CountFeatures | None = None
+) -> OriginalRecord:
+    """Run the original on all batches. By default it is recorded for networks with as many features."""
+    recorder = _Recorder(list(map(count_images, batches)), count_features or (lambda _, own: own.features))
     for number, batch in enumerate(batches):
         recorder.batch, recorder.last = number, 0
         with CallWatcher(original, recorder):
@@ -166,16 +177,16 @@ class _Branch:
 class _Recorder(Visitor):
     """Records during forward passes of the original."""
 
-    def __init__(self, images: list[int]) -> None:
-        self.record = OriginalRecord(images)
+    def __init__(self, images: list[int], count_features: CountFeatures) -> None:
+        self.record, self.count_features = OriginalRecord(images), count_features
         self.batch = self.last = 0
 
     def at_layer(self, name: str, index: int, call: LayerCall, run: Callable[[], Tensor]) -> Tensor:
         output, record = run(), self.record
-        weight, key = call.weight, (name, self.batch, index)
-        record.filters[name] = Filters(tuple(weight.shape), call.groups, call.is_transposed)
+        key = name, self.batch, index
+        filters = record.filters[name] = Filters(tuple(call.weight.shape), call.groups, call.is_transposed)
         shape = places_shape(output, call.axes)
-        places = record.sample(key, shape, weight.numel() // max(1, call.outputs))
+        places = record.sample(key, shape, self.count_features(name, filters))
         places = torch.arange(prod(shape)) if places is None else places
         places = places.to(output.device)
         rows = rows_at(output, call.axes, places)

@@ -21,7 +21,7 @@ from ..graph.channel_graph import ChannelGraph, Layout
 from ..graph.rebuild import new_shapes, tensors_of
 from ..graph.trace import trace
 from .calibration import MEMORY, Images, count_images, evaluating, make_batches, run_model
-from .fit_targets import FitTargets, Target, select_targets
+from .fit_targets import FitTargets, Target, feature_counter, select_targets
 from .info import info_of
 from .layer_calls import CallWatcher, LayerCall, NormCall, Visitor, places_shape, rows_at
 from .original_record import PLACES, Key, OriginalRecord, Sums, record_original
@@ -84,16 +84,22 @@ def repair(
     if graph is None:
         graph = trace(original, _example(images))
     _check_fits(slim, original, graph, kept)
-    return Repairer(original, images, graph, memory).repair(slim)
+    return Repairer(original, images, graph, memory, only=slim).repair(slim)
 
 
 class Repairer:
     """Repairs networks that `peel.slim` cut from one original, on the same images. The original runs once."""
 
     def __init__(
-        self, original: nn.Module, images: Images, graph: ChannelGraph, memory: int = MEMORY
+        self,
+        original: nn.Module,
+        images: Images,
+        graph: ChannelGraph,
+        memory: int = MEMORY,
+        only: nn.Module | None = None,
     ) -> None:
-        self.original, self.graph = original, graph
+        """`only`: the one network to be repaired. Less of the original is held then."""
+        self.original, self.graph, self.only = original, graph, only
         self.batches = make_batches(images, memory // _bytes_per_image(original, graph))
         self.record: OriginalRecord | None = None
 
@@ -104,7 +110,8 @@ class Repairer:
         before = {name: tensor.detach().clone() for name, tensor in tensors_of(slim).items()}
         with evaluating(slim, self.original):
             if self.record is None:
-                self.record = record_original(self.original, self.batches)
+                counts = None if self.only is None else feature_counter(self.only, graph, kept)
+                self.record = record_original(self.original, self.batches, counts)
             targets = select_targets(self.record, slim, graph, kept)
             refit = _Refit(slim, targets, self.batches, is_cut, original_shapes(slim, self.original))
             try:
