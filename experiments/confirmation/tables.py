@@ -45,6 +45,9 @@ def analyze(folder: Path) -> None:
     for method, base in PAIRS:
         print_means(lines, sorted(rows), method, base)
         print_differences(lines, sorted(rows), method, base)
+    given = [line for line in lines if "given_top1" in line]
+    print_differences(given, sorted(first), "search", "uniform", "given_top1", "the given test images")
+    print_losses(lines, sorted(rows))
     for line in read(folder / "train.jsonl"):
         if "error" in line:
             print(f"\nDiverged: {line}")
@@ -108,9 +111,16 @@ def stratified_p(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> fl
     return (1 + reached) / (1 + MOST_SPLITS)
 
 
-def print_differences(lines: Sequence[Line], rows: Sequence[Row], method: str, base: str) -> None:
+def print_differences(
+    lines: Sequence[Line],
+    rows: Sequence[Row],
+    method: str,
+    base: str,
+    field: str = "top1",
+    images: str = "the test images",
+) -> None:
     """Differences of top-1. Seeds are not paired: pairing removes no noise."""
-    values = {row: (scores(lines, row, method), scores(lines, row, base)) for row in rows}
+    values = {row: (scores(lines, row, method, field), scores(lines, row, base, field)) for row in rows}
     full = {row: pair for row, pair in values.items() if min(map(len, pair)) > 1}
     chances = {row: permutation_p(*pair) for row, pair in full.items()}
     corrected = holm(chances, ROWS)
@@ -121,15 +131,29 @@ def print_differences(lines: Sequence[Line], rows: Sequence[Row], method: str, b
         means = [f"{100 * statistics.mean(some):.2f}" for some in (others, ours)]
         change = f"{100 * difference:+.2f} ± {100 * half:.2f}"
         cells.append([*names, *means, change, f"{chances[row]:.4f}", f"{corrected[row]:.4f}", str(len(ours))])
-    print(f"\n## {method} minus {base}, top-1 on the test images, 95 % intervals (Welch)")
+    print(f"\n## {method} minus {base}, top-1 on {images}, 95 % intervals (Welch)")
     heads = ["data", "network", "budget", "teacher", base, method, "difference", "p", "p, Holm", "n"]
     table(heads, cells)
 
 
-def scores(lines: Sequence[Line], row: Row, method: str) -> list[float]:
+def print_losses(lines: Sequence[Line], rows: Sequence[Row]) -> None:
+    """Search minus uniform: the losses of the last epoch."""
+    print("\n## search minus uniform, losses of the last epoch, 95 % intervals (Welch)")
+    cells = []
+    for row in rows:
+        changes = []
+        for field in ("loss", "train_loss"):
+            pair = [scores(lines, row, method, field) for method in ("search", "uniform")]
+            if min(map(len, pair)) > 1:
+                changes.append("{:+.3f} ± {:.3f}".format(*welch(*pair)))
+        cells.append([*row[:3], "yes" if row[3] else "no", *changes])
+    table(["data", "network", "budget", "teacher", "test", "training"], cells)
+
+
+def scores(lines: Sequence[Line], row: Row, method: str, field: str = "top1") -> list[float]:
     names = ("data", "network", "budget", "teacher")
     return [
-        line["top1"]
+        line[field]
         for line in sorted(lines, key=lambda line: line["seed"])
         if line["method"] == method and tuple(line[name] for name in names) == row
     ]

@@ -12,7 +12,7 @@ from ..cost.widths import Widths
 from ..graph.channel_graph import ChannelGraph
 from .calibration import Images, recalibrate
 from .explain import explain_scores
-from .repair import repair
+from .repair import Repairer
 from .sensitivity import measure_sensitivity
 from .slim import slim
 
@@ -56,10 +56,11 @@ def accuracy_curve(
     """
     scores = explain_scores(model, graph, images)
     sensitivity = measure_sensitivity(model, graph, images)
+    repairer = Repairer(model, images, graph)
 
     def repaired(widths: Widths, scores: Mapping[str, Tensor]) -> float:
         small = slim(model, widths, graph=graph, weights="inherit", scores=scores)
-        repair(small, model, images, graph=graph)
+        repairer.repair(small)
         return judge(small)
 
     for budget in budgets:
