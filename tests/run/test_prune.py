@@ -270,10 +270,30 @@ def test_a_note_names_frozen_parameters_which_are_trained_too() -> None:
     assert not any("Frozen" in note for note in notes)
 
 
-def test_a_run_says_that_its_plan_is_the_uniform_network() -> None:
+def test_a_plan_that_is_the_uniform_network_is_trained_once(tmp_path: Path) -> None:
     uniform = peel.uniform(peel.trace(Small(), torch.zeros(1, 3, 8, 8)), "50%")
-    result = small_run(plan=uniform, budget="50%", distill="none", train={"epochs": 1, "batch_size": 50})
+    counting = Counting()
+    options = {"plan": uniform, "budget": "50%", "distill": "none", "train": {"epochs": 2, "batch_size": 50}}
+    result = small_run(**options, output=tmp_path, callbacks=[counting])
     assert "The plan is the uniform network." in result.notes
+    assert counting.steps["uniform"] > 0
+    assert "peel" not in counting.steps
+    rows = {row.name: row for row in result.rows}
+    assert rows["peel"].top1 == rows["uniform"].top1
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["test"] for line in lines if line["stage"] == "peel"] == [
+        line["test"] for line in lines if line["stage"] == "uniform"
+    ]
+    again = small_run(**options, output=tmp_path)  # resumes: everything is finished
+    assert [row.top1 for row in again.rows] == [row.top1 for row in result.rows]
+
+
+def test_a_plan_with_the_widths_of_uniform_is_trained_where_it_keeps_other_channels() -> None:
+    model = taught()
+    uniform = peel.uniform(peel.trace(model, torch.zeros(1, 3, 8, 8)), "50%")
+    counting = Counting()
+    small_run(model, weights=model, plan=uniform, budget="50%", init="inherit", callbacks=[counting])
+    assert counting.steps["uniform"] == counting.steps["peel"]
 
 
 def test_a_note_says_that_the_weights_of_a_given_model_are_not_used() -> None:

@@ -354,6 +354,10 @@ class Pipeline:
         `is_own`: the method chooses the channels that are kept, where weights are inherited.
         """
         problem, config, before = self.problem, self.config, dict[str, float]()
+        if is_own and self._is_trained_uniform(name, widths):
+            self.trained[name] = self.trainer.share_stage("uniform", name, self.trained["uniform"])
+            self._add_row(name, widths)
+            return self.trained[name]
         seed_everything(derive_seed("init", "final", problem.seed))  # paired: the same for all
         objective: Objective = problem.task.objective(self.recipe.label_smoothing)
         weight, logits = self._kd_weight(), problem.task.is_classification
@@ -370,6 +374,14 @@ class Pipeline:
         objective = Distillation(objective, teacher, weight, config.temperature, logits)
         images = self._with_teacher_logits(teacher)
         return self._train(name, network, objective, widths, images, before)
+
+    def _is_trained_uniform(self, name: str, widths: Widths) -> bool:
+        """Whether a second training would only repeat that of the uniform network.
+
+        Where weights are inherited, the method may keep other channels.
+        """
+        is_uniform = "uniform" in self.trained and name != "uniform" and widths == self.problem.uniform()
+        return is_uniform and not self.problem.inherits and not self.trainer.is_finished(name)
 
     def _start(self, name: str, widths: Widths, is_own: bool, before: dict[str, float]) -> nn.Module:
         """The network before training. Its accuracies after each step of surgery go to `before`."""

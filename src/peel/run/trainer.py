@@ -171,6 +171,15 @@ class Trainer:
             self.folder is not None and self.folder.stage_record(stage) is not None
         )
 
+    def share_stage(self, finished: str, stage: str, network: nn.Module) -> nn.Module:
+        """End a stage whose network would be trained as that of a finished one was."""
+        self.begin_stage(stage, suffix=": the uniform network, which is trained already")
+        record = self.records[stage] = self.records[finished]
+        if self.folder is not None:
+            self.folder.restart_metrics(stage, record.history)
+            self.folder.save_stage(stage, record, network)
+        return network
+
     def load_record(self, stage: str) -> None:
         """Take over the record of a stage that an earlier start finished, without its network."""
         done = self.folder.stage_record(stage) if self.folder is not None else None
