@@ -6,14 +6,16 @@
     nvidia-cuda-mps-control -d     # several trainings share the GPU
     python -m experiments.confirmation originals --images images --originals originals
     python -m experiments.confirmation plans --images images --originals originals
+    python -m experiments.confirmation logits --images images --originals originals
     python -m experiments.confirmation train --images images --originals originals
     python -m experiments.confirmation analyze
 
 `originals` trains each network on each data set. `plans` lets uniform, the search and PEEL with the published
-settings plan, once for each network, data set and budget, and a control without a search. `train` trains the
-plans from scratch with seeds 10 to 19 (PEEL: 10 to 14), without and with the original as teacher; lines have
-top-1 on the test images after the last epoch. Tiny-ImageNet-32 is tested by left-out training images;
-`given_top1` is that of its given test images.
+settings plan, once for each network, data set and budget, and a control without a search. `logits` computes
+those of the originals, which the processes of `train` would compute each for itself. `train` trains the plans
+from scratch with seeds 10 to 19 (PEEL: 10 to 14), without and with the original as teacher; lines have top-1
+on the test images after the last epoch. Tiny-ImageNet-32 is tested by left-out training images; `given_top1`
+is that of its given test images. `all` does these four for one network and data set after the other.
 Jobs that are in the results are skipped, so the same command resumes an interrupted run.
 """
 
@@ -24,7 +26,7 @@ import math
 from pathlib import Path
 
 from .tables import FOLDER, analyze
-from .work import DATA, NETWORKS, SEEDS, run
+from .work import DATA, NETWORKS, SEEDS, run, run_all
 
 
 def main() -> None:
@@ -37,13 +39,14 @@ def main() -> None:
     for name, text in (
         ("originals", "train the originals"),
         ("plans", "let the methods plan"),
+        ("logits", "compute the logits of the originals for their students"),
         ("train", "train the plans"),
+        ("all", "these four, for one network and data set after the other"),
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("--images", type=Path, default=Path("images"), help="folder of decoded images")
         command.add_argument("--originals", type=Path, default=Path("originals"))
-        command.add_argument("--plans", type=Path, default=FOLDER / "plans.jsonl")
-        command.add_argument("--results", type=Path, default=FOLDER / f"{name}.jsonl")
+        command.add_argument("--results", type=Path, default=FOLDER, help="the folder of results")
         command.add_argument("--data", nargs="+", default=list(DATA), choices=DATA)
         command.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=NETWORKS)
         command.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), choices=SEEDS)
@@ -64,10 +67,15 @@ def main() -> None:
     command = commands.add_parser("analyze", help="print the tables")
     command.add_argument("--folder", type=Path, default=FOLDER, help="the files of results")
     options = vars(parser.parse_args())
-    if options["command"] == "analyze":
+    command = options.pop("command")
+    if command == "analyze":
         analyze(options["folder"])
+        return
+    options["teachers"] = [bool(one) for one in options["teachers"]]
+    if command == "all":
+        run_all(**options)
     else:
-        run(**{**options, "teachers": [bool(one) for one in options["teachers"]]})
+        run(command, **options)
 
 
 if __name__ == "__main__":

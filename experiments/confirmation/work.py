@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import nn
 import peel
 from peel import zoo
 from peel.cost.widths import Widths
+from peel.data.augmentation import View
 from peel.data.datasets import Data, Split, balanced_order
 from peel.errors import DivergedError
 from peel.graph import ChannelGraph
@@ -70,6 +72,9 @@ PROFILE = (0.65, 1.3)
 CONTROL_BUDGET = "10%"
 
 SEEDS = tuple(range(10, 20))
+
+#: Test images after an epoch that is not the last.
+FEW_IMAGES = 100
 
 #: PEEL stands beside the comparison, and is trained with fewer seeds.
 FEWER_SEEDS = SEEDS[:5]
@@ -189,7 +194,13 @@ class Lane(NamedTuple):
         if key not in self.caches:
             arguments = images.train, "crop-flip", len(images.classes), self.engine
             is_cached = self.engine.cache_teacher
-            self.caches[key] = make_logit_cache(self.original(*key), *arguments) if is_cached else None
+            cache = make_logit_cache(self.original(*key), *arguments) if is_cached else None
+            path = logits_path(self.setting.originals, *key)
+            if cache is not None and path.exists():
+                stored = torch.load(path, mmap=True)
+                cache.logits.copy_(stored["logits"])
+                cache.known.copy_(stored["known"])
+            self.caches[key] = cache
         logits = self.caches[key]
         return images.train if logits is None else CachedTeacher(images.train, logits)
 
@@ -202,6 +213,10 @@ def make_network(name: str, classes: int) -> tuple[nn.Module, ChannelGraph]:
 
 def original_path(folder: Path, data: str, network: str) -> Path:
     return folder / f"{data}-{network}" / "original.json"
+
+
+def logits_path(folder: Path, data: str, network: str) -> Path:
+    return original_path(folder, data, network).with_name("logits.pt")
 
 
 # Originals
@@ -253,6 +268,26 @@ def train_network(
         objective = Distillation(objective, lane.original(*taught_by))
     trained = trainer.train("final", network, objective, recipe, images)
     return trained, history_of(trainer, "final")
+
+
+@dataclass(frozen=True)
+class LogitsJob:
+    data: str
+    network: str
+
+
+def compute_logits(lane: Lane, job: LogitsJob) -> dict[str, Any]:
+    """The logits of an original for all variants of images that its students see, computed once for all."""
+    taught = lane.taught(job.data, job.network)
+    if not isinstance(taught, CachedTeacher):
+        return {"computed": 0}
+    recipe = lane.recipe()
+    for seed, epoch in itertools.product(SEEDS, range(recipe.epochs)):
+        view = View.of_epoch(recipe.augment, derive_seed("order", seed), epoch)
+        taught.fill(torch.arange(taught.size), view)
+    stored = {"logits": taught.cache.logits.cpu(), "known": taught.cache.known.cpu()}
+    torch.save(stored, logits_path(lane.setting.originals, job.data, job.network))
+    return {"computed": taught.cache.computed}
 
 
 # Plans
@@ -318,13 +353,16 @@ class TrainJob:
 def train_planned(lane: Lane, job: TrainJob) -> dict[str, Any]:
     plan = find_plan(lane.setting.plans, job)
     problem = lane.problem(job.data, job.network, job.budget, job.seed)
-    taught_by = (job.data, job.network) if job.teacher else None
+    test, taught_by = problem.data.test, (job.data, job.network) if job.teacher else None
     images = problem.data.train if taught_by is None else lane.taught(*taught_by)
+    # Only the last epoch counts: the others are tested by a few images.
+    few = replace(problem.data, test=test.subset(torch.arange(FEW_IMAGES)))
     try:
-        network, line = train_network(lane, problem, plan["widths"], images, taught_by)
+        network, line = train_network(lane, replace(problem, data=few), plan["widths"], images, taught_by)
     except DivergedError as error:
         return {"error": str(error)}
-    line |= {"top1": line["top1"][-1], "macs": plan["macs"], "params": plan["params"]}
+    metrics = evaluate(network, test, lane.engine)
+    line |= {"top1": metrics.top1, "loss": metrics.loss, "macs": plan["macs"], "params": plan["params"]}
     return line | given_scores(lane, job.data, network)
 
 
@@ -359,14 +397,13 @@ def pairs_of(data: Sequence[str], networks: Sequence[str]) -> list[tuple[str, st
     return [pair for pair in pairs if pair != (DATA[1], NETWORKS[2])]
 
 
-KINDS = {"originals": train_original, "plans": make_plan, "train": train_planned}
+KINDS = {"originals": train_original, "logits": compute_logits, "plans": make_plan, "train": train_planned}
 
 
 def run(
     command: str,
     images: Path,
     originals: Path,
-    plans: Path,
     results: Path,
     data: Sequence[str],
     networks: Sequence[str],
@@ -385,6 +422,9 @@ def run(
     if command == "originals":
         jobs = [OriginalJob(*pair) for pair in pairs_of(data, networks)]
         is_done = partial(has_original, originals)
+    elif command == "logits":
+        jobs = [LogitsJob(*pair) for pair in pairs_of(data, networks)]
+        is_done = partial(has_logits, originals)
     elif command == "plans":
         cells = itertools.product(METHODS, pairs_of(data, networks), BUDGETS)
         jobs = [PlanJob(*pair, budget, method) for method, pair, budget in cells]
@@ -394,9 +434,9 @@ def run(
     run_jobs(
         jobs,
         KINDS[command],
-        Setting(images, originals, plans, count, epochs, batch_size, compiles),
+        Setting(images, originals, results / "plans.jsonl", count, epochs, batch_size, compiles),
         open_lane=Lane.open,
-        results=plans if command == "plans" else results,
+        results=results / f"{command}.jsonl",
         lanes=lanes,
         deadline=deadline,
         kind=[name for name in ("data", "network", "budget", "method", "teacher") if name in asdict(jobs[0])],
@@ -404,6 +444,41 @@ def run(
     )
 
 
+def run_all(
+    results: Path,
+    data: Sequence[str],
+    networks: Sequence[str],
+    seeds: Sequence[int],
+    teachers: Sequence[bool],
+    lanes: int,
+    deadline: float = math.inf,
+    **options: Any,
+) -> None:
+    """Do what is missing of all commands, for one network and data set after the other."""
+    end = time.monotonic() + deadline
+    options |= {"results": results, "seeds": seeds, "teachers": teachers}
+    trained = [
+        {name: line.get(name) for name in TrainJob.__annotations__} for line in read(results / "train.jsonl")
+    ]
+    for name, network in pairs_of(data, networks):
+        if all(asdict(job) in trained for job in train_jobs([name], [network], seeds, teachers)):
+            continue
+
+        def do(command: str, lanes: int, name: str = name, network: str = network) -> None:
+            left = end - time.monotonic()
+            run(command, data=[name], networks=[network], lanes=lanes, deadline=left, **options)
+
+        do("originals", 1)
+        with ThreadPoolExecutor() as threads:  # a search leaves the GPU idle for most of the time
+            for done in [threads.submit(do, "plans", lanes), threads.submit(do, "logits", 1)]:
+                done.result()
+        do("train", lanes)
+
+
 def has_original(folder: Path, job: OriginalJob) -> bool:
     """A line in the results is not enough: on another machine, the network itself is missing."""
     return original_path(folder, job.data, job.network).exists()
+
+
+def has_logits(folder: Path, job: LogitsJob) -> bool:
+    return logits_path(folder, job.data, job.network).exists()

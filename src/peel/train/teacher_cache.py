@@ -66,16 +66,21 @@ class CachedTeacher:
     def subset(self, index: Tensor) -> Split:
         return self.split.subset(index)
 
-    def batches(
-        self, order: Tensor, batch_size: int, view: View, device: torch.device, workers: int = 0
-    ) -> Iterator[Batch]:
-        if len(order) == 0:
-            return
+    def fill(self, order: Tensor, view: View) -> Tensor:
+        """The rows of these images in this view. Those that are missing are computed."""
         indices, height = order.to(self.cache.logits.device), self.shape[1]
         rows = indices * self.cache.variants
         if self.cache.variants > 1:
             rows = rows + draw_windows(indices, view, height).numbers(padding_of(height))
         self.cache.fill(self.split, order, rows, view)
+        return rows
+
+    def batches(
+        self, order: Tensor, batch_size: int, view: View, device: torch.device, workers: int = 0
+    ) -> Iterator[Batch]:
+        if len(order) == 0:
+            return
+        rows = self.fill(order, view)
         batches = self.split.batches(order, batch_size, view, device, workers)
         for batch, row in zip(batches, torch.split(rows, batch_size), strict=True):
             yield batch._replace(teacher_logits=self.cache.logits[row].float())
