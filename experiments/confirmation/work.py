@@ -54,9 +54,9 @@ DATA = ("tiny-imagenet-32", "cifar10")
 NETWORKS = ("cifar_resnet18", "cifar_mobilenet_v2", "cifar_vgg16_bn")
 BUDGETS = ("25%", "10%")
 
-#: The test images of this data set are sharper than its training images, probably scaled down by another filter:
-#: squared differences of neighboring pixels are 1.8 times as large. So 50 training images of each class test,
-#: and the given test images are reported beside them.
+#: The test images of this data set are sharper than its training images, probably scaled down by another
+#: filter: squared differences of neighboring pixels are 1.8 times as large. So 50 training images of each
+#: class test, and the given test images are reported beside them.
 FILTERED, TEST_IMAGES = DATA[0], 50
 
 #: `peel` has the published settings, and its backbone the recipe of all trainings. `profile` is a control

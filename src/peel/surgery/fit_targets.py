@@ -6,8 +6,8 @@ in the other tensor already.
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -58,37 +58,19 @@ class Target:
     """What the output is added to, if it was there before the layer was called."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class FitTargets:
     """What the original computes, at the channels that the slim network has."""
 
-    channels: dict[str, Tensor] = field(default_factory=dict)
+    record: OriginalRecord
+    channels: Mapping[str, Tensor]
     """Layer or batch norm -> for each channel of the slim network that of the original; -1 if it is new."""
-    targets: dict[Key, Target] = field(default_factory=dict)
-    sums: dict[str, Sums] = field(default_factory=dict)
+    targets: Mapping[Key, Target]
+    sums: Mapping[str, Sums]
     """Batch norm -> its input."""
-    order: list[str] = field(default_factory=list)
-    """Every call of a layer or batch norm in the first batch."""
-    calls: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """(layer or batch norm, batch) -> number of calls."""
-    read_by_norm: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(layer, batch norm) -> calls of the layer whose output is the input of the batch norm."""
-
-    def absorbers(self, layer: str) -> tuple[str, ...]:
-        """The batch norms that can take an intercept of the layer: they read all of it, and nothing else."""
-        norms = [norm for name, norm in self.read_by_norm if name == layer]
-        reads = sum(self.read_by_norm[layer, norm] for norm in norms)
-        is_alone = all(self.read_by_norm[layer, norm] == self.calls[norm, 0] for norm in norms)
-        return tuple(norms) if is_alone and reads == self.calls[layer, 0] else ()
 
     def targets_of(self, layer: str) -> list[Target]:
         return [target for key, target in self.targets.items() if key[0] == layer]
-
-    def drop_partners(self) -> None:
-        """Forget the partners of layers whose batch norm reads something else too: its scale will change."""
-        for key, target in self.targets.items():
-            if target.partner and target.partner.norm not in ("", *self.absorbers(key[0])):
-                self.targets[key] = replace(target, partner=None)
 
     def uses(self) -> dict[tuple[int, int], list[Key]]:
         """Batch and number of a call -> the targets that its output is the partner of."""
@@ -98,28 +80,22 @@ class FitTargets:
                 found.setdefault((key[1], target.partner.number), []).append(key)
         return found
 
-    def free_norms(self) -> set[str]:
-        """Batch norms that are no absorbers."""
-        taken = {norm for layer in set(self.order) for norm in self.absorbers(layer)}
-        return self.sums.keys() - taken
-
 
 def select_targets(
     record: OriginalRecord, slim: nn.Module, graph: ChannelGraph, kept: KeptChannels
 ) -> FitTargets:
     """What was recorded of the original, at the channels and as many places as the slim network needs."""
     device, count_features = device_of(slim), feature_counter(slim, graph, kept)
-    found = FitTargets(order=record.order, calls=record.calls, read_by_norm=record.read_by_norm)
-    for name, filters in record.filters.items():
-        found.channels[name] = _output_channels(filters, graph.layouts[name], kept)
-    for name, sums in record.sums.items():
-        channels = found.channels[name] = kept.positions(graph.layouts[name][0])
-        found.sums[name] = sums.at(channels.clamp_min(0)).to(device)
+    channels = {
+        name: _output_channels(form, graph.layouts[name], kept) for name, form in record.filters.items()
+    }
+    channels |= {name: kept.positions(graph.layouts[name][0]) for name in record.sums}
+    sums = {name: some.at(channels[name].clamp_min(0)).to(device) for name, some in record.sums.items()}
+    targets = {}
     for key in record.outputs:
         features = count_features(key[0], record.filters[key[0]])
-        found.targets[key] = _target(record, key, found.channels[key[0]], features, device)
-    found.drop_partners()
-    return found
+        targets[key] = _target(record, key, channels[key[0]], features, device)
+    return FitTargets(record, channels, targets, sums)
 
 
 def feature_counter(slim: nn.Module, graph: ChannelGraph, kept: KeptChannels) -> CountFeatures:
@@ -141,11 +117,11 @@ def _target(
     def select(rows: Tensor) -> Tensor:
         return rows[some].index_select(1, index).to(device)
 
-    rows, partner = select(output.rows), None
-    if output.addend is not None:
-        scale = output.addend.scale
-        scale = None if scale is None else scale[index].to(device)
-        partner = _partner(output.addend, select(output.addend.rows), scale, rows)
+    rows, addend, partner = select(output.rows), output.addend, None
+    # Where the batch norm behind the layer reads something else too, its scale will change.
+    if addend is not None and addend.norm in ("", *record.absorbers(key[0])):
+        scale = None if addend.scale is None else addend.scale[index].to(device)
+        partner = _partner(addend, select(addend.rows), scale, rows)
     return Target(
         places=places.to(device),
         images=(places * record.images[key[1]] // prod(output.shape)).to(device),

@@ -119,6 +119,18 @@ class OriginalRecord:
     read_by_norm: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(layer, batch norm) -> calls of the layer whose output is the input of the batch norm."""
 
+    def absorbers(self, layer: str) -> tuple[str, ...]:
+        """The batch norms that can take an intercept of the layer: they read all of it, and nothing else."""
+        norms = [norm for name, norm in self.read_by_norm if name == layer]
+        reads = sum(self.read_by_norm[layer, norm] for norm in norms)
+        is_alone = all(self.read_by_norm[layer, norm] == self.calls[norm, 0] for norm in norms)
+        return tuple(norms) if is_alone and reads == self.calls[layer, 0] else ()
+
+    def free_norms(self) -> set[str]:
+        """Batch norms that are no absorbers."""
+        taken = {norm for layer in set(self.order) for norm in self.absorbers(layer)}
+        return self.sums.keys() - taken
+
     def sample(self, key: Key, shape: tuple[int, ...], features: int) -> Tensor | None:
         """Random places to fit a layer with so many features at; None for all of an output of this shape.
 

@@ -122,7 +122,10 @@ class Repairer:
                 raise
         weights = [(name, tensor) for name, tensor in slim.named_parameters() if is_cut[name]]
         filters = [name for name, tensor in weights if sum(size > 1 for size in tensor.shape) > 1]
-        left_alone = {**refit.left_alone, **{name: UNSEEN for name in filters if name not in targets.order}}
+        left_alone = {
+            **refit.left_alone,
+            **{name: UNSEEN for name in filters if name not in self.record.order},
+        }
         return RepairReport(
             images=sum(map(count_images, self.batches)),
             errors={_layer(name): errors for name, errors in refit.errors.items()},
@@ -215,7 +218,7 @@ class _Refit(Visitor):
 
     def _sites(self, is_cut: Mapping[str, bool]) -> list[str]:
         """Layers and free batch norms behind the first cut, in the order of their last calls."""
-        order, free = self.recorded.order, self.recorded.free_norms()
+        order, free = self.recorded.record.order, self.recorded.record.free_norms()
         first = next((place for place, name in enumerate(order) if is_cut[name]), len(order))
         last = {name: place for place, name in enumerate(order)}
         is_layer = {name for name, _, _ in self.recorded.targets}
@@ -274,7 +277,7 @@ class _Refit(Visitor):
 
     def _is_complete(self, name: str, index: int) -> bool:
         """Whether this is the last call of the layer in the last batch."""
-        if index + 1 < self.recorded.calls[name, self.batch]:
+        if index + 1 < self.recorded.record.calls[name, self.batch]:
             return False
         if self.batch + 1 < len(self.batches):
             raise _StopPassError
@@ -289,7 +292,7 @@ class _Refit(Visitor):
         self.pending.remove(name)
         self.active.remove(name)
         self.regressions.pop(name, None)
-        if len(self.batches) > 1 or self.recorded.calls[name, self.batch] > 1 or not self.active:
+        if len(self.batches) > 1 or self.recorded.record.calls[name, self.batch] > 1 or not self.active:
             raise _StopPassError
 
     def _add(self, key: Key, call: LayerCall, target: Target) -> None:
@@ -315,7 +318,7 @@ class _Refit(Visitor):
         return target.rows[some] + missing * partner.gain
 
     def _refit(self, name: str, call: LayerCall) -> None:
-        norms = self.recorded.absorbers(name)
+        norms = self.recorded.record.absorbers(name)
         solution = self.regressions[name].solve(intercept=call.bias is not None or bool(norms))
         if solution is None:
             self.left_alone[name] = NOT_FINITE
