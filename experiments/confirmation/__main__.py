@@ -26,7 +26,7 @@ import math
 from pathlib import Path
 
 from .tables import FOLDER, analyze
-from .work import DATA, NETWORKS, SEEDS, run, run_all
+from .work import DATA, NETWORKS, SEEDS, print_sharpness, run, run_all
 
 
 def main() -> None:
@@ -64,12 +64,17 @@ def main() -> None:
             default=math.inf,
             help="start nothing that would end after so many seconds",
         )
+    command = commands.add_parser("sharpness", help="compare the pixels of training and test images")
+    command.add_argument("--images", type=Path, default=Path("images"), help="folder of decoded images")
     command = commands.add_parser("analyze", help="print the tables")
     command.add_argument("--folder", type=Path, default=FOLDER, help="the files of results")
     options = vars(parser.parse_args())
     command = options.pop("command")
     if command == "analyze":
         analyze(options["folder"])
+        return
+    if command == "sharpness":
+        print_sharpness(options["images"])
         return
     options["teachers"] = [bool(one) for one in options["teachers"]]
     if command == "all":

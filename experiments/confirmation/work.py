@@ -482,3 +482,12 @@ def has_original(folder: Path, job: OriginalJob) -> bool:
 
 def has_logits(folder: Path, job: LogitsJob) -> bool:
     return logits_path(folder, job.data, job.network).exists()
+
+
+def print_sharpness(images: Path) -> None:
+    """Mean squared differences of neighboring pixels (0 to 1), of training and test images."""
+    for name in DATA:
+        stored = torch.load(images / f"{name}.pt")
+        pixels = [stored[part][0].float() / 255 for part in ("train", "test")]
+        train, test = ((some[:, 1:] - some[:, :-1]).square().mean().item() for some in pixels)
+        print(f"{name}: training {train:.4f}, test {test:.4f}, ratio {test / train:.2f}")

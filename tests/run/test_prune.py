@@ -280,6 +280,7 @@ def test_a_plan_that_is_the_uniform_network_is_trained_once(tmp_path: Path) -> N
     assert "peel" not in counting.steps
     rows = {row.name: row for row in result.rows}
     assert rows["peel"].top1 == rows["uniform"].top1
+    assert rows["peel"].seconds == rows["peel"].image_passes == 0  # its training is not counted twice
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["test"] for line in lines if line["stage"] == "peel"] == [
         line["test"] for line in lines if line["stage"] == "uniform"

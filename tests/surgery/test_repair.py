@@ -358,12 +358,18 @@ def test_wrong_input_is_refused_in_words() -> None:
         peel.repair(small, other, images, graph=other_graph)
     with pytest.raises(peel.DataError, match="empty"):
         peel.repair(small, net, images[:0], graph=graph)
+    with pytest.raises(peel.DataError, match="holds no tensor, but ndarray"):
+        peel.repair(small, net, [images.numpy()], graph=graph)
+    with pytest.raises(peel.DataError, match="cannot take these images"):
+        peel.explain_scores(net, graph, torch.randn(4, 5, 8, 8))
     before = copy.deepcopy(small.state_dict())
     with pytest.raises(peel.DataError, match="cannot take these images"):
         peel.repair(small, net, torch.randn(4, 5, 8, 8), graph=graph)
     images[2, 0, 0, 0] = float("nan")
     with pytest.raises(peel.DataError, match="images holds 1 values that are not finite"):
         peel.repair(small, net, images, graph=graph)
+    with pytest.raises(peel.DataError, match="in batch 1"):
+        peel.repair(small, net, [torch.zeros_like(images), images], graph=graph)
     assert all(torch.equal(value, before[name]) for name, value in small.state_dict().items())
 
 

@@ -32,11 +32,16 @@ def make_batches(images: Images, images_per_batch: int) -> list[Any]:
 
     Of a batch that is a tuple or list (images and labels), the first element counts.
     """
-    batches = merge([images] if isinstance(images, Tensor) else _take(images), images_per_batch)
+    batches = [images] if isinstance(images, Tensor) else _take(images)
+    if batches and not any(isinstance(value, Tensor) for value in tree_leaves(batches)):
+        raise DataError(
+            f"images holds no tensor, but {type(tree_leaves(batches)[0]).__name__}; give tensors (of numpy "
+            "arrays: torch.from_numpy)."
+        )
     if not any(map(count_images, batches)):
         raise DataError("images is empty; give some images as the network takes them, a few hundred say.")
     _refuse_not_finite(batches)
-    return batches
+    return merge(batches, images_per_batch)
 
 
 def merge(batches: list[Any], images_per_batch: int) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import DataError
 from ..graph.channel_graph import ChannelGraph, Run
 from ..graph.parameters import spans
 from ..utils.rng import derive_seed
@@ -93,11 +94,16 @@ def collect_readings(
 ) -> dict[int, list[Reading]]:
     """Atom -> what each layer reads of it. Channels that do not vary, or are not finite, do not count."""
     collector = ReadingCollector(graph)
-    with evaluating(model):
-        for number, batch in enumerate(batches):
-            collector.batch = number
-            with CallWatcher(model, collector):
-                run_model(model, batch)
+    try:
+        with evaluating(model):
+            for number, batch in enumerate(batches):
+                collector.batch = number
+                with CallWatcher(model, collector):
+                    run_model(model, batch)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise DataError(
+            f"the model cannot take these images, or the graph is not its own: {error}"
+        ) from error
     found: dict[int, list[Reading]] = {}
     for reading in sorted(collector.readings.values(), key=lambda reading: reading.atom):
         total = reading.covariance().diagonal().sum()
