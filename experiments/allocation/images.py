@@ -49,12 +49,19 @@ def prepare(archive: Path, images: Path) -> None:
 
 def draw_held_out(labels: Tensor) -> Tensor:
     """Which images are held out. Images are ordered by class and file name."""
-    held_out = torch.zeros(len(labels), dtype=torch.bool)
-    rng = torch.Generator().manual_seed(derive_seed("held out"))
-    for i in range(int(labels.max()) + 1):
-        places = (labels == i).nonzero().flatten()
-        held_out[places[torch.randperm(len(places), generator=rng)[:HELD_OUT]]] = True
-    return held_out
+    return draw_of_each_class(
+        torch.ones_like(labels, dtype=torch.bool), labels, HELD_OUT, derive_seed("held out")
+    )
+
+
+def draw_of_each_class(is_free: Tensor, labels: Tensor, count: int, seed: int) -> Tensor:
+    """Which images are drawn: so many of each class, of those that are free."""
+    is_drawn = torch.zeros_like(is_free)
+    rng = torch.Generator().manual_seed(seed)
+    for label in labels.unique():
+        places = (is_free & (labels == label)).nonzero().flatten()
+        is_drawn[places[torch.randperm(len(places), generator=rng)[:count]]] = True
+    return is_drawn
 
 
 def read_training_files(archive: Path) -> dict[str, dict[str, bytes]]:

@@ -21,7 +21,7 @@ import peel
 from peel import zoo
 from peel.cost.widths import Widths
 from peel.data.augmentation import View
-from peel.data.datasets import Data, Split, balanced_order
+from peel.data.datasets import Data, Split
 from peel.errors import DivergedError
 from peel.graph import ChannelGraph
 from peel.methods.allocation import Space
@@ -42,9 +42,9 @@ from peel.train.recipe import Recipe, named_recipe
 from peel.train.teacher_cache import CachedTeacher, LogitCache, make_logit_cache
 from peel.utils.rng import derive_seed, seed_everything
 
-from ..allocation.images import draw_held_out
+from ..allocation.images import draw_held_out, draw_of_each_class
 from ..allocation.results import read
-from ..trained.images import load_images
+from ..trained.images import load_images, reduce_images
 from ..trained.lanes import run_jobs
 from ..trained.peer import fraction
 from ..trained.work import history_of
@@ -57,7 +57,7 @@ BUDGETS = ("25%", "10%")
 #: The test images of this data set are sharper than its training images, probably scaled down by another
 #: filter: squared differences of neighboring pixels are 1.8 times as large. So 50 training images of each
 #: class test, and the given test images are reported beside them.
-FILTERED, TEST_IMAGES = DATA[0], 50
+SHARPER_TEST, TEST_IMAGES = DATA[0], 50
 
 #: `peel` has the published settings, and its backbone the recipe of all trainings. `profile` is a control
 #: without a search: hidden channels are moved from high to low resolutions by the same profile in every
@@ -104,27 +104,13 @@ class TestedData(NamedTuple):
     given_test: Split | None = None
     """The test images of the archive, where others test."""
 
-    def reduced(self, count: int | None) -> TestedData:
-        """So many images of each part, of all classes."""
-        if count is None:
-            return self
-        train, test = (
-            one.subset(balanced_order(one, 0)[:count]) for one in (self.data.train, self.data.test)
-        )
-        return TestedData(replace(self.data, train=train, test=test), self.given_test)
-
 
 def fresh_test(data: Data) -> TestedData:
     """Tested by training images that are left out here, and had no part in the choice of the search."""
-    labels = data.train.labels
-    assert labels is not None
-    labels = labels.cpu()
-    is_free = ~draw_held_out(labels)
-    rng = torch.Generator().manual_seed(derive_seed("confirmation", "test"))
-    is_test = torch.zeros_like(is_free)
-    for label in labels.unique():
-        places = ((labels == label) & is_free).nonzero().flatten()
-        is_test[places[torch.randperm(len(places), generator=rng)[:TEST_IMAGES]]] = True
+    assert data.train.labels is not None
+    labels = data.train.labels.cpu()
+    seed = derive_seed("confirmation", "test")
+    is_test = draw_of_each_class(~draw_held_out(labels), labels, TEST_IMAGES, seed)
     train, test = (data.train.subset(part.nonzero().flatten()) for part in (~is_test, is_test))
     return TestedData(replace(data, train=train, test=test), data.test)
 
@@ -153,8 +139,8 @@ class Lane(NamedTuple):
         if name not in self.loaded:
             path = self.setting.images / f"{name}.pt"
             data = load_images(path, self.engine.device)
-            tested = fresh_test(data) if name == FILTERED else TestedData(data)
-            self.loaded[name] = tested.reduced(self.setting.count)
+            tested = fresh_test(data) if name == SHARPER_TEST else TestedData(data)
+            self.loaded[name] = tested._replace(data=reduce_images(tested.data, self.setting.count))
         return self.loaded[name]
 
     def recipe(self, recipe: Recipe = RECIPE) -> Recipe:

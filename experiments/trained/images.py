@@ -53,7 +53,12 @@ def load_images(path: Path, device: torch.device, count: int | None = None) -> D
     stored = torch.load(path)
     train, test = (tuple(map(Tensor.contiguous, stored[part])) for part in PARTS)
     data = Data.from_tensors("cifar10", tuple(stored["classes"]), train, test)
-    if count is not None:
-        train, test = (part.subset(balanced_order(part, 0)[:count]) for part in (data.train, data.test))
-        data = replace(data, train=train, test=test)
-    return data.to(device)
+    return reduce_images(data, count).to(device)
+
+
+def reduce_images(data: Data, count: int | None) -> Data:
+    """So many images of each part, of all classes; all of them where it is None."""
+    if count is None:
+        return data
+    train, test = (part.subset(balanced_order(part, 0)[:count]) for part in (data.train, data.test))
+    return replace(data, train=train, test=test)

@@ -173,7 +173,7 @@ class Trainer:
 
     def share_stage(self, finished: str, stage: str, network: nn.Module) -> nn.Module:
         """End a stage whose network would be trained as that of a finished one was. It takes no time."""
-        self.begin_stage(stage, suffix=": the uniform network, which is trained already")
+        self.begin_stage(stage, suffix=f": the {finished} network, which is trained already")
         history = [replace(epoch, seconds=0.0) for epoch in self.records[finished].history]
         record = self.records[stage] = replace(self.records[finished], history=history, image_passes=0)
         if self.folder is not None:

@@ -19,7 +19,8 @@ from .calibration import device_of
 Shapes = Mapping[int, tuple[int, ...]]
 """`id` of a parameter of a cut network -> its shape in the original."""
 
-_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+#: The arguments of a convolution, in order.
+ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
 
 def original_shapes(network: nn.Module, original: nn.Module) -> Shapes:
@@ -46,7 +47,7 @@ class PadConvolutions(TorchFunctionMode):
 def call_padded(shapes: Shapes, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call the function. A convolution whose weight was cut is padded to its original shape."""
     if func is torch.conv2d and shapes:
-        given = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+        given = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
         shape = shapes.get(id(given["weight"]))
         if shape is not None and _can_pad(given, shape):
             return _run_padded(given, shape)
