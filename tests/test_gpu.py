@@ -291,6 +291,12 @@ def test_cached_logits_are_those_of_the_teacher(engine: Engine) -> None:
     cache = make_logit_cache(teacher.eval(), images, "crop-flip", 10, engine)
     assert cache is not None
     cached = CachedTeacher(images, cache)
+    sizes = set[int]()
+    hook = teacher.register_forward_pre_hook(lambda _, inputs: sizes.add(len(inputs[0])))
+    for epoch in range(3):
+        cached.fill(torch.arange(2000), View.of_epoch("crop-flip", 0, epoch))
+    hook.remove()
+    assert len(sizes) == 1, "a new size of a batch is slow"
     for epoch in range(3):
         view = View.of_epoch("crop-flip", 0, epoch)
         for batch in cached.batches(torch.randperm(2000), 128, view, engine.device):

@@ -43,11 +43,15 @@ class LogitCache:
     def _fill(self, split: Split, indices: Tensor, rows: Tensor, view: View, batch_size: int) -> None:
         missing = (~self.known[rows]).nonzero()[:, 0]
         engine = self.engine
-        batches = split.batches(indices[missing.cpu()], batch_size, view, engine.device, engine.workers)
-        for row, batch in zip(torch.split(rows[missing], batch_size), batches, strict=False):
+        count, size = len(missing), min(batch_size, len(rows))
+        if engine.device.type == "cuda":
+            # cuDNN prepares a convolution for each new size of a batch, which takes longer than a full batch.
+            missing = torch.cat([missing, missing[-1:].expand(-count % size)])
+        batches = split.batches(indices[missing.cpu()], size, view, engine.device, engine.workers)
+        for row, batch in zip(torch.split(rows[missing[:count]], size), batches, strict=False):
             with engine.autocast():
                 logits = get_logits(self.teacher(batch.inputs))
-            self.logits[row] = logits.to(self.logits.dtype)
+            self.logits[row] = logits[: len(row)].to(self.logits.dtype)
             self.known[row] = True
             self.computed += len(row)
 
