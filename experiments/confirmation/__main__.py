@@ -9,6 +9,7 @@
     python -m experiments.confirmation logits --images images --originals originals
     python -m experiments.confirmation train --images images --originals originals
     python -m experiments.confirmation analyze
+    python -m experiments.confirmation plot
 
 `originals` trains each network on each data set. `plans` lets uniform, the search and PEEL with the published
 settings plan, once for each network, data set and budget, and a control without a search. `logits` computes
@@ -25,6 +26,7 @@ import argparse
 import math
 from pathlib import Path
 
+from .plot import PICTURE, plot
 from .tables import FOLDER, analyze
 from .work import DATA, NETWORKS, SEEDS, print_sharpness, run, run_all
 
@@ -68,10 +70,16 @@ def main() -> None:
     command.add_argument("--images", type=Path, default=Path("images"), help="folder of decoded images")
     command = commands.add_parser("analyze", help="print the tables")
     command.add_argument("--folder", type=Path, default=FOLDER, help="the files of results")
+    command = commands.add_parser("plot", help="draw the differences to uniform")
+    command.add_argument("--folder", type=Path, default=FOLDER, help="the files of results")
+    command.add_argument("--picture", type=Path, default=PICTURE)
     options = vars(parser.parse_args())
     command = options.pop("command")
     if command == "analyze":
-        analyze(options["folder"])
+        analyze(**options)
+        return
+    if command == "plot":
+        plot(**options)
         return
     if command == "sharpness":
         print_sharpness(options["images"])
