@@ -6,9 +6,8 @@ with its own padding is seen, and a layer that computes its weight from a parame
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,26 +81,37 @@ class LayerCall:
         """What the layer reads at some places of an output of this shape: groups x places x features."""
         if not self.kernel:
             return self.inputs.reshape(-1, self.inputs.shape[-1])[places][None]
-        image, *position = torch.unravel_index(places, shape)
-        taps = [self._tap(image, position, tap) for tap in itertools.product(*map(range, self.kernel))]
-        rows = torch.stack(taps, 2)
+        if self._reads_one_place:
+            rows = rows_at(self.inputs, self.axes, places)
+        else:
+            rows = self._windows(*torch.unravel_index(places, shape))
         return rows.reshape(len(places), self.groups, -1).transpose(0, 1)
 
-    def _tap(self, image: Tensor, position: Sequence[Tensor], tap: tuple[int, ...]) -> Tensor:
-        """The input under one tap of the kernel, places x channels; zero where that is outside."""
-        inside = torch.ones_like(image, dtype=torch.bool)
-        index: list[Any] = [image, slice(None)]
+    @property
+    def _reads_one_place(self) -> bool:
+        """Whether each place of the output reads the same place of the input."""
+        return max(self.kernel) == max(self.stride) == 1 and not any(self.padding)
+
+    def _windows(self, image: Tensor, *position: Tensor) -> Tensor:
+        """The inputs under the kernel, places x channels x taps; zero where a tap is outside."""
+        sizes, axes = self.inputs.shape[2:], range(self.axes)
+        inside = torch.ones_like(image, dtype=torch.bool).view(-1, *[1 for _ in axes])
+        index: list[Any] = [image.view(inside.shape), slice(None)]
         for axis, place in enumerate(position):
-            offset = tap[axis] * self.dilation[axis] - self.padding[axis]
+            taps = torch.arange(self.kernel[axis], device=place.device)
+            taps = taps.view([-1 if other == axis else 1 for other in axes])
+            offset = taps * self.dilation[axis] - self.padding[axis]
+            place = place.view(inside.shape[:1] + (1,) * self.axes)
             if self.is_transposed:
-                inside &= (place - offset) % self.stride[axis] == 0
+                inside = inside & ((place - offset) % self.stride[axis] == 0)
                 place = torch.div(place - offset, self.stride[axis], rounding_mode="floor")
             else:
                 place = place * self.stride[axis] + offset
-            size = self.inputs.shape[2 + axis]
-            inside &= (place >= 0) & (place < size)
-            index.append(place.clamp(0, size - 1))
-        return torch.where(inside[:, None], self.inputs[tuple(index)], 0.0)
+            inside = inside & (place >= 0) & (place < sizes[axis])
+            index.append(place.clamp(0, sizes[axis] - 1))
+        # Places x taps x channels: an index around a slice puts the slice last.
+        windows = torch.where(inside[..., None], self.inputs[tuple(index)], 0.0)
+        return windows.flatten(1, -2).transpose(1, 2).contiguous()
 
 
 @dataclass(frozen=True)
