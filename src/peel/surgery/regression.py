@@ -9,14 +9,16 @@ larger than the old ones. They predict a little better and cannot be trained: so
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
 
 #: Candidates for the penalty, as fractions of the mean square of a feature. Infinity keeps the weights.
-RIDGES = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, float("inf"))
+RIDGES = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, math.inf)
 
 #: The penalty where there are too few rows to hold some out.
 SAFE_RIDGE = 1e-2
@@ -53,7 +55,7 @@ class Fit:
         return Fit(self.weight[place], self.intercept[place])
 
     def is_finite(self) -> bool:
-        return bool(torch.isfinite(self.weight).all() and torch.isfinite(self.intercept).all())
+        return bool(torch.isfinite(self.weight.sum() + self.intercept.sum()))
 
 
 @dataclass(frozen=True)
@@ -76,16 +78,18 @@ class Equations:
         return self.fits([ridge])[0]
 
     def fits(self, ridges: Sequence[float]) -> Fit:
-        """One fit for each penalty, along a first axis. Infinity keeps the old weights, and stands alone."""
-        if float("inf") in ridges:
-            weight = self.old[None]
-        else:
-            penalties = torch.stack([(ridge * self.scale).clamp_min(TINY) for ridge in ridges])
-            penalized = self.matrix.repeat(len(ridges), 1, 1, 1)
+        """One fit for each penalty, along a first axis. Infinity keeps the old weights, and comes last."""
+        finite, weights = tuple(ridge for ridge in ridges if ridge < math.inf), list[Tensor]()
+        if finite:
+            penalties = (_tensor(finite, self.scale.device)[:, None] * self.scale).clamp_min(TINY)
+            penalized = self.matrix.repeat(len(finite), 1, 1, 1)
             penalized.diagonal(dim1=-2, dim2=-1).add_(penalties[..., None])
             factor, failed = torch.linalg.cholesky_ex(penalized)
             changed = self.old + self.change(torch.cholesky_solve(self.right, factor))
-            weight = torch.where(failed[..., None, None] == 0, changed, torch.nan)
+            weights.append(torch.where(failed[..., None, None] == 0, changed, torch.nan))
+        if len(finite) < len(ridges):
+            weights.append(self.old[None])
+        weight = torch.cat(weights)
         return Fit(weight, self.y - (weight @ self.x[:, :, None]).squeeze(-1))
 
     def solve(self, ridge: float) -> Fit | None:
@@ -245,7 +249,7 @@ class Regression:
         if rows is self.fitted and self.held_out.count:
             rows.merge(self.held_out)  # type: ignore[arg-type]
         equations = rows.equations(self.old, intercept=intercept)
-        unchanged = equations.fit(float("inf"))
+        unchanged = equations.fit(math.inf)
         if not unchanged.is_finite():
             return None
         target = rows.target_variance()
@@ -261,8 +265,8 @@ class Regression:
         """The penalty that is best for the held-out rows. All are tried before a GPU is waited for."""
         equations = self.fitted.equations(self.old, intercept=intercept)
         variance = self.held_out.target_variance().clamp_min(TINY)
-        size = len(RIDGES) - 1 if equations.matrix.shape[-1] <= MOST_BATCHED else 1
-        parts = [RIDGES[start : start + size] for start in range(0, len(RIDGES) - 1, size)] + [RIDGES[-1:]]
+        size = len(RIDGES) if equations.matrix.shape[-1] <= MOST_BATCHED else 1
+        parts = [RIDGES[start : start + size] for start in range(0, len(RIDGES), size)]
         judged = torch.cat([self._judge(equations.fits(part), variance) for part in parts])
         return RIDGES[int(torch.where(judged.isfinite(), judged, torch.inf).argmin())]
 
@@ -274,6 +278,12 @@ class Regression:
         growth = change / (self.old.square().sum() + TINY)
         error = (self.held_out.error(fits) / variance).mean((-2, -1))
         return error + GROWTH_COST * (growth - FREE_GROWTH).clamp_min(0.0)
+
+
+@cache
+def _tensor(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Made once: a GPU is waited for."""
+    return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 def _total(values: Tensor) -> float:

@@ -142,12 +142,14 @@ def copy_weights(
     targets = tensors_of(small)
     for name, source in tensors_of(model).items():
         target = targets[name]
-        if id(target) not in drawn:
+        kept_places = None if kept is None else [kept.positions(runs) for runs in graph.layouts[name]]
+        has_new = kept_places is None or any((places < 0).any() for places in kept_places)
+        if has_new and id(target) not in drawn:
             # How to draw this tensor is unknown (a layer scale, a position embedding): repeat its channels.
             sizes = zip(target.shape, source.shape, strict=True)
             copy_channels(source, target, [torch.arange(new) % max(1, old) for new, old in sizes])
-        if kept is not None:
-            copy_channels(source, target, [kept.positions(runs) for runs in graph.layouts[name]])
+        if kept_places is not None:
+            copy_channels(source, target, kept_places)
 
 
 def copy_channels(source: Tensor, target: Tensor, index: list[Tensor]) -> None:
