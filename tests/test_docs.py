@@ -1,4 +1,6 @@
-"""The examples of extending.md, detection.md, own_data.md and deploy.md run as they are printed."""
+"""Links of the docs lead somewhere. The examples of extending.md, detection.md, own_data.md and deploy.md run
+as they are printed.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from helpers.small import SHORT, Small, few_digits, small_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("**/*.md")])
+
+#: How pages that are also shown elsewhere (README.md) link to files of the repository.
+HERE = "https://github.com/peel-pruning/peel/blob/main/"
 
 
 def block(text: str, page: str = "extending.md") -> str:
@@ -27,6 +34,24 @@ def block(text: str, page: str = "extending.md") -> str:
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
     (found,) = [code for code in blocks if text in code]
     return str(found)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of the headings of a page, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith(("http", "mailto:")) and not link.startswith(HERE):
+            continue
+        path, _, anchor = link.removeprefix(HERE).partition("#")
+        target = page if not path else (ROOT if link.startswith(HERE) else page.parent) / path
+        assert target.exists(), link
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), link
 
 
 def test_the_criterion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
