@@ -81,34 +81,28 @@ class LayerCall:
         """What the layer reads at some places of an output of this shape: groups x places x features."""
         if not self.kernel:
             return self.inputs.reshape(-1, self.inputs.shape[-1])[places][None]
-        if self._reads_one_place:
+        is_pointwise = max(self.kernel) == 1 and not any(self.padding)
+        if is_pointwise and shape == places_shape(self.inputs, self.axes):
             rows = rows_at(self.inputs, self.axes, places)
         else:
             rows = self._windows(*torch.unravel_index(places, shape))
         return rows.reshape(len(places), self.groups, -1).transpose(0, 1)
 
-    @property
-    def _reads_one_place(self) -> bool:
-        """Whether each place of the output reads the same place of the input."""
-        return max(self.kernel) == max(self.stride) == 1 and not any(self.padding)
-
     def _windows(self, image: Tensor, *position: Tensor) -> Tensor:
         """The inputs under the kernel, places x channels x taps; zero where a tap is outside."""
-        sizes, axes = self.inputs.shape[2:], range(self.axes)
-        inside = torch.ones_like(image, dtype=torch.bool).view(-1, *[1 for _ in axes])
-        index: list[Any] = [image.view(inside.shape), slice(None)]
-        for axis, place in enumerate(position):
-            taps = torch.arange(self.kernel[axis], device=place.device)
-            taps = taps.view([-1 if other == axis else 1 for other in axes])
-            offset = taps * self.dilation[axis] - self.padding[axis]
-            place = place.view(inside.shape[:1] + (1,) * self.axes)
+        column = (-1,) + (1,) * self.axes
+        inside = torch.ones_like(image, dtype=torch.bool).view(column)
+        index: list[Any] = [image.view(column), slice(None)]
+        for axis, (flat, size) in enumerate(zip(position, self.inputs.shape[2:], strict=True)):
+            taps = torch.arange(self.kernel[axis], device=flat.device).view(column[: self.axes - axis])
+            offset, place = taps * self.dilation[axis] - self.padding[axis], flat.view(column)
             if self.is_transposed:
                 inside = inside & ((place - offset) % self.stride[axis] == 0)
                 place = torch.div(place - offset, self.stride[axis], rounding_mode="floor")
             else:
                 place = place * self.stride[axis] + offset
-            inside = inside & (place >= 0) & (place < sizes[axis])
-            index.append(place.clamp(0, sizes[axis] - 1))
+            inside = inside & (place >= 0) & (place < size)
+            index.append(place.clamp(0, size - 1))
         # Places x taps x channels: an index around a slice puts the slice last.
         windows = torch.where(inside[..., None], self.inputs[tuple(index)], 0.0)
         return windows.flatten(1, -2).transpose(1, 2).contiguous()

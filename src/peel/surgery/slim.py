@@ -143,8 +143,8 @@ def copy_weights(
     for name, source in tensors_of(model).items():
         target = targets[name]
         kept_places = None if kept is None else [kept.positions(runs) for runs in graph.layouts[name]]
-        has_new = kept_places is None or any((places < 0).any() for places in kept_places)
-        if has_new and id(target) not in drawn:
+        has_new_channels = kept_places is None or any((places < 0).any() for places in kept_places)
+        if has_new_channels and id(target) not in drawn:
             # How to draw this tensor is unknown (a layer scale, a position embedding): repeat its channels.
             sizes = zip(target.shape, source.shape, strict=True)
             copy_channels(source, target, [torch.arange(new) % max(1, old) for new, old in sizes])
