@@ -28,7 +28,7 @@ from pathlib import Path
 
 from .plot import PICTURE, plot
 from .tables import FOLDER, analyze
-from .work import DATA, NETWORKS, SEEDS, print_sharpness, run, run_all
+from .work import DATA, NETWORKS, SEEDS, Options, print_sharpness, run, run_all
 
 
 def main() -> None:
@@ -86,9 +86,9 @@ def main() -> None:
         return
     options["teachers"] = [bool(one) for one in options["teachers"]]
     if command == "all":
-        run_all(**options)
+        run_all(Options(**options))
     else:
-        run(command, **options)
+        run(command, Options(**options))
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def print_means(
     table(
         ["network", "budget", "rows", "difference", "p", "p, Holm"],
         [
-            [*cell, str(len(pairs)), mean_difference(pairs), f"{chances[cell]:.4f}", f"{corrected[cell]:.4f}"]
+            [*cell, str(len(pairs)), mean_difference(pairs), p_text(chances[cell]), p_text(corrected[cell])]
             for cell, pairs in cells.items()
         ],
     )
@@ -130,7 +130,7 @@ def print_differences(
         names = [*row[:3], "yes" if row[3] else "no"]
         means = [f"{100 * statistics.mean(some):.2f}" for some in (others, ours)]
         change = f"{100 * difference:+.2f} ± {100 * half:.2f}"
-        cells.append([*names, *means, change, f"{chances[row]:.4f}", f"{corrected[row]:.4f}", str(len(ours))])
+        cells.append([*names, *means, change, p_text(chances[row]), p_text(corrected[row]), str(len(ours))])
     print(f"\n## {method} minus {base}, top-1 on {images}, 95 % intervals (Welch)")
     heads = ["data", "network", "budget", "teacher", base, method, "difference", "p", "p, Holm", "n"]
     table(heads, cells)
@@ -196,6 +196,10 @@ def _split_differences(
     sums, size = everything[chosen].sum(1), chosen.shape[1]
     differences: np.ndarray[Any, Any] = sums / size - (everything.sum() - sums) / (len(everything) - size)
     return differences
+
+
+def p_text(chance: float) -> str:
+    return "< 0.0001" if chance < 1e-4 else f"{chance:.4f}"
 
 
 def holm(chances: Mapping[Row, float], family: int) -> dict[Row, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -386,79 +385,87 @@ def pairs_of(data: Sequence[str], networks: Sequence[str]) -> list[tuple[str, st
 KINDS = {"originals": train_original, "logits": compute_logits, "plans": make_plan, "train": train_planned}
 
 
-def run(
-    command: str,
-    images: Path,
-    originals: Path,
-    results: Path,
-    data: Sequence[str],
-    networks: Sequence[str],
-    seeds: Sequence[int],
-    teachers: Sequence[bool],
-    lanes: int,
-    deadline: float = math.inf,
-    count: int | None = None,
-    epochs: int | None = None,
-    batch_size: int | None = None,
-    compiles: bool = True,
-) -> None:
+@dataclass(frozen=True)
+class Options:
+    """What a command is to do, and with what."""
+
+    images: Path
+    originals: Path
+    results: Path
+    data: Sequence[str]
+    networks: Sequence[str]
+    seeds: Sequence[int]
+    teachers: Sequence[bool]
+    lanes: int
+    deadline: float
+    count: int | None
+    epochs: int | None
+    batch_size: int | None
+    compiles: bool
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        return pairs_of(self.data, self.networks)
+
+    @property
+    def train_jobs(self) -> list[TrainJob]:
+        return list(train_jobs(self.data, self.networks, self.seeds, self.teachers))
+
+
+def run(command: str, options: Options) -> None:
     """Do what is missing of a command."""
     jobs: list[Any]
     is_done = None
     if command == "originals":
-        jobs = [OriginalJob(*pair) for pair in pairs_of(data, networks)]
-        is_done = partial(has_original, originals)
+        jobs = [OriginalJob(*pair) for pair in options.pairs]
+        is_done = partial(has_original, options.originals)
     elif command == "logits":
-        jobs = [LogitsJob(*pair) for pair in pairs_of(data, networks)]
-        is_done = partial(has_logits, originals)
+        jobs = [LogitsJob(*pair) for pair in options.pairs]
+        is_done = partial(has_logits, options.originals)
     elif command == "plans":
-        cells = itertools.product(METHODS, pairs_of(data, networks), BUDGETS)
+        cells = itertools.product(METHODS, options.pairs, BUDGETS)
         jobs = [PlanJob(*pair, budget, method) for method, pair, budget in cells]
     else:
-        jobs = list(train_jobs(data, networks, seeds, teachers))
-    compiles = compiles and command == "train"
+        jobs = options.train_jobs
+    setting = Setting(
+        options.images,
+        options.originals,
+        options.results / "plans.jsonl",
+        options.count,
+        options.epochs,
+        options.batch_size,
+        compiles=options.compiles and command == "train",
+    )
     run_jobs(
         jobs,
         KINDS[command],
-        Setting(images, originals, results / "plans.jsonl", count, epochs, batch_size, compiles),
+        setting,
         open_lane=Lane.open,
-        results=results / f"{command}.jsonl",
-        lanes=lanes,
-        deadline=deadline,
+        results=options.results / f"{command}.jsonl",
+        lanes=options.lanes,
+        deadline=options.deadline,
         kind=[name for name in ("data", "network", "budget", "method", "teacher") if name in asdict(jobs[0])],
         is_done=is_done,
     )
 
 
-def run_all(
-    results: Path,
-    data: Sequence[str],
-    networks: Sequence[str],
-    seeds: Sequence[int],
-    teachers: Sequence[bool],
-    lanes: int,
-    deadline: float = math.inf,
-    **options: Any,
-) -> None:
+def run_all(options: Options) -> None:
     """Do what is missing of all commands, for one network and data set after the other."""
-    end = time.monotonic() + deadline
-    options |= {"results": results, "seeds": seeds, "teachers": teachers}
-    trained = [
-        {name: line.get(name) for name in TrainJob.__annotations__} for line in read(results / "train.jsonl")
-    ]
-    for name, network in pairs_of(data, networks):
-        if all(asdict(job) in trained for job in train_jobs([name], [network], seeds, teachers)):
+    end, lines = time.monotonic() + options.deadline, read(options.results / "train.jsonl")
+    trained = [{name: line.get(name) for name in TrainJob.__annotations__} for line in lines]
+    for name, network in options.pairs:
+        pair = replace(options, data=[name], networks=[network])
+        if all(asdict(job) in trained for job in pair.train_jobs):
             continue
 
-        def do(command: str, lanes: int, name: str = name, network: str = network) -> None:
-            left = end - time.monotonic()
-            run(command, data=[name], networks=[network], lanes=lanes, deadline=left, **options)
+        def do(command: str, lanes: int, pair: Options = pair) -> None:
+            run(command, replace(pair, lanes=lanes, deadline=end - time.monotonic()))
 
         do("originals", 1)
         with ThreadPoolExecutor() as threads:  # a search leaves the GPU idle for most of the time
-            for done in [threads.submit(do, "plans", lanes), threads.submit(do, "logits", 1)]:
+            for done in [threads.submit(do, "plans", options.lanes), threads.submit(do, "logits", 1)]:
                 done.result()
-        do("train", lanes)
+        do("train", options.lanes)
 
 
 def has_original(folder: Path, job: OriginalJob) -> bool:
