@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..allocation.results import read
-from .tables import Row, scores, welch
+from .tables import LEAST_SEEDS, Row, scores, welch
 
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "confirmation.png"
 
@@ -32,6 +32,7 @@ def plot(folder: Path, picture: Path) -> None:
 
     lines = [line for line in read(folder / "train.jsonl") if "error" not in line]
     found = {tuple(line[name] for name in ("data", "network", "budget", "teacher")) for line in lines}
+    found = {row for row in found if len(scores(lines, row, "uniform")) >= LEAST_SEEDS}
     places = {name: place for place, name in enumerate([*NAMES, *DATA_NAMES])}
     rows = sorted(found, key=lambda row: (places[row[1]], row[2], places[row[0]], row[3]))
     figure, panels = pyplot.subplots(1, 2, sharey=True, figsize=(9, 1.2 + 0.36 * len(rows)))
@@ -60,7 +61,7 @@ def draw_row(axis: Any, place: int, values: dict[str, list[float]], scale: float
     """The difference of each method to uniform, with its 95 % interval."""
     uniform = values["uniform"]
     for name, (_, color, offset) in METHODS.items():
-        if min(len(values[name]), len(uniform)) > 1:
+        if min(len(values[name]), len(uniform)) >= LEAST_SEEDS:
             difference, half = welch(values[name], uniform)
             axis.errorbar(
                 scale * difference, place + offset, xerr=scale * half, color=color, marker="o", markersize=4

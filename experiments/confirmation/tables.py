@@ -26,6 +26,9 @@ MOST_SPLITS = 200_000
 #: Rows that are planned, and primary tests. A correction counts them also while some are missing.
 ROWS, PRIMARY = 20, 6
 
+#: With fewer seeds, an interval says nothing: such a difference is left out.
+LEAST_SEEDS = 3
+
 #: What is compared.
 PAIRS = (("search", "uniform"), ("search", "profile"), ("profile", "uniform"), ("peel", "uniform"))
 
@@ -71,7 +74,7 @@ def print_means(
     cells: dict[Row, list[tuple[list[float], list[float]]]] = {}
     for row in rows:
         pair = scores(lines, row, method), scores(lines, row, base)
-        if min(map(len, pair)) > 1:
+        if min(map(len, pair)) >= LEAST_SEEDS:
             cells.setdefault((row[1], row[2]), []).append(pair)
     chances = {cell: stratified_p(pairs) for cell, pairs in cells.items()}
     corrected = holm(chances, PRIMARY)
@@ -121,7 +124,7 @@ def print_differences(
 ) -> None:
     """Differences of top-1. Seeds are not paired: pairing removes no noise."""
     values = {row: (scores(lines, row, method, field), scores(lines, row, base, field)) for row in rows}
-    full = {row: pair for row, pair in values.items() if min(map(len, pair)) > 1}
+    full = {row: pair for row, pair in values.items() if min(map(len, pair)) >= LEAST_SEEDS}
     chances = {row: permutation_p(*pair) for row, pair in full.items()}
     corrected = holm(chances, ROWS)
     cells = []
@@ -144,7 +147,7 @@ def print_losses(lines: Sequence[Line], rows: Sequence[Row]) -> None:
         changes = []
         for field in ("loss", "train_loss"):
             pair = [scores(lines, row, method, field) for method in ("search", "uniform")]
-            if min(map(len, pair)) > 1:
+            if min(map(len, pair)) >= LEAST_SEEDS:
                 changes.append("{:+.3f} ± {:.3f}".format(*welch(*pair)))
         cells.append([*row[:3], "yes" if row[3] else "no", *changes])
     table(["data", "network", "budget", "teacher", "test", "training"], cells)

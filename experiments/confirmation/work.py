@@ -259,6 +259,8 @@ def train_network(
 class LogitsJob:
     data: str
     network: str
+    seeds: tuple[int, ...] = SEEDS
+    """Of the trainings with a teacher that are missing."""
 
 
 def compute_logits(lane: Lane, job: LogitsJob) -> dict[str, Any]:
@@ -267,7 +269,7 @@ def compute_logits(lane: Lane, job: LogitsJob) -> dict[str, Any]:
     if not isinstance(taught, CachedTeacher):
         return {"computed": 0}
     recipe = lane.recipe()
-    for seed, epoch in itertools.product(SEEDS, range(recipe.epochs)):
+    for seed, epoch in itertools.product(job.seeds, range(recipe.epochs)):
         view = View.of_epoch(recipe.augment, derive_seed("order", seed), epoch)
         taught.fill(torch.arange(taught.size), view)
     stored = {"logits": taught.cache.logits.cpu(), "known": taught.cache.known.cpu()}
@@ -411,6 +413,17 @@ class Options:
     def train_jobs(self) -> list[TrainJob]:
         return list(train_jobs(self.data, self.networks, self.seeds, self.teachers))
 
+    @property
+    def missing_jobs(self) -> list[TrainJob]:
+        lines = read(self.results / "train.jsonl")
+        trained = [{name: line.get(name) for name in TrainJob.__annotations__} for line in lines]
+        return [job for job in self.train_jobs if asdict(job) not in trained]
+
+    def missing_seeds(self, pair: tuple[str, str]) -> tuple[int, ...]:
+        """Of the trainings with a teacher."""
+        jobs = [job for job in self.missing_jobs if (job.data, job.network) == pair and job.teacher]
+        return tuple(sorted({job.seed for job in jobs}))
+
 
 def run(command: str, options: Options) -> None:
     """Do what is missing of a command."""
@@ -420,7 +433,7 @@ def run(command: str, options: Options) -> None:
         jobs = [OriginalJob(*pair) for pair in options.pairs]
         is_done = partial(has_original, options.originals)
     elif command == "logits":
-        jobs = [LogitsJob(*pair) for pair in options.pairs]
+        jobs = [LogitsJob(*pair, options.missing_seeds(pair)) for pair in options.pairs]
         is_done = partial(has_logits, options.originals)
     elif command == "plans":
         cells = itertools.product(METHODS, options.pairs, BUDGETS)
@@ -451,11 +464,10 @@ def run(command: str, options: Options) -> None:
 
 def run_all(options: Options) -> None:
     """Do what is missing of all commands, for one network and data set after the other."""
-    end, lines = time.monotonic() + options.deadline, read(options.results / "train.jsonl")
-    trained = [{name: line.get(name) for name in TrainJob.__annotations__} for line in lines]
+    end = time.monotonic() + options.deadline
     for name, network in options.pairs:
         pair = replace(options, data=[name], networks=[network])
-        if all(asdict(job) in trained for job in pair.train_jobs):
+        if not pair.missing_jobs:
             continue
 
         def do(command: str, lanes: int, pair: Options = pair) -> None:
