@@ -66,6 +66,30 @@ def test_a_wrong_setting_is_named_with_its_value(settings: dict[str, object], wo
         make_config(settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "method"),
+    [
+        ({}, "peel"),
+        ({"weights": "pretrained"}, "sensitivity"),
+        ({"weights": "pretrained", "init": "cut"}, "sensitivity"),
+        ({"weights": "pretrained", "stages": ["original, plan, final"]}, "sensitivity"),
+        ({"weights": "pretrained", "init": "scratch"}, "peel"),
+        ({"weights": "pretrained", "criterion": "gradient"}, "peel"),
+        ({"weights": "pretrained", "backbone": {"epochs": 3}}, "peel"),
+        ({"weights": "pretrained", "stages": ["backbone"]}, "peel"),
+        ({"weights": "pretrained", "grow": True}, "peel"),
+        ({"weights": "pretrained", "method": "peel"}, "peel"),
+        ({"weights": "pretrained", "method": "taylor"}, "taylor"),
+    ],
+)
+def test_the_default_method_is_the_one_that_the_settings_mean(
+    settings: dict[str, object], method: str
+) -> None:
+    config = make_config(settings)
+    assert config.method == method
+    assert make_config(tomllib.loads(config.to_toml())) == config
+
+
 def test_every_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--help"]) == 0
     shown = capsys.readouterr().out

@@ -57,6 +57,19 @@ def test_every_method_gives_a_row_of_its_name(method: str) -> None:
     assert result.rows[-1].macs <= result.plan.budget
 
 
+def test_a_trained_network_is_cut_by_sensitivity_unless_told_otherwise() -> None:
+    given = {"budget": "60%", "train": {"epochs": 0}, "bench_seconds": 0}
+    default, named = (
+        peel.prune(taught(), few_digits(600, 300), **given, **method)
+        for method in ({}, {"method": "sensitivity"})
+    )
+    assert [row.name for row in default.rows] == ["original", "uniform", "sensitivity"]
+    assert default.plan is not None
+    assert named.plan is not None
+    assert default.plan.widths == named.plan.widths
+    assert same_weights(default.model, named.model)
+
+
 def test_a_given_module_counts_as_trained() -> None:
     result = peel.prune(
         taught(), few_digits(600, 300), budget="60%", train={"epochs": 1}, stages=["original"]

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from .. import zoo
 from ..errors import ConfigError, check_choice, did_you_mean
-from ..methods.config import MethodConfig
+from ..methods.config import PEEL_ONLY, MethodConfig
 from ..train.engine import COMPILE
 from ..train.recipe import FIELDS, Recipe
 from ..utils.validation import describe_error
@@ -46,6 +46,9 @@ RecipeOverrides.__doc__ = "\n".join(
 class Config(MethodConfig):
     """The settings of a run: those of the method, and what is pruned, on what data, trained how."""
 
+    method: str = "auto"
+    """peel, uniform, magnitude, taylor, sensitivity, search, or your own as path/file.py:Name. auto:
+    sensitivity where weights are inherited, else peel; peel too where a setting of PEEL is given."""
     model: str = "cifar_resnet20"
     """The model: a name, or a reference to a callable."""
     data: str | None = None
@@ -100,11 +103,13 @@ class Config(MethodConfig):
     """Seconds of timing the networks at the end, all together, for their speed-ups. 0: they are not timed."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         stages = [name.strip() for item in self.stages for name in item.split(",")]
         for name in stages:
             check_choice("each of the stages", name, STAGES)
         object.__setattr__(self, "stages", tuple(name for name in STAGES if name in stages))
+        if self.method == "auto":
+            object.__setattr__(self, "method", self._default_method())
+        super().__post_init__()
         check_choice("compile", self.compile, COMPILE)
         check_choice("init", self.init, INITS)
         if self.init in ("inherit", "cut") and self.weights == "train":
@@ -112,6 +117,13 @@ class Config(MethodConfig):
                 f'init="{self.init}" needs trained weights: name them with --weights. To train them first: '
                 "peel run ... --stages original --output FOLDER, then --weights FOLDER."
             )
+
+    def _default_method(self) -> str:
+        """The best that was measured: docs/trained_results.md where weights are inherited."""
+        is_peel = any(getattr(self, name) != getattr(MethodConfig, name) for name in PEEL_ONLY)
+        is_peel |= self.backbone != RecipeOverrides() or "plan" not in self.stages
+        # Sensitivity only cuts, and PEEL can widen layers.
+        return "sensitivity" if self.inherits and not (is_peel or self.grow) else "peel"
 
     @property
     def inherits(self) -> bool:
