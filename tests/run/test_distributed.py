@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import peel
 from helpers.folders import read
 from helpers.own_data import PAIR, hits
-from helpers.small import Small
+from helpers.small import Small, taught
 
 #: Without a teacher, whose logits depend on batch-norm statistics that each process has of its own part.
 #: With a low learning rate: a high one amplifies differences in rounding.
@@ -68,6 +70,25 @@ def test_processes_reach_the_weights_of_one_that_accumulates_the_same_micro_batc
     assert plans[0]["slim"]["widths"] == plans[1]["slim"]["widths"]
     assert are_close(weights(tmp_path / "alone"), weights(tmp_path / "together"))
     assert read(tmp_path / "together" / "state.json")["identity"]["processes"] == processes
+
+
+def test_processes_that_divide_a_search_find_the_plan_of_one(tmp_path: Path) -> None:
+    """The networks that are compared are judged once, by either of the two."""
+    save_file(taught().state_dict(), tmp_path / "trained.safetensors")
+    given = {"method": "search", "budget": "40%", "divisor": 1, "stages": "plan"}
+    options = [f"--{name}={value}" for name, value in given.items()]
+    finish(start(tmp_path, *options, "--weights", "trained.safetensors", "--gpus", "2", "--output", "two"))
+    one = peel.prune(Small(), "digits", **given, weights=taught(), output=tmp_path / "one", device="cpu").plan
+    two = read(tmp_path / "two" / "plan.json")
+    assert one is not None
+    assert one.fit is not None
+    assert two["fit"]["networks"] == one.fit.networks
+    assert two["fit"]["loss"] == pytest.approx(one.fit.loss, rel=1e-3)
+    assert two["slim"]["widths"] == one.widths
+    judged = [(tmp_path / name / "stages/plan.progress.jsonl").read_text() for name in ("one", "two")]
+    widths = [[json.loads(line)[0] for line in text.splitlines()] for text in judged]
+    assert widths[0] == widths[1]
+    assert len(widths[0]) % 2, "in the last round, one process has nothing to do"
 
 
 @pytest.mark.slow
@@ -177,7 +198,7 @@ def test_a_dataset_of_ones_own_is_divided_among_processes(tmp_path: Path) -> Non
     program = """
         import peel
         from helpers.own_data import PAIR, Hits, bce, stream
-        from helpers.small import Small
+        from helpers.small import Small, taught
 
         settings = dict(weights="train", loss=bce, metric=Hits(), distill="none", device="cpu")
         train = {"epochs": 1, "batch_size": 32, "lr": 0.01}

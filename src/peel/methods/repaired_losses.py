@@ -23,6 +23,7 @@ from ..surgery.original_shapes import PadConvolutions, original_shapes
 from ..surgery.repair import Repairer
 from ..surgery.slim import build_slim
 from ..train.callbacks import Callback
+from ..train.distributed import World
 from ..train.engine import Engine, eval_batch_size
 from ..train.loop import evaluate
 from ..utils.rng import derive_seed, seed_everything
@@ -71,8 +72,11 @@ class Judge:
 
     @cached_property
     def engine(self) -> Engine:
-        """In float32, as repairs are: a GPU prepares convolutions once for each precision."""
-        return replace(self.problem.engine, bf16=False)
+        """In float32, as repairs are: a GPU prepares convolutions once for each precision.
+
+        Each process judges networks of its own.
+        """
+        return replace(self.problem.engine, bf16=False, world=World())
 
     @cached_property
     def original(self) -> nn.Module:
@@ -93,30 +97,29 @@ class Judge:
         return Repairer(self.original, self.batches, self.problem.graph)
 
     def losses(self, several: Sequence[Widths], callbacks: Sequence[Callback] = ()) -> list[float]:
-        """The losses of networks of these widths. Those that earlier starts of the run have measured are
-        known.
+        """The losses of networks of these widths, divided among the processes. Those that earlier starts of
+        the run have measured are known.
         """
-        problem, world = self.problem, self.engine.world
+        problem, world = self.problem, self.problem.engine.world
         known = world.broadcast(_read_losses(problem))
         for callback in callbacks:
             callback.on_stage_begin("plan", f"comparing {len(several)} cut and repaired networks")
-        losses = []
-        for number, widths in enumerate(several, start=1):
-            key = json.dumps(list(widths.values()))
-            if key in known:
-                losses.append(known[key])
-                continue
-            scores = self.scores
-            seed_everything(derive_seed("search", problem.seed, key))  # the same after a kill
-            losses.append(self._loss(widths, scores))
-            _store_loss(problem, key, losses[-1])
-            for callback in callbacks:
-                callback.on_step_end(number, len(several), self.images.per_network)
-        # The last digits may differ between processes: the main process decides.
-        return world.broadcast(losses)
+        missing = [widths for widths in several if _key(widths) not in known]
+        for start in range(0, len(missing), world.size):
+            together = missing[start : start + world.size]
+            own = self._loss(together[world.rank]) if world.rank < len(together) else math.nan
+            for number, loss in enumerate(world.gather(own)[: len(together)], start):
+                known[_key(missing[number])] = loss
+                _store_loss(problem, missing[number], loss)
+                for callback in callbacks:
+                    done = len(several) - len(missing) + number + 1
+                    callback.on_step_end(done, len(several), self.images.per_network)
+        return [known[_key(widths)] for widths in several]
 
-    def _loss(self, widths: Widths, scores: dict[str, Tensor]) -> float:
+    def _loss(self, widths: Widths) -> float:
         original, graph, held_out = self.original, self.problem.graph, self.images.held_out
+        scores = self.scores
+        seed_everything(derive_seed("search", self.problem.seed, _key(widths)))  # the same after a kill
         network = self.engine.prepare(build_slim(original, widths, graph, scores=scores))
         # With as many images as the repair has: the same convolutions.
         batch_size = min(REPAIR_IMAGES, eval_batch_size(held_out))
@@ -136,8 +139,12 @@ def _read_losses(problem: Problem) -> dict[str, float]:
     return known
 
 
-def _store_loss(problem: Problem, key: str, loss: float) -> None:
+def _key(widths: Widths) -> str:
+    return json.dumps(list(widths.values()))
+
+
+def _store_loss(problem: Problem, widths: Widths, loss: float) -> None:
     if problem.progress_file is not None:  # in the main process
         problem.progress_file.parent.mkdir(parents=True, exist_ok=True)
         with problem.progress_file.open("a") as file:
-            file.write(json.dumps([json.loads(key), loss]) + "\n")
+            file.write(json.dumps([list(widths.values()), loss]) + "\n")
