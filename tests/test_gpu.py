@@ -35,7 +35,9 @@ from peel.data.datasets import load_data
 from peel.data.image_folder import ImageFolder
 from peel.data.in_memory import InMemoryImages
 from peel.steps.distillation import Distillation
+from peel.surgery.layer_calls import LayerCall
 from peel.surgery.padding import fast_widths, pad
+from peel.surgery.repair import _Refit
 from peel.train.callbacks import Callback
 from peel.train.checkpoint import Checkpoints
 from peel.train.engine import Engine, make_engine
@@ -500,6 +502,27 @@ def test_repair_on_a_gpu_gives_what_the_cpu_gives() -> None:
         peel.repair(small, original, images, graph=graph)  # moved to the device of the model
         outputs.append(small.eval()(inputs).detach().cpu())
     torch.testing.assert_close(outputs[1], outputs[0], rtol=0.02, atol=0.02)
+
+
+def test_no_layer_waits_for_the_gpu_when_it_is_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = network("cifar_mobilenet_v2").cuda().eval(), torch.randn(64, 3, 32, 32).cuda()
+    graph = peel.trace(model, images[:1])
+    small = peel.slim(model, peel.uniform(graph, "30%"), graph=graph, weights="inherit")
+    again, seen = copy.deepcopy(small), []
+    peel.repair(small, model, images, graph=graph)  # constants are moved to the GPU once
+    at_layer = _Refit.at_layer
+
+    def watched(self: _Refit, name: str, index: int, call: LayerCall, run: Any) -> Any:
+        set_sync_debug_mode("error")
+        seen.append(name)
+        try:
+            return at_layer(self, name, index, call, run)
+        finally:
+            set_sync_debug_mode("default")
+
+    monkeypatch.setattr(_Refit, "at_layer", watched)
+    report = peel.repair(again, model, images, graph=graph)
+    assert len(report.refitted) == len(seen) > 50
 
 
 @pytest.mark.parametrize("workers", [0, 2])

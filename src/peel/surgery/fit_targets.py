@@ -17,7 +17,7 @@ from ..graph.channel_graph import ChannelGraph, Layout
 from ..graph.rebuild import tensors_of
 from .calibration import device_of
 from .original_record import Addend, CountFeatures, Filters, Key, OriginalRecord, Sums
-from .regression import TINY
+from .regression import HOLD_OUT, TINY
 from .selection import KeptChannels
 
 #: A batch norm that lets through less of a layer than this fraction of the sum gets less of the correction.
@@ -45,8 +45,9 @@ class Target:
     """The output of the original in one call of a layer, at sampled places."""
 
     places: Tensor
-    images: Tensor
-    """The image of each place."""
+    """Those of held-out images come last."""
+    fitted: int
+    """The number of places that are not held out."""
     rows: Tensor
     """Places x channels of the slim network; meaningless for new channels."""
     shape: tuple[int, ...]
@@ -71,6 +72,18 @@ class FitTargets:
 
     def targets_of(self, layer: str) -> list[Target]:
         return [target for key, target in self.targets.items() if key[0] == layer]
+
+    def at_known(self, name: str, new: Tensor, old: Tensor) -> Tensor:
+        """The new values at channels that the original has, the old ones at others: channels, and perhaps
+        features behind them.
+        """
+        is_known = self.channels[name] >= 0
+        if is_known.all():
+            return new
+        is_known = is_known.to(new.device)
+        return torch.where(
+            is_known if new.ndim == 1 else is_known.view(*new.shape[:-1], 1), new, old.double()
+        )
 
     def uses(self) -> dict[tuple[int, int], list[Key]]:
         """Batch and number of a call -> the targets that its output is the partner of."""
@@ -111,11 +124,14 @@ def feature_counter(slim: nn.Module, graph: ChannelGraph, kept: KeptChannels) ->
 def _target(
     record: OriginalRecord, key: Key, channels: Tensor, features: int, device: torch.device
 ) -> Target:
-    output, some = record.outputs[key], record.rows_for(key, features)
-    places, index = output.places[some], channels.clamp_min(0).to(output.rows.device)
+    output, numbers = record.outputs[key], record.rows_for(key, features)
+    places = output.places[numbers]
+    is_held_out = places * record.images[key[1]] // prod(output.shape) % HOLD_OUT == HOLD_OUT - 1
+    order = is_held_out.to(torch.uint8).argsort(stable=True)
+    some, index = (values.to(output.rows.device) for values in (numbers[order], channels.clamp_min(0)))
 
     def select(rows: Tensor) -> Tensor:
-        return rows[some].index_select(1, index).to(device)
+        return rows.index_select(0, some).index_select(1, index).to(device)
 
     rows, addend, partner = select(output.rows), output.addend, None
     # Where the batch norm behind the layer reads something else too, its scale will change.
@@ -123,8 +139,8 @@ def _target(
         scale = None if addend.scale is None else addend.scale[index].to(device)
         partner = _partner(addend, select(addend.rows), scale, rows)
     return Target(
-        places=places.to(device),
-        images=(places * record.images[key[1]] // prod(output.shape)).to(device),
+        places=places[order].to(device),
+        fitted=len(places) - int(is_held_out.sum()),
         rows=rows,
         shape=output.shape,
         axes=output.axes,

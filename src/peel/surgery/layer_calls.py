@@ -85,7 +85,7 @@ class LayerCall:
         if is_pointwise and shape == places_shape(self.inputs, self.axes):
             rows = rows_at(self.inputs, self.axes, places)
         else:
-            rows = self._windows(*torch.unravel_index(places, shape))
+            rows = self._windows(*unravel(places, shape))
         return rows.reshape(len(places), self.groups, -1).transpose(0, 1)
 
     def _windows(self, image: Tensor, *position: Tensor) -> Tensor:
@@ -135,9 +135,18 @@ def rows_at(values: Tensor, axes: int, places: Tensor) -> Tensor:
     """The input or output of a layer with so many spatial axes at some places: places x channels."""
     if not axes:
         return values.reshape(-1, values.shape[-1])[places]
-    image, *position = torch.unravel_index(places, places_shape(values, axes))
+    image, *position = unravel(places, places_shape(values, axes))
     index: tuple[Any, ...] = (image, slice(None), *position)
     return _batched(values, axes)[index]
+
+
+def unravel(places: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
+    """The index along each axis. `torch.unravel_index` copies the shape to a GPU, and waits for it."""
+    found: list[Tensor] = []
+    for size in reversed(shape[1:]):
+        found.insert(0, places % size)
+        places = torch.div(places, size, rounding_mode="floor")
+    return [places, *found]
 
 
 def version_of(tensor: Tensor) -> int:

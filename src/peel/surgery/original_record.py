@@ -47,6 +47,7 @@ class Output:
     """The output of one call of a layer, at sampled places."""
 
     places: Tensor
+    """On the CPU."""
     rows: Tensor
     """Places x channels."""
     shape: tuple[int, ...]
@@ -144,14 +145,14 @@ class OriginalRecord:
         rng = torch.Generator().manual_seed(derive_seed("places", name, index, batch))
         return torch.randint(count, (wanted,), generator=rng)
 
-    def rows_for(self, key: Key, features: int) -> Tensor | slice:
-        """Which of the recorded rows a layer is fitted to that has so many features."""
+    def rows_for(self, key: Key, features: int) -> Tensor:
+        """The numbers of the recorded rows that a layer is fitted to that has so many features."""
         output = self.outputs[key]
         places = self.sample(key, output.shape, features)
         if places is None:
-            return slice(None)
+            return torch.arange(len(output.places))
         is_whole = len(output.places) == prod(output.shape)
-        return places.to(output.rows.device) if is_whole else slice(len(places))
+        return places if is_whole else torch.arange(len(places))
 
 
 CountFeatures = Callable[[str, Filters], int]
@@ -200,8 +201,7 @@ class _Recorder(Visitor):
         shape = places_shape(output, call.axes)
         places = record.sample(key, shape, self.count_features(name, filters))
         places = torch.arange(prod(shape)) if places is None else places
-        places = places.to(output.device)
-        rows = rows_at(output, call.axes, places)
+        rows = rows_at(output, call.axes, places.to(output.device))
         inputs = places_shape(call.inputs, call.axes)
         record.outputs[key] = Output(places, rows, shape, call.axes, inputs)
         self._note(name)
@@ -228,7 +228,7 @@ class _Recorder(Visitor):
             branch, number = _mark_of(sum_part, "peel_branch"), _mark_of(other, "peel_number")
             if branch and number and number <= branch.start:
                 output = self.record.outputs[branch.key]
-                rows = rows_at(other, output.axes, output.places)
+                rows = rows_at(other, output.axes, output.places.to(other.device))
                 addend = Addend(number, rows, branch.norm, branch.scale, number <= branch.input)
                 self.record.outputs[branch.key] = replace(output, addend=addend)
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +85,15 @@ def repair(
     if graph is None:
         graph = trace(original, _example(images))
     _check_fits(slim, original, graph, kept)
-    return Repairer(original, images, graph, memory, only=slim).repair(slim)
+    repairer = Repairer(original, images, graph, memory, only=slim)
+    before = {name: tensor.detach().clone() for name, tensor in tensors_of(slim).items()}
+    try:
+        return repairer.repair(slim)
+    except BaseException:
+        with torch.no_grad():
+            for name, tensor in tensors_of(slim).items():
+                tensor.copy_(before[name])
+        raise
 
 
 class Repairer:
@@ -104,22 +113,16 @@ class Repairer:
         self.record: OriginalRecord | None = None
 
     def repair(self, slim: nn.Module) -> RepairReport:
-        """Refit the layers of a cut network in place; as `repair`."""
+        """Refit the layers of a cut network in place. After an error it is of no use."""
         graph, kept = self.graph, _kept_channels(slim)
         is_cut = {name: _is_cut(layout, kept) for name, layout in graph.layouts.items()}
-        before = {name: tensor.detach().clone() for name, tensor in tensors_of(slim).items()}
         with evaluating(slim, self.original):
             if self.record is None:
                 counts = None if self.only is None else feature_counter(self.only, graph, kept)
                 self.record = record_original(self.original, self.batches, counts)
             targets = select_targets(self.record, slim, graph, kept)
             refit = _Refit(slim, targets, self.batches, is_cut, original_shapes(slim, self.original))
-            try:
-                refit.run()
-            except BaseException:
-                for name, tensor in tensors_of(slim).items():
-                    tensor.copy_(before[name])
-                raise
+            refit.run()
         weights = [(name, tensor) for name, tensor in slim.named_parameters() if is_cut[name]]
         filters = [name for name, tensor in weights if sum(size > 1 for size in tensor.shape) > 1]
         left_alone = {
@@ -150,11 +153,7 @@ def _layer(tensor: str) -> str:
 
 def _is_cut(layout: Layout, kept: KeptChannels) -> bool:
     """Whether a tensor has lost or gained channels."""
-    sizes = [sum(run.length for run in runs) for runs in layout]
-    return any(
-        not torch.equal(kept.positions(runs), torch.arange(size))
-        for runs, size in zip(layout, sizes, strict=True)
-    )
+    return any(kept.index(runs, torch.device("cpu")) is not None for runs in layout)
 
 
 def _example(images: Images) -> Any:
@@ -188,6 +187,17 @@ def _bytes_per_image(original: nn.Module, graph: ChannelGraph) -> int:
     return max(1, graph.activation_bytes() + 8 * PLACES * outputs)
 
 
+class _Outcome(NamedTuple):
+    """What came of a layer or a batch norm."""
+
+    name: str
+    norms: tuple[str, ...]
+    """Batch norms whose statistics were changed."""
+    is_layer: bool
+    numbers: Tensor
+    """Whether all values were finite, and the errors of a layer before and after."""
+
+
 class _StopPassError(Exception):
     """The rest of a forward pass is not needed."""
 
@@ -212,6 +222,7 @@ class _Refit(Visitor):
         self.sums: dict[str, Sums] = {}
         self.uses = recorded.uses()
         self.partner_rows: dict[Key, Tensor] = {}
+        self.outcomes: list[_Outcome] = []
         self.errors: dict[str, tuple[float, float]] = {}
         self.norms: list[str] = []
         self.left_alone: dict[str, str] = {}
@@ -242,6 +253,20 @@ class _Refit(Visitor):
                     break
             if len(self.pending) == before:
                 self.left_alone[self.pending.pop(0)] = "it is called otherwise than in the original"
+        self._read_outcomes()
+
+    def _read_outcomes(self) -> None:
+        """Errors, batch norms and what was left alone. A GPU is waited for here, and not before."""
+        if not self.outcomes:
+            return
+        numbers = torch.stack([one.numbers for one in self.outcomes]).tolist()
+        for one, (is_finite, before, after) in zip(self.outcomes, numbers, strict=True):
+            if not is_finite:
+                self.left_alone[one.name] = NOT_FINITE
+                continue
+            self.norms += one.norms
+            if one.is_layer:
+                self.errors[one.name] = before, after
 
     def at_layer(self, name: str, index: int, call: LayerCall, run: Callable[[], Tensor]) -> Tensor:
         if name in self.active:
@@ -306,7 +331,7 @@ class _Refit(Visitor):
             some = slice(start, start + size)
             x = call.input_rows(target.shape, target.places[some])
             y = self._wanted(key, target, some).reshape(x.shape[1], call.groups, -1).transpose(0, 1)
-            regression.add(x, y, target.images[some])
+            regression.add(x, y, max(0, target.fitted - start))
         self.partner_rows.pop(key, None)
 
     def _wanted(self, key: Key, target: Target, some: slice) -> Tensor:
@@ -318,57 +343,46 @@ class _Refit(Visitor):
         return target.rows[some] + missing * partner.gain
 
     def _refit(self, name: str, call: LayerCall) -> None:
-        norms = self.recorded.record.absorbers(name)
+        norms, at_known = self.recorded.record.absorbers(name), partial(self.recorded.at_known, name)
         solution = self.regressions[name].solve(intercept=call.bias is not None or bool(norms))
-        if solution is None:
-            self.left_alone[name] = NOT_FINITE
-            return
-        old, intercept = call.matrix(), solution.fit.intercept.flatten()
-        is_known = self.recorded.channels[name].to(old.device) >= 0
-        weight = torch.where(is_known.view(*old.shape[:2], 1), solution.fit.weight, old.double())
-        changes = [(call.weight, call.from_matrix(weight))]
+        intercept, ratio = solution.intercept.flatten(), solution.variance_ratio.flatten()
+        changes = [(call.weight, call.from_matrix(at_known(solution.weight, call.matrix())))]
         if call.bias is not None:
-            changes.append((call.bias, torch.where(is_known, intercept, call.bias.double())))
+            changes.append((call.bias, at_known(intercept, call.bias)))
         is_branch = any(t.partner and t.partner.is_stream for t in self.recorded.targets_of(name))
         for norm in norms:
-            # A fit has less variance than its target. The batch norm restores it for the layers behind, but
-            # not in a stream, where that part of the fit would add up.
             mean, variance = self.tensors[norm], self.tensors[_variance(norm)]
-            shift = intercept if call.bias is None else torch.zeros_like(intercept)
-            ratio = solution.variance_ratio.flatten() if not is_branch else torch.ones_like(intercept)
-            changes.append((mean, torch.where(is_known, mean - shift, mean.double())))
-            changes.append((variance, torch.where(is_known, variance * ratio, variance.double())))
-        if not _write(changes):
-            self.left_alone[name] = NOT_FINITE
-            return
-        self.norms += norms
-        self.errors[name] = solution.before, solution.after
+            if call.bias is None:
+                changes.append((mean, at_known(mean - intercept, mean)))
+            if not is_branch:
+                # A fit has less variance than its target. The batch norm restores it for the layers behind,
+                # but not in a stream, where that part of the fit would add up.
+                changes.append((variance, at_known(variance * ratio, variance)))
+        is_finite = _write(changes) & solution.before.isfinite()
+        numbers = torch.stack([is_finite.double(), solution.before, solution.after])
+        self.outcomes.append(_Outcome(name, norms, True, numbers))
 
     def _set_statistics(self, name: str) -> None:
         """Move the statistics of a batch norm as its input moved on these images."""
         own, original = self.sums[name], self.recorded.sums[name]
         mean, variance = self.tensors[name], self.tensors[_variance(name)]
-        is_known = self.recorded.channels[name].to(mean.device) >= 0
         ratio = own.variance() / original.variance().clamp_min(TINY)
+        moved = mean + own.mean() - original.mean(), variance * ratio
         changes = [
-            (mean, torch.where(is_known, mean + own.mean() - original.mean(), own.mean())),
-            (variance, torch.where(is_known, variance * ratio, own.variance())),
+            (mean, self.recorded.at_known(name, moved[0], own.mean())),
+            (variance, self.recorded.at_known(name, moved[1], own.variance())),
         ]
-        if _write(changes):
-            self.norms.append(name)
-        else:
-            self.left_alone[name] = NOT_FINITE
+        self.outcomes.append(_Outcome(name, (name,), False, _write(changes).double().expand(3)))
 
 
 def _variance(running_mean: str) -> str:
     return running_mean.removesuffix("mean") + "var"
 
 
-def _write(changes: list[tuple[Tensor, Tensor]]) -> bool:
-    """Write all values, or none if one of them would not be finite."""
+def _write(changes: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Write all values, or none if one of them would not be finite. Returns whether they are."""
     values = [new.to(old.dtype) for old, new in changes]
-    if not all(bool(torch.isfinite(value).all()) for value in values):
-        return False
+    is_finite = torch.stack([value.isfinite().all() for value in values]).all()
     for (old, _), value in zip(changes, values, strict=True):
-        old.copy_(value)
-    return True
+        old.copy_(torch.where(is_finite, value, old))
+    return is_finite

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import WidthsError, did_you_mean
-from ..graph.channel_graph import ChannelGraph, Run
+from ..graph.channel_graph import ChannelGraph, Layout, Run
 from ..graph.parameters import ChannelAxis, filter_axes, scale_axes, spans
 
 
@@ -18,12 +19,34 @@ class KeptChannels:
     channels: Mapping[int, Tensor]
     known: dict[tuple[Run, ...], Tensor] = field(default_factory=dict, repr=False, compare=False)
     """Positions of axes that were asked for: many tensors have the same axes."""
+    indices: dict[tuple[tuple[Run, ...], torch.device], Tensor | None] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    """The same for `index`."""
 
     def positions(self, runs: tuple[Run, ...]) -> Tensor:
         """For each position of the new axis, the position of the original axis it comes from, or -1."""
         if runs not in self.known:
             self.known[runs] = self._positions(runs)
         return self.known[runs]
+
+    @cached_property
+    def grown(self) -> set[int]:
+        """Atoms with new channels."""
+        return {atom for atom, channels in self.channels.items() if (channels < 0).any()}
+
+    def has_new(self, layout: Layout) -> bool:
+        """Whether a tensor of this layout gets new channels."""
+        return bool(self.grown) and any(run.atom in self.grown for runs in layout for run in runs)
+
+    def index(self, runs: tuple[Run, ...], device: torch.device) -> Tensor | None:
+        """The positions on a device; None where an axis keeps all channels, and gets no new ones."""
+        key = runs, device
+        if key not in self.indices:
+            positions, size = self.positions(runs), sum(run.length for run in runs)
+            is_whole = torch.equal(positions, torch.arange(size))
+            self.indices[key] = None if is_whole else positions.to(device)
+        return self.indices[key]
 
     def _positions(self, runs: tuple[Run, ...]) -> Tensor:
         pieces = [torch.zeros(0, dtype=torch.long)]
@@ -89,12 +112,13 @@ def select_best(
     units: Sequence[int],
     scores: Mapping[str, Tensor] | ChannelScores | None,
 ) -> KeptChannels:
-    """Keep the channels with the highest default scores. `scores` (tie -> one per channel) replaces these."""
-    by_atom = _default_scores(model, graph)
-    if isinstance(scores, ChannelScores):
-        return select_channels(graph, units, by_atom | dict(scores.by_atom))
-    for name, given in (scores or {}).items():
-        by_atom |= _scores_of_tie(graph, name, given)
+    """Keep the channels with the highest scores (tie -> one per channel); of ties without, by the default."""
+    by_atom = dict(scores.by_atom) if isinstance(scores, ChannelScores) else {}
+    if not isinstance(scores, ChannelScores):
+        for name, given in (scores or {}).items():
+            by_atom |= _scores_of_tie(graph, name, given)
+    if not by_atom.keys() >= _atoms(graph).keys():
+        by_atom = _default_scores(model, graph) | by_atom
     return select_channels(graph, units, by_atom)
 
 

@@ -141,25 +141,28 @@ def copy_weights(
     """Copy the kept channels (none with fresh weights), and fill every tensor that was not drawn."""
     targets = tensors_of(small)
     for name, source in tensors_of(model).items():
-        target = targets[name]
-        kept_places = None if kept is None else [kept.positions(runs) for runs in graph.layouts[name]]
-        has_new_channels = kept_places is None or any((places < 0).any() for places in kept_places)
-        if has_new_channels and id(target) not in drawn:
+        target, layout = targets[name], graph.layouts[name]
+        if kept is not None and not kept.has_new(layout):
+            indices = [kept.index(runs, source.device) for runs in layout]
+            target.copy_(_select(source, indices))
+            continue
+        if id(target) not in drawn:
             # How to draw this tensor is unknown (a layer scale, a position embedding): repeat its channels.
             sizes = zip(target.shape, source.shape, strict=True)
             copy_channels(source, target, [torch.arange(new) % max(1, old) for new, old in sizes])
-        if kept_places is not None:
-            copy_channels(source, target, kept_places)
+        if kept is not None:
+            copy_channels(source, target, [kept.positions(runs) for runs in layout])
 
 
 def copy_channels(source: Tensor, target: Tensor, index: list[Tensor]) -> None:
     """Fill the target from the positions of the source in `index`, one tensor per axis; -1 leaves a place."""
-    for axis, places in enumerate(index):
-        kept = places[places >= 0]
-        if not torch.equal(kept, torch.arange(source.shape[axis])):
-            source = source.index_select(axis, kept.to(source.device))
-    if source.shape == target.shape:
-        target.copy_(source)
-    else:
-        filled = [torch.nonzero(places >= 0).flatten().to(target.device) for places in index]
-        target[torch.meshgrid(*filled, indexing="ij")] = source
+    source = _select(source, [places[places >= 0].to(source.device) for places in index])
+    filled = [torch.nonzero(places >= 0).flatten().to(target.device) for places in index]
+    target[torch.meshgrid(*filled, indexing="ij")] = source
+
+
+def _select(source: Tensor, indices: list[Tensor | None]) -> Tensor:
+    """Select along each axis; None takes all of it."""
+    for axis, index in enumerate(indices):
+        source = source if index is None else source.index_select(axis, index)
+    return source
