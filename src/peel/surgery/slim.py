@@ -157,6 +157,9 @@ def copy_weights(
 def copy_channels(source: Tensor, target: Tensor, index: list[Tensor]) -> None:
     """Fill the target from the positions of the source in `index`, one tensor per axis; -1 leaves a place."""
     source = _select(source, [places[places >= 0].to(source.device) for places in index])
+    if source.shape == target.shape:
+        target.copy_(source)
+        return
     filled = [torch.nonzero(places >= 0).flatten().to(target.device) for places in index]
     target[torch.meshgrid(*filled, indexing="ij")] = source
 
