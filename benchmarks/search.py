@@ -75,7 +75,9 @@ def main() -> None:
         line |= {"torch": torch.__version__}
         line |= {"device": problem.engine.description}
         ratios = ", ".join(f"{times['search'] / times[what]:.2f} of {what}" for what in networks)
-        print(f"{name}: the search takes {times['search']:.1f} s, {ratios}", flush=True)
+        as_epochs = options.epochs * times["search"] / times["backbone"]
+        print(f"{name}: the search takes {times['search']:.1f} s, {ratios}", end=", ")
+        print(f"as long as {as_epochs:.1f} epochs of the backbone", flush=True)
         if options.results is not None:
             with options.results.open("a") as file:
                 file.write(json.dumps(line) + "\n")
