@@ -433,13 +433,16 @@ def run(command: str, options: Options) -> None:
         jobs = [OriginalJob(*pair) for pair in options.pairs]
         is_done = partial(has_original, options.originals)
     elif command == "logits":
-        jobs = [LogitsJob(*pair, options.missing_seeds(pair)) for pair in options.pairs]
+        seeds = {pair: options.missing_seeds(pair) for pair in options.pairs}
+        jobs = [LogitsJob(*pair, some) for pair, some in seeds.items() if some]
         is_done = partial(has_logits, options.originals)
     elif command == "plans":
         cells = itertools.product(METHODS, options.pairs, BUDGETS)
         jobs = [PlanJob(*pair, budget, method) for method, pair, budget in cells]
     else:
         jobs = options.train_jobs
+    if not jobs:
+        return
     setting = Setting(
         options.images,
         options.originals,

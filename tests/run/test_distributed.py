@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -12,12 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import peel
 from helpers.folders import read
 from helpers.own_data import PAIR, hits
-from helpers.small import Small, taught
+from helpers.small import Small
 
 #: Without a teacher, whose logits depend on batch-norm statistics that each process has of its own part.
 #: With a low learning rate: a high one amplifies differences in rounding.
@@ -49,6 +49,26 @@ def finish(process: subprocess.Popen[str], expected: int = 0, seconds: float = 1
     return output
 
 
+def run_program(place: Path, program: str, processes: int = 2) -> str:
+    """What the processes print that torchrun starts."""
+    place.mkdir(exist_ok=True)
+    (place / "program.py").write_text(textwrap.dedent(program))
+    path = os.pathsep.join(os.path.abspath(part) for part in sys.path if part)
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    done = subprocess.run(
+        [*launcher, "program.py"],
+        cwd=place,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """The weights of the slim network, without batch-norm statistics."""
     state = peel.load(folder / "slim", model=Small()).state_dict()
@@ -72,23 +92,37 @@ def test_processes_reach_the_weights_of_one_that_accumulates_the_same_micro_batc
     assert read(tmp_path / "together" / "state.json")["identity"]["processes"] == processes
 
 
-def test_processes_that_divide_a_search_find_the_plan_of_one(tmp_path: Path) -> None:
-    """The networks that are compared are judged once, by either of the two."""
-    save_file(taught().state_dict(), tmp_path / "trained.safetensors")
-    given = {"method": "search", "budget": "40%", "divisor": 1, "stages": "plan"}
-    options = [f"--{name}={value}" for name, value in given.items()]
-    finish(start(tmp_path, *options, "--weights", "trained.safetensors", "--gpus", "2", "--output", "two"))
-    one = peel.prune(Small(), "digits", **given, weights=taught(), output=tmp_path / "one", device="cpu").plan
-    two = read(tmp_path / "two" / "plan.json")
-    assert one is not None
-    assert one.fit is not None
-    assert two["fit"]["networks"] == one.fit.networks
-    assert two["fit"]["loss"] == pytest.approx(one.fit.loss, rel=1e-3)
-    assert two["slim"]["widths"] == one.widths
-    judged = [(tmp_path / name / "stages/plan.progress.jsonl").read_text() for name in ("one", "two")]
-    widths = [[json.loads(line)[0] for line in text.splitlines()] for text in judged]
-    assert widths[0] == widths[1]
-    assert len(widths[0]) % 2, "in the last round, one process has nothing to do"
+def test_processes_divide_the_networks_of_a_search_and_find_the_plan_of_one(tmp_path: Path) -> None:
+    program = """
+        import json
+
+        import peel
+        from helpers.small import Small, taught
+        from peel.methods.repaired_losses import Judge
+
+        judged, loss = [], Judge._loss
+
+        def watched(self, widths):
+            judged.append(list(widths.values()))
+            return loss(self, widths)
+
+        Judge._loss = watched
+        given = dict(method="search", budget="40%", divisor=1, stages="plan", device="cpu")
+        peel.prune(Small(), "digits", weights=taught(), output="run", **given)
+        print("judged", json.dumps(judged))
+        """
+    one, two = (run_program(tmp_path / str(processes), program, processes) for processes in (1, 2))
+    judged = [
+        [json.loads(line.partition(" ")[2]) for line in output.splitlines() if line.startswith("judged")]
+        for output in (one, two)
+    ]
+    networks = [sorted(itertools.chain(*several)) for several in judged]
+    assert networks[0] == networks[1], "each network once"
+    sizes = sorted(map(len, judged[1]))
+    assert sizes[1] == sizes[0] + 1, "in the last round, one process has nothing to do"
+    plans = [read(tmp_path / name / "run" / "plan.json") for name in ("1", "2")]
+    assert plans[0]["slim"]["widths"] == plans[1]["slim"]["widths"]
+    assert plans[0]["fit"]["loss"] == pytest.approx(plans[1]["fit"]["loss"], rel=1e-3)
 
 
 @pytest.mark.slow
@@ -198,7 +232,7 @@ def test_a_dataset_of_ones_own_is_divided_among_processes(tmp_path: Path) -> Non
     program = """
         import peel
         from helpers.own_data import PAIR, Hits, bce, stream
-        from helpers.small import Small, taught
+        from helpers.small import Small
 
         settings = dict(weights="train", loss=bce, metric=Hits(), distill="none", device="cpu")
         train = {"epochs": 1, "batch_size": 32, "lr": 0.01}
@@ -208,15 +242,8 @@ def test_a_dataset_of_ones_own_is_divided_among_processes(tmp_path: Path) -> Non
         except peel.ConfigError as error:
             print("refused:", error)
         """
-    (tmp_path / "program.py").write_text(textwrap.dedent(program))
-    path = os.pathsep.join(os.path.abspath(part) for part in sys.path if part)
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "program.py"]
-    done = subprocess.run(
-        launcher, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("refused: the loader of the training data chooses its samples itself") == 2
+    output = run_program(tmp_path, program)
+    assert output.count("refused: the loader of the training data chooses its samples itself") == 2
     state = read(tmp_path / "run" / "state.json")["identity"]
     assert state["processes"] == 2
     original = peel.load(tmp_path / "run" / "stages" / "original", model=Small(3)).eval()

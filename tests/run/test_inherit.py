@@ -68,6 +68,8 @@ def test_a_trained_network_is_cut_by_sensitivity_unless_told_otherwise() -> None
     assert named.plan is not None
     assert default.plan.widths == named.plan.widths
     assert same_weights(default.model, named.model)
+    nothing = peel.prune(taught(), few_digits(600, 300), **given, stages=["backbone"])
+    assert "The method sensitivity trains no backbone." in nothing.notes
 
 
 def test_a_given_module_counts_as_trained() -> None:

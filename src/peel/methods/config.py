@@ -125,8 +125,8 @@ class MethodConfig:
             for name in ("max_width", "l1_strength", "l1_coefficient", "rounds"):
                 if getattr(self, name) != getattr(MethodConfig, name):
                     raise ConfigError(f"policy={self.policy!r} does not use {name}: leave it out.")
-        # A method of the user's own may have a use for the settings of PEEL.
-        if self.method != "peel" and ":" not in self.method:
+        # A method of the user's own may have a use for the settings of PEEL. With auto, they mean PEEL.
+        if self.method not in ("peel", "auto") and ":" not in self.method:
             for name in PEEL_ONLY:
                 if getattr(self, name) != getattr(MethodConfig, name):
                     raise ConfigError(f'{name} needs method="peel", not method={self.method!r}.')

@@ -48,7 +48,8 @@ class Config(MethodConfig):
 
     method: str = "auto"
     """peel, uniform, magnitude, taylor, sensitivity, search, or your own as path/file.py:Name. auto:
-    sensitivity where weights are inherited, else peel; peel too where a setting of PEEL is given."""
+    sensitivity where weights are inherited, else peel; peel too with groups, a plan, --grow or a setting
+    that only PEEL has."""
     model: str = "cifar_resnet20"
     """The model: a name, or a reference to a callable."""
     data: str | None = None
@@ -107,8 +108,6 @@ class Config(MethodConfig):
         for name in stages:
             check_choice("each of the stages", name, STAGES)
         object.__setattr__(self, "stages", tuple(name for name in STAGES if name in stages))
-        if self.method == "auto":
-            object.__setattr__(self, "method", self._default_method())
         super().__post_init__()
         check_choice("compile", self.compile, COMPILE)
         check_choice("init", self.init, INITS)
@@ -118,10 +117,13 @@ class Config(MethodConfig):
                 "peel run ... --stages original --output FOLDER, then --weights FOLDER."
             )
 
-    def _default_method(self) -> str:
-        """The best that was measured: docs/trained_results.md where weights are inherited."""
+    @property
+    def chosen_method(self) -> str:
+        """The method; of auto, the one with the best results: docs/trained_results.md, docs/results.md."""
+        if self.method != "auto":
+            return self.method
         is_peel = any(getattr(self, name) != getattr(MethodConfig, name) for name in PEEL_ONLY)
-        is_peel |= self.backbone != RecipeOverrides() or "plan" not in self.stages
+        is_peel |= self.backbone != RecipeOverrides() or self.groups is not None or self.plan is not None
         # Sensitivity only cuts, and PEEL can widen layers.
         return "sensitivity" if self.inherits and not (is_peel or self.grow) else "peel"
 

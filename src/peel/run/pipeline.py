@@ -191,6 +191,9 @@ class Pipeline:
             callback.on_run_begin(work)
         if self.trains_backbone and self.problem.task.train_fn is not None:
             self.notes.append("train_fn trains the backbone without an L1 term on the scales of norm layers.")
+        stages, trains_backbone = self.config.stages, self.method.trains_backbone(self.config)
+        if "backbone" in stages and "plan" not in stages and not trains_backbone:
+            self.notes.append(f"The method {self.config.method} trains no backbone.")
         self.notes += self._notes_on_method()
         self._tell(self.notes)
         self.problem = replace(self.problem, trained=self._original())

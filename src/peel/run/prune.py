@@ -59,13 +59,13 @@ def prune(
     command: str = "peel.prune(...)",
     **settings: Any,
 ) -> Result:
-    """The five steps. With `output`, everything is written to that folder, and the same call resumes there.
+    """Prune and train a model. With `output`, all is written to that folder, and the same call resumes there.
 
     `model` is a name of `peel.zoo` or a module; `data` a name, a folder, a `peel.Data`, or a pair of torch
     `Dataset`s or `DataLoader`s, (train, val). All other settings are fields of `peel.Config`: `budget`,
     `seed`, `criterion`, `train={"epochs": 20}`, ... `criterion` may be an object with a `measure` method,
-    `plan` and `backbone_init` mappings from tie names to channels. `dry_run` returns the plan with equal
-    shares and the estimated time.
+    `plan` and `backbone_init` mappings from tie names to channels. `dry_run` returns a preview of
+    the plan and the estimated time.
 
     `weights` says what the model was trained to: a state dict, a trained module, a file, a run folder, or
     "pretrained". A given module counts as trained (`weights="pretrained"`). With weights, slim networks are
@@ -83,7 +83,8 @@ def prune(
     """
     check_pair(data)
     _check_callbacks(callbacks)
-    config = _config_of(model, data, settings)
+    given = _config_of(model, data, settings)
+    config = replace(given, method=given.chosen_method)
     weights, criterion = settings.get("weights"), settings.get("criterion")
     with preserve_process_state():
         given_weights = weights if isinstance(weights, nn.Module | Mapping) else config.weights
@@ -102,7 +103,7 @@ def prune(
             if output is None or not pipeline.world.is_main_process:
                 # Only the main process writes; the others get from it what they need.
                 return pipeline.run()
-            return _run_in_folder(output, pipeline, config, command)
+            return _run_in_folder(output, pipeline, given, command)
 
 
 def _check_callbacks(callbacks: object) -> None:

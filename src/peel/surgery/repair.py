@@ -358,7 +358,7 @@ class _Refit(Visitor):
                 # A fit has less variance than its target. The batch norm restores it for the layers behind,
                 # but not in a stream, where that part of the fit would add up.
                 changes.append((variance, at_known(variance * ratio, variance)))
-        is_finite = _write(changes) & solution.before.isfinite()
+        is_finite = _write(changes, solution.before)
         numbers = torch.stack([is_finite.double(), solution.before, solution.after])
         self.outcomes.append(_Outcome(name, norms, True, numbers))
 
@@ -379,10 +379,10 @@ def _variance(running_mean: str) -> str:
     return running_mean.removesuffix("mean") + "var"
 
 
-def _write(changes: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Write all values, or none if one of them would not be finite. Returns whether they are."""
+def _write(changes: list[tuple[Tensor, Tensor]], *also_finite: Tensor) -> Tensor:
+    """Write all values, or none if one of them, or of the others, is not finite. Returns whether all are."""
     values = [new.to(old.dtype) for old, new in changes]
-    is_finite = torch.stack([value.isfinite().all() for value in values]).all()
+    is_finite = torch.stack([value.isfinite().all() for value in (*values, *also_finite)]).all()
     for (old, _), value in zip(changes, values, strict=True):
         old.copy_(torch.where(is_finite, value, old))
     return is_finite
