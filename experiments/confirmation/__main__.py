@@ -27,8 +27,9 @@ import math
 from pathlib import Path
 
 from .plot import PICTURE, plot
+from .runner import Options, run, run_all
 from .tables import FOLDER, analyze
-from .work import DATA, NETWORKS, SEEDS, Options, print_sharpness, run, run_all
+from .work import DATA, NETWORKS, SEEDS, print_sharpness
 
 
 def main() -> None:
