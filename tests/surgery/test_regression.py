@@ -59,7 +59,7 @@ def test_a_matrix_without_a_cholesky_factor_has_no_solution() -> None:
 
 
 @pytest.mark.parametrize("rows", [400, 8], ids=["moments", "rows"])
-def test_what_cannot_be_solved_keeps_the_old_weights(rows: int) -> None:
+def test_equations_that_rounding_has_spoiled_do_no_harm(rows: int) -> None:
     """The inputs vary by less than their squares are rounded by."""
     generator = torch.Generator().manual_seed(0)
     x = 1e9 + 1e-3 * torch.randn(rows, 12, generator=generator, dtype=torch.float64)
