@@ -12,11 +12,12 @@
     python -m experiments.confirmation plot
 
 `originals` trains each network on each data set. `plans` lets uniform, the search and PEEL with the published
-settings plan, once for each network, data set and budget, and a control without a search. `logits` computes
-those of the originals, which the processes of `train` would compute each for itself. `train` trains the plans
-from scratch with seeds 10 to 19 (PEEL: 10 to 14), without and with the original as teacher; lines have top-1
-on the test images after the last epoch. Tiny-ImageNet-32 is tested by left-out training images; `given_top1`
-is that of its given test images. `all` does these four for one network and data set after the other.
+settings plan, once for each network, data set and budget, and two controls without a search. `logits`
+computes those of the originals, which the processes of `train` would compute each for itself. `train` trains
+the plans from scratch with seeds 10 to 19 (PEEL: 10 to 14), without and with the original as teacher; lines
+have top-1 on the test images after the last epoch. Tiny-ImageNet-32 is tested by left-out training images;
+`given_top1` is that of its given test images. `all` does these four for one network and data set after the
+other.
 Jobs that are in the results are skipped, so the same command resumes an interrupted run.
 """
 

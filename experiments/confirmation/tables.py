@@ -17,6 +17,7 @@ import numpy as np
 
 from ..allocation.results import Line, read
 from ..trained.tables import table
+from .work import CONTROLS
 
 FOLDER = Path(__file__).parents[1] / "results" / "confirmation"
 
@@ -30,7 +31,11 @@ ROWS, PRIMARY = 20, 6
 LEAST_SEEDS = 3
 
 #: What is compared.
-PAIRS = (("search", "uniform"), ("search", "profile"), ("profile", "uniform"), ("peel", "uniform"))
+PAIRS = (
+    ("search", "uniform"),
+    *((method, base) for control in CONTROLS for method, base in (("search", control), (control, "uniform"))),
+    ("peel", "uniform"),
+)
 
 #: The data set that the choice was made on; the other one had a part in how sensitivity came up.
 CHOICE_DATA = "tiny-imagenet-32"

@@ -56,17 +56,17 @@ BUDGETS = ("25%", "10%")
 #: class test, and the given test images are reported beside them.
 SHARPER_TEST, TEST_IMAGES = DATA[0], 50
 
-#: `peel` has the published settings, and its backbone the recipe of all trainings. `profile` is a control
-#: without a search: hidden channels are moved from high to low resolutions by the same profile in every
-#: network, and divided by sensitivity inside groups as by the search.
-METHODS = ("uniform", "search", "peel", "profile")
+#: Controls without a search: the same proportions of the hidden groups in every network, divided by
+#: sensitivity inside groups as by the search. Each has those of the highest and the lowest resolution over
+#: uniform, before they are scaled to the budget. Those of `profile` are about what the searches of the
+#: exploration found. `divided` was added after a look at the planned trainings, and is trained after them.
+CONTROLS = {"profile": (0.65, 1.3), "divided": (1.0, 1.0)}
 
-#: The proportions of the hidden groups over uniform, at the highest and the lowest resolution, before they
-#: are scaled to the budget: about what the searches of the exploration found.
-PROFILE = (0.65, 1.3)
-
-#: The control is trained at this budget, without a teacher.
+#: Controls are trained at this budget, without a teacher.
 CONTROL_BUDGET = "10%"
+
+#: `peel` has the published settings, and its backbone the recipe of all trainings.
+METHODS = ("uniform", "search", "peel", *CONTROLS)
 
 SEEDS = tuple(range(10, 20))
 
@@ -292,11 +292,12 @@ def make_plan(lane: Lane, job: PlanJob) -> dict[str, Any]:
     began = time.perf_counter()
     trained = lane.original(job.data, job.network)
     problem = lane.problem(job.data, job.network, job.budget, job.seed, trained)
-    config = MethodConfig(budget=problem.budget, method="uniform" if job.method == "profile" else job.method)
+    is_control = job.method in CONTROLS
+    config = MethodConfig(budget=problem.budget, method="uniform" if is_control else job.method)
     method = find_method(config.method)
     method.check(problem, config)
-    if job.method == "profile":
-        plan = assemble_plan(problem, profile_widths(problem), config=config)
+    if is_control:
+        plan = assemble_plan(problem, control_widths(problem, CONTROLS[job.method]), config=config)
     else:
         plan = method.plan(problem, config, Trainer(problem, ()).train)
     last = plan.rounds[-1] if plan.rounds else None
@@ -312,10 +313,10 @@ def make_plan(lane: Lane, job: PlanJob) -> dict[str, Any]:
     }
 
 
-def profile_widths(problem: Problem) -> Widths:
-    """The hidden groups by `PROFILE`, in between on a logarithmic scale, and divided; streams are uniform."""
+def control_widths(problem: Problem, proportions: tuple[float, float]) -> Widths:
+    """Hidden groups in these proportions, on a logarithmic scale, and divided; streams are uniform."""
     space = Space(problem)
-    hidden = dict(zip(space.hidden, np.linspace(*np.log(PROFILE), len(space.hidden)), strict=True))
+    hidden = dict(zip(space.hidden, np.linspace(*np.log(proportions), len(space.hidden)), strict=True))
     logs = np.array([[hidden.get(group, 0.0) for group in space.groups]])
     bound = np.array([np.inf if group in hidden else 0.0 for group in space.groups])
     [log] = spend(logs, space.load, -bound, bound)
@@ -366,12 +367,13 @@ def _plan_key(line: dict[str, Any]) -> tuple[str, ...]:
 def train_jobs(
     data: Sequence[str], networks: Sequence[str], seeds: Sequence[int], teachers: Sequence[bool]
 ) -> Iterator[TrainJob]:
-    """Seeds come first, so that what a short run leaves has all rows."""
+    """Seeds come first, so that what a short run leaves has all rows. What was not planned comes last."""
     cells = itertools.product(
         seeds, sorted(teachers, reverse=True), BUDGETS, pairs_of(data, networks), METHODS
     )
-    for seed, teacher, budget, (name, network), method in cells:
-        is_left_out = method == "profile" and (teacher or budget != CONTROL_BUDGET)
+    planned_first = sorted(cells, key=lambda cell: cell[-1] == "divided")
+    for seed, teacher, budget, (name, network), method in planned_first:
+        is_left_out = method in CONTROLS and (teacher or budget != CONTROL_BUDGET)
         if not is_left_out and (method != "peel" or seed in FEWER_SEEDS):
             yield TrainJob(name, network, budget, method, teacher, seed)
 
