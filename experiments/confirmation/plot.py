@@ -43,7 +43,7 @@ def plot(folder: Path, picture: Path) -> None:
                 axis, place, {name: scores(lines, row, name, field) for name in ("uniform", *METHODS)}, scale
             )
         axis.set_xlabel(label)
-        axis.locator_params(axis="x", nbins=5)
+        axis.locator_params(axis="x", nbins=4)
         axis.grid(axis="x", alpha=0.3)
     panels[0].set_yticks(range(len(rows)), [name_of(row) for row in rows])
     panels[0].invert_yaxis()

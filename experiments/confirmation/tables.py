@@ -55,7 +55,9 @@ def analyze(folder: Path) -> None:
         print_differences(lines, sorted(rows), method, base)
     given = [line for line in lines if "given_top1" in line]
     print_differences(given, sorted(first), "search", "uniform", "given_top1", "the given test images")
-    print_losses(lines, sorted(rows))
+    for method, base in PAIRS:
+        if base == "uniform":
+            print_losses(lines, sorted(rows), method)
     for line in read(folder / "train.jsonl"):
         if "error" in line:
             print(f"\nDiverged: {line}")
@@ -144,17 +146,18 @@ def print_differences(
     table(heads, cells)
 
 
-def print_losses(lines: Sequence[Line], rows: Sequence[Row]) -> None:
-    """Search minus uniform: the losses of the last epoch."""
-    print("\n## search minus uniform, losses of the last epoch, 95 % intervals (Welch)")
+def print_losses(lines: Sequence[Line], rows: Sequence[Row], method: str) -> None:
+    """A method minus uniform: the losses of the last epoch."""
+    print(f"\n## {method} minus uniform, losses of the last epoch, 95 % intervals (Welch)")
     cells = []
     for row in rows:
         changes = []
         for field in ("loss", "train_loss"):
-            pair = [scores(lines, row, method, field) for method in ("search", "uniform")]
+            pair = [scores(lines, row, name, field) for name in (method, "uniform")]
             if min(map(len, pair)) >= LEAST_SEEDS:
                 changes.append("{:+.3f} ± {:.3f}".format(*welch(*pair)))
-        cells.append([*row[:3], "yes" if row[3] else "no", *changes])
+        if changes:
+            cells.append([*row[:3], "yes" if row[3] else "no", *changes])
     table(["data", "network", "budget", "teacher", "test", "training"], cells)
 
 
