@@ -49,7 +49,9 @@ def analyze(folder: Path) -> None:
     print_plans(read(folder / "plans.jsonl"))
     rows = {tuple(line[name] for name in ("data", "network", "budget", "teacher")): None for line in lines}
     first = [row for row in rows if row[0] == CHOICE_DATA]
-    print_means(lines, sorted(first), "search", "uniform", f"{CHOICE_DATA} alone")
+    for data in sorted({row[0] for row in rows}, reverse=True):
+        some = sorted(row for row in rows if row[0] == data)
+        print_means(lines, some, "search", "uniform", f"{data} alone")
     for method, base in PAIRS:
         print_means(lines, sorted(rows), method, base)
         print_differences(lines, sorted(rows), method, base)
@@ -64,7 +66,7 @@ def analyze(folder: Path) -> None:
 
 
 def print_plans(lines: Sequence[Line]) -> None:
-    print("\n## Plans: widths of groups over those of the uniform network, and seconds of the search")
+    print("\n## Plans, seconds of the search, factors of groups (over uniform; of PEEL, over its backbone)")
     cells = []
     for line in lines:
         if line["method"] != "uniform":
