@@ -134,7 +134,7 @@ def test_the_models_of_the_caller_are_not_changed() -> None:
         (["plan", "backbone"], {}, {"backbone": 3}),
         (["backbone", "plan", "final"], {"distill": "none"}, {"backbone": 3, "peel": 6}),
         (["original", "backbone", "plan", "uniform"], {}, {"original": 6, "backbone": 3, "uniform": 6}),
-        (["final"], {"distill": "none", "plan": WIDTHS}, {"peel": 6}),
+        (["final"], {"distill": "none", "plan": WIDTHS}, {"given": 6}),
     ],
 )
 def test_only_the_chosen_stages_are_run(
@@ -277,12 +277,12 @@ def test_a_plan_that_is_the_uniform_network_is_trained_once(tmp_path: Path) -> N
     result = small_run(**options, output=tmp_path, callbacks=[counting])
     assert "The plan is the uniform network." in result.notes
     assert counting.steps["uniform"] > 0
-    assert "peel" not in counting.steps
+    assert "given" not in counting.steps
     rows = {row.name: row for row in result.rows}
-    assert rows["peel"].top1 == rows["uniform"].top1
-    assert rows["peel"].seconds == rows["peel"].image_passes == 0  # its training is not counted twice
+    assert rows["given"].top1 == rows["uniform"].top1
+    assert rows["given"].seconds == rows["given"].image_passes == 0  # its training is not counted twice
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["test"] for line in lines if line["stage"] == "peel"] == [
+    assert [line["test"] for line in lines if line["stage"] == "given"] == [
         line["test"] for line in lines if line["stage"] == "uniform"
     ]
     again = small_run(**options, output=tmp_path)  # resumes: everything is finished
@@ -294,7 +294,7 @@ def test_a_plan_with_the_widths_of_uniform_is_trained_where_it_keeps_other_chann
     uniform = peel.uniform(peel.trace(model, torch.zeros(1, 3, 8, 8)), "50%")
     counting = Counting()
     small_run(model, weights=model, plan=uniform, budget="50%", init="inherit", callbacks=[counting])
-    assert counting.steps["uniform"] == counting.steps["peel"]
+    assert counting.steps["uniform"] == counting.steps["given"]
 
 
 def test_a_note_says_that_the_weights_of_a_given_model_are_not_used() -> None:

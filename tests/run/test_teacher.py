@@ -44,14 +44,16 @@ def test_given_widths_are_trained_as_they_are(form: str, tmp_path: Path) -> None
     result = small_run(plan=plan, stages=["final"], distill="none")
     assert isinstance(result.model, nn.Module)
     assert [result.model.get_submodule(name).out_channels for name in WIDTHS] == list(WIDTHS.values())
-    assert list(result.history) == ["peel"]
+    assert list(result.history) == ["given"]
 
 
 def test_a_run_with_given_widths_stores_them_and_resumes(tmp_path: Path) -> None:
     result = small_run(plan=WIDTHS, output=tmp_path / "run")
-    assert [row.name for row in result.rows] == ["original", "uniform", "peel"]
+    assert [row.name for row in result.rows] == ["original", "uniform", "given"]
+    assert "given plan" in str(result)
     assert "backbone" not in result.history
     assert read(tmp_path / "run" / "plan.json")["slim"]["widths"] == WIDTHS
+    assert "PEEL" not in (tmp_path / "run" / "report.html").read_text()
     counting = Counting()
     small_run(plan=WIDTHS, output=tmp_path / "run", callbacks=[counting])
     assert counting.steps == {}
@@ -224,7 +226,7 @@ def test_another_run_can_use_the_teacher_and_the_plan_of_a_killed_one(tmp_path: 
     plan = killed / "plan.json"
     other = {**SHORT, "backbone_ratio": 0.5, "weights": killed, "plan": plan}
     result = small_run(output=tmp_path / "other", callbacks=[counting], **other)
-    assert counting.steps == {"uniform": 6, "peel": 6}
+    assert counting.steps == {"uniform": 6, "given": 6}
     assert result.plan is not None
     assert result.plan.widths == read(plan)["slim"]["widths"]
 

@@ -30,7 +30,7 @@ _WIDTH = 9.6
 
 def label(stage: str) -> str:
     """A stage or network as the page writes it."""
-    return "PEEL" if stage == "peel" else stage
+    return {"peel": "PEEL", "given": "given plan"}.get(stage, stage)
 
 
 def _color(network: str) -> str:

@@ -128,6 +128,11 @@ class Config(MethodConfig):
         return "sensitivity" if self.inherits and not (is_peel or self.grow) else "peel"
 
     @property
+    def method_name(self) -> str:
+        """The name of the row of the slim network. Widths of the user's own may come from anywhere."""
+        return "given" if self.plan is not None else super().method_name
+
+    @property
     def inherits(self) -> bool:
         """Whether networks are cut from the trained original instead of trained from scratch."""
         return self.init in ("inherit", "cut") or (self.init == "auto" and self.weights != "train")
