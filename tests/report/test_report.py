@@ -155,7 +155,9 @@ def test_the_page_has_the_figures_of_the_result() -> None:
     assert_all_in([title, "92.13 %", "91.01 %", "91.43 %", "20,318,688 (49.8 %)", "40,813,184"], page)
     assert_all_in(["+0.42 points top-1", "seed 3", "no evidence", "images of 3 x 32 x 32"], page)
     assert_all_in(["A short schedule.", "They differ.", "peel run --budget 50%"], page)
-    assert_all_in(["70.00 %", "1.180", "3,994,438 of 4,000,000 spent", "the pool of 4,000,000"], page)
+    assert_all_in(
+        ["70.00 %", "1.180", "the plan costs 4,000,000; after it, 3,994,438", "the pool of 4,000,000"], page
+    )
     assert page.count("<svg") == 4
     assert "not complete" not in page
 

@@ -67,7 +67,7 @@ def run(
     gpus
         Train with this many processes on this machine, one per GPU, started by torchrun's launcher.
     dry_run
-        Show the plan with equal shares and the estimated time; train nothing.
+        Show a preview of the plan and the estimated time; train nothing.
     json
         Print the result as JSON.
     quiet

@@ -14,7 +14,7 @@ def draw_result(result: Result, console: Console, *, with_notes: bool = False) -
     for note in result.notes if with_notes else ():
         console.print(f"note: {note}", markup=False)
     if result.rows:
-        draw_rows([vars(row) for row in result.rows], result.bench or {}, console)
+        draw_rows([vars(row) for row in result.rows], result.bench or {}, console, result.search_seconds)
     folder = result.folder
     if folder is None:
         return

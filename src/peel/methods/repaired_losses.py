@@ -49,8 +49,9 @@ class Images(NamedTuple):
         images = cls(*hold_out(problem.data.train, fraction, seed=0))
         if images.held_out.size < LEAST_HELD_OUT:
             raise DataError(
-                f"the method search judges networks by {HELD_OUT:.0%} of the training images, at least "
-                f"{LEAST_HELD_OUT}, and has {size} images in all. Give more images, or another method."
+                f"the method search needs at least {math.ceil(LEAST_HELD_OUT / HELD_OUT)} training images, "
+                f"and here are {size}: it judges networks by {HELD_OUT:.0%} of them. Give more images, or "
+                "another method (--method)."
             )
         return images
 

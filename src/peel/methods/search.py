@@ -87,7 +87,7 @@ class Search(Method):
             return [f"The plan will be uniform: {reason}."]
         judges = f"the {Images.of(problem).held_out.size} training images that the search judges networks by"
         if problem.trained is not None:
-            return [f"The given network has probably seen {judges} in its training."]
+            return [f"The given network may have seen {judges} in its training."]
         if problem.task.train_fn is not None:
             return [f"train_fn may train the original with {judges}: it chooses the images itself."]
         return [f"The original is trained without {judges}."]
@@ -184,7 +184,8 @@ def _best_measured(
     summary = replace(summary, measured=loss, uniform_measured=uniform_loss)
     if loss >= uniform_loss:
         reason = (
-            f"after the repair, it has a loss of {uniform_loss:.4f}, and the best point one of {loss:.4f}"
+            f"after the repair, the uniform network has a loss of {uniform_loss:.4f}, and the best point one "
+            f"of {loss:.4f}"
         )
         uniform = _uniform(space, reason)
         return replace(uniform, importance=found.importance, note=f"{uniform.note} {note}"), summary

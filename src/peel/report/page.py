@@ -15,6 +15,7 @@ from ..utils.text import flatten, format_duration
 from .charts import curves_chart, groups_chart, importance_chart, label, widths_chart
 from .record import RunRecord
 from .speed import COLUMNS, speed_cells, speed_sentences, speed_tile
+from .summary import search_sentence
 
 RESOURCE_NAMES = {
     "macs": "MACs",
@@ -52,6 +53,7 @@ def render(record: RunRecord) -> str:
     )
     stages, rows, scores = _stages(record), _rows(record), _scores(record)
     bench = (record.result or {}).get("bench") or {}
+    seconds = (record.result or {}).get("search", {}).get("seconds", 0.0)
     has_backbone = _has_backbone(record)
     return template.render(
         title=_title(record),
@@ -62,6 +64,7 @@ def render(record: RunRecord) -> str:
         outcome=_outcome_table(rows, scores, bench),
         speed=_speed(rows, bench),
         comparison=_comparison(record, rows, scores),
+        search=search_sentence(seconds) if seconds else "",
         plan=_plan(record.plan) if record.plan is not None else None,
         lines=_lines(record, has_backbone),
         has_backbone=has_backbone,
@@ -364,7 +367,8 @@ def _round(number: int, item: Round, plan: Plan) -> dict[str, Any]:
         "title": f"Round {number} of {len(plan.rounds)}" if len(plan.rounds) > 1 else "Reallocation",
         "note": item.note,
         "warning": not item.distinct,
-        "rounding": f"{item.cost:,} of {item.ideal_cost:,.0f} spent after rounding, {item.unspent:,} left.",
+        "rounding": f"Before rounding, the plan costs {item.ideal_cost:,.0f}; after it, {item.cost:,}. "
+        f"{item.unspent:,} of the budget are left.",
         "table": Table(["group", "ties", *columns], rows),
     }
 

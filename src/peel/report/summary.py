@@ -24,7 +24,7 @@ LATENCIES = {"latency, predicted": "predicted_latency", "measured": "latency"}
 LEFT_OUT = ("top-5", "memory, 1 image", "time", "over MACs", "params", "cut", "recalibrated")
 
 
-def draw_rows(rows: Rows, bench: Mapping[str, Any], console: Console) -> None:
+def draw_rows(rows: Rows, bench: Mapping[str, Any], console: Console, search_seconds: float = 0.0) -> None:
     """The networks of a run: one table, or where the console is too narrow, accuracy and cost apart."""
     names = ["uniform, same budget" if row["name"] == "uniform" else label(row["name"]) for row in rows]
     accuracy, cost = _accuracy(rows), _cost(rows, bench)
@@ -40,6 +40,12 @@ def draw_rows(rows: Rows, bench: Mapping[str, Any], console: Console) -> None:
     has_latency = any(title in cost for title in LATENCIES)
     for sentence in speed_sentences(bench, has_latency) if bench else ():
         console.print(sentence, markup=False)
+    if search_seconds:
+        console.print(search_sentence(search_seconds), markup=False)
+
+
+def search_sentence(seconds: float) -> str:
+    return f"Finding the plan took {format_duration(seconds)}."
 
 
 def _accuracy(rows: Rows) -> dict[str, list[str]]:

@@ -332,6 +332,10 @@ class Pipeline:
     def _search_stages(self) -> list[str]:
         return [*(stage_of_round(number) for number in range(self.config.rounds)), "plan"]
 
+    def _search_records(self) -> list[StageRecord]:
+        finished = self.trainer.records
+        return [finished[stage] for stage in self._search_stages() if stage in finished]
+
     def _compare_with_uniform(self, widths: Widths) -> None:
         if self.config.method == "uniform":
             return
@@ -476,9 +480,10 @@ class Pipeline:
         self._tell(self.notes)
         if self.folder is not None:
             self._write_result(self.folder, rows, slimmed, bench)
+        seconds = sum(record.seconds for record in self._search_records())
         history = {stage: record.history for stage, record in self.trainer.records.items()}
         place = self.folder.folder if self.folder is not None else None
-        return Result(slimmed, plan, history, rows, self.notes, place, bench=bench)
+        return Result(slimmed, plan, history, rows, self.notes, place, bench=bench, search_seconds=seconds)
 
     def _bench(self, networks: Mapping[str, Widths]) -> Bench | None:
         """Time the networks of the table against the original, unless an earlier start has done so."""
@@ -507,8 +512,7 @@ class Pipeline:
     ) -> None:
         if slimmed is not None:
             folder.save_model("slim", slimmed)
-        finished = self.trainer.records
-        records = [finished[stage] for stage in self._search_stages() if stage in finished]
+        records = self._search_records()
         search = {
             "seconds": sum(record.seconds for record in records),
             "image_passes": sum(record.image_passes for record in records),

@@ -62,6 +62,8 @@ class Result:
     """Seconds per stage, of a dry run."""
     bench: Mapping[str, Any] | None = None
     """The times of the networks, as `peel bench --json` prints them; `error` where they cannot be timed."""
+    search_seconds: float = 0.0
+    """What the plan took: the training of backbones, or the comparison of networks."""
 
     def __repr__(self) -> str:
         return as_text(self._draw)
@@ -70,7 +72,7 @@ class Result:
         if self.plan is not None and self.estimate is not None:
             draw_estimate(self.plan, self.estimate, console)
         elif self.rows:
-            draw_rows([vars(row) for row in self.rows], self.bench or {}, console)
+            draw_rows([vars(row) for row in self.rows], self.bench or {}, console, self.search_seconds)
         else:
             console.print("no network was trained to its end")
         for note in self.notes:
