@@ -27,17 +27,19 @@ class ProgressBar(Callback):
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or make_console(stderr=True)
         self.work: dict[str, float] = {}
-        self.done_work = 0.0
+        self.left: dict[str, float] = {}
+        """The work of stages that have not ended."""
         self.name = ""
         self.fraction = self.first_fraction = 0.0
-        self.rate: float | None = None
+        self.rates: dict[bool, float] = {}
+        """Work in a second: of the search (True), and of trainings."""
         self.began = time.perf_counter()
         self.next_line = 0.0
         self.live: Progress | None = None
         self.task: Any = None
 
     def on_run_begin(self, stages: Sequence[tuple[str, float]]) -> None:
-        self.work, self.done_work, self.name = dict(stages), 0.0, ""
+        self.work, self.left, self.name = dict(stages), dict(stages), ""
 
     def on_run_end(self) -> None:
         if self.live is not None:
@@ -47,7 +49,7 @@ class ProgressBar(Callback):
     def on_stage_begin(self, name: str, description: str) -> None:
         # A stage begins several times where its network is evaluated before the training.
         if name != self.name:
-            self.done_work += self.work.get(self.name, 0.0)
+            self.left.pop(self.name, None)
         self.name = name
         self.fraction = self.first_fraction = 0.0
         self.began = time.perf_counter()
@@ -88,10 +90,13 @@ class ProgressBar(Callback):
 
     def on_step_end(self, step: int, total_steps: int, batch_size: int) -> None:
         self.fraction = step / total_steps
+        if self.name == "plan" and self.first_fraction == 0:
+            # The first network of a search takes longer: it prepares the others.
+            self.first_fraction, self.began = self.fraction, time.perf_counter()
         spent = time.perf_counter() - self.began
         gained = self.fraction - self.first_fraction
         if self.name in self.work and spent > 0.2 and gained > 0:
-            self.rate = self.work[self.name] * gained / spent
+            self.rates[self.name == "plan"] = self.work[self.name] * gained / spent
         if not self.console.is_terminal and self.name == "plan" and time.perf_counter() > self.next_line:
             self.console.print(f"  {step} of {total_steps}{self._eta()}", markup=False)
             self.next_line = time.perf_counter() + LINE_SECONDS
@@ -104,10 +109,13 @@ class ProgressBar(Callback):
             )
 
     def _eta(self) -> str:
-        if self.rate is None:
+        if not self.rates:
             return ""
-        left = sum(self.work.values()) - self.done_work - self.work.get(self.name, 0.0) * self.fraction
-        return f", about {format_duration(max(0.0, left / self.rate))} left in all"
+        any_rate, seconds = next(iter(self.rates.values())), 0.0
+        for name, work in self.left.items():
+            part = 1 - self.fraction if name == self.name else 1.0
+            seconds += part * work / self.rates.get(name == "plan", any_rate)
+        return f", about {format_duration(seconds)} left in all"
 
     def on_epoch_end(self, record: EpochRecord) -> None:
         if self.live is not None and record.epoch < record.epochs:
