@@ -346,6 +346,16 @@ class Odd:
         return torch.tensor(self.value + (self.calls * 7919 % 13 if math.isfinite(self.value) else 0))
 
 
+def test_networks_are_repaired_in_one_pass() -> None:
+    """With more images than fit into memory, each layer would cost a pass of its own."""
+    model = Small()
+    model.shape = (3, 1024, 1024)  # the graph is that of large images
+    problem = problem_of(model)
+    judge = Judge(problem, Images.of(problem))
+    assert 16 < judge.images.per_repair < judge.images.repair.size
+    assert len(judge.repairer.batches) == 1
+
+
 def test_losses_that_are_not_finite_are_dropped_and_counted(found: dict[str, tuple[Problem, Plan]]) -> None:
     problem, _ = found["4x4 hidden"]
     plan = search(replace(problem, task=Task(loss=Odd(4, math.nan))))

@@ -20,7 +20,7 @@ from ..data.datasets import Split, hold_out
 from ..errors import DataError
 from ..surgery.explain import explain_scores
 from ..surgery.original_shapes import PadConvolutions, original_shapes
-from ..surgery.repair import Repairer
+from ..surgery.repair import Repairer, images_at_once
 from ..surgery.slim import build_slim
 from ..train.callbacks import Callback
 from ..train.distributed import World
@@ -31,7 +31,8 @@ from .peel import HELD_OUT
 from .problem import Problem
 from .start import calibration_images
 
-#: Images for the repair of a network. It is judged by at most and at least so many others.
+#: Images for the repair of a network, if one pass can take them. It is judged by at most and at least so many
+#: others.
 REPAIR_IMAGES, MOST_HELD_OUT, LEAST_HELD_OUT = 512, 2048, 16
 
 
@@ -40,20 +41,23 @@ class Images(NamedTuple):
 
     repair: Split
     held_out: Split
+    per_repair: int
+    """How many of the former a network is repaired with."""
 
     @classmethod
     def of(cls, problem: Problem) -> Images:
         size = problem.data.train.size
         fraction = min(HELD_OUT, MOST_HELD_OUT / max(1, size))
         # The same in every run: an original that another run of a search trained has not seen them either.
-        images = cls(*hold_out(problem.data.train, fraction, seed=0))
-        if images.held_out.size < LEAST_HELD_OUT:
+        repair, held_out = hold_out(problem.data.train, fraction, seed=0)
+        if held_out.size < LEAST_HELD_OUT:
             raise DataError(
                 f"the method search needs at least {math.ceil(LEAST_HELD_OUT / HELD_OUT)} training images, "
                 f"and here are {size}: it judges networks by {HELD_OUT:.0%} of them. Give more images, or "
                 "another method (--method)."
             )
-        return images
+        at_once = images_at_once(problem.model, problem.graph)
+        return cls(repair, held_out, min(REPAIR_IMAGES, repair.size, at_once))
 
     def for_repair(self, problem: Problem) -> Problem:
         """The problem without the images that networks are judged by."""
@@ -61,7 +65,7 @@ class Images(NamedTuple):
 
     @property
     def per_network(self) -> int:
-        return min(REPAIR_IMAGES, self.repair.size) + self.held_out.size
+        return self.per_repair + self.held_out.size
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class Judge:
     @cached_property
     def batches(self) -> list[tuple[Any, None]]:
         """The images for repairs."""
-        return calibration_images(self.images.for_repair(self.problem), REPAIR_IMAGES)
+        return calibration_images(self.images.for_repair(self.problem), self.images.per_repair)
 
     @cached_property
     def scores(self) -> dict[str, Tensor]:
@@ -123,7 +127,7 @@ class Judge:
         seed_everything(derive_seed("search", self.problem.seed, _key(widths)))  # the same after a kill
         network = self.engine.prepare(build_slim(original, widths, graph, scores=scores))
         # With as many images as the repair has: the same convolutions.
-        batch_size = min(REPAIR_IMAGES, eval_batch_size(held_out))
+        batch_size = min(self.images.per_repair, eval_batch_size(held_out))
         self.repairer.repair(network)
         with PadConvolutions(original_shapes(network, original)):
             loss = evaluate(network, held_out, self.engine, batch_size, self.problem.task).loss

@@ -26,7 +26,7 @@ from .loss_fit import Array, Fit, FitSummary, LeftOut, best_point, fit_losses
 from .method import Method, TrainBackbone
 from .plan import Plan, assemble_plan
 from .problem import Problem
-from .repaired_losses import REPAIR_IMAGES, Images, Judge
+from .repaired_losses import Images, Judge
 from .sensitivity import widths_by
 from .start import calibration_images
 
@@ -77,7 +77,7 @@ class Search(Method):
         graph, images = problem.graph, Images.of(problem)
         slim_macs = graph.macs(problem.uniform())
         # The regressions of a repair, in float64, take longer than its passes through both networks.
-        for_repair = REPAIR_WORK * min(REPAIR_IMAGES, images.repair.size) * (graph.macs() + slim_macs)
+        for_repair = REPAIR_WORK * images.per_repair * (graph.macs() + slim_macs)
         compared = ALLOCATIONS * (for_repair + images.held_out.size * slim_macs)
         return float(compared + sensitivity_passes(graph) * graph.macs())
 

@@ -109,7 +109,7 @@ class Repairer:
     ) -> None:
         """`only`: the one network to be repaired. Less of the original is held then."""
         self.original, self.graph, self.only = original, graph, only
-        self.batches = make_batches(images, memory // _bytes_per_image(original, graph))
+        self.batches = make_batches(images, images_at_once(original, graph, memory))
         self.record: OriginalRecord | None = None
 
     def repair(self, slim: nn.Module) -> RepairReport:
@@ -181,10 +181,13 @@ def _check_fits(slim: nn.Module, original: nn.Module, graph: ChannelGraph, kept:
             )
 
 
-def _bytes_per_image(original: nn.Module, graph: ChannelGraph) -> int:
-    """Activations of the original, its outputs at the sampled places, and what they are added to."""
+def images_at_once(original: nn.Module, graph: ChannelGraph, memory: int = MEMORY) -> int:
+    """How many images a repair takes in one pass. With more, each layer costs a pass of its own.
+
+    They need the activations of the original, its outputs at the sampled places, and what these are added to.
+    """
     outputs = sum(max(weight.shape[:2]) for weight in original.parameters() if weight.ndim > 1)
-    return max(1, graph.activation_bytes() + 8 * PLACES * outputs)
+    return max(1, memory // (graph.activation_bytes() + 8 * PLACES * outputs))
 
 
 class _Outcome(NamedTuple):
