@@ -332,9 +332,14 @@ class Pipeline:
     def _search_stages(self) -> list[str]:
         return [*(stage_of_round(number) for number in range(self.config.rounds)), "plan"]
 
-    def _search_records(self) -> list[StageRecord]:
+    def _search_cost(self) -> dict[str, float]:
+        """What the plan took."""
         finished = self.trainer.records
-        return [finished[stage] for stage in self._search_stages() if stage in finished]
+        records = [finished[stage] for stage in self._search_stages() if stage in finished]
+        return {
+            "seconds": sum(record.seconds for record in records),
+            "image_passes": sum(record.image_passes for record in records),
+        }
 
     def _compare_with_uniform(self, widths: Widths) -> None:
         if self.config.method == "uniform":
@@ -480,7 +485,7 @@ class Pipeline:
         self._tell(self.notes)
         if self.folder is not None:
             self._write_result(self.folder, rows, slimmed, bench)
-        seconds = sum(record.seconds for record in self._search_records())
+        seconds = self._search_cost()["seconds"]
         history = {stage: record.history for stage, record in self.trainer.records.items()}
         place = self.folder.folder if self.folder is not None else None
         return Result(slimmed, plan, history, rows, self.notes, place, bench=bench, search_seconds=seconds)
@@ -512,11 +517,7 @@ class Pipeline:
     ) -> None:
         if slimmed is not None:
             folder.save_model("slim", slimmed)
-        records = self._search_records()
-        search = {
-            "seconds": sum(record.seconds for record in records),
-            "image_passes": sum(record.image_passes for record in records),
-        }
+        search = self._search_cost()
         result = {
             "format": "peel-result",
             "version": 2,
