@@ -12,9 +12,10 @@ PICTURE = Path(__file__).parents[2] / "docs" / "images" / "confirmation.png"
 
 #: Method -> its label, color and place inside a row.
 METHODS = {
-    "search": ("search", "tab:blue", -0.22),
-    "peel": ("PEEL, published settings", "tab:orange", 0.0),
-    "profile": ("control without a search", "tab:gray", 0.22),
+    "search": ("search", "tab:blue", -0.3),
+    "peel": ("PEEL, published settings", "tab:orange", -0.1),
+    "profile": ("control: fixed profile, divided", "tab:gray", 0.1),
+    "divided": ("control: uniform groups, divided", "tab:green", 0.3),
 }
 
 #: Field -> the label of its axis, and what it is multiplied by.
@@ -38,6 +39,8 @@ def plot(folder: Path, picture: Path) -> None:
     figure, panels = pyplot.subplots(1, 2, sharey=True, figsize=(9, 1.2 + 0.36 * len(rows)))
     for axis, (field, (label, scale)) in zip(panels, PANELS.items(), strict=True):
         axis.axvline(0, color="black", linewidth=0.8)
+        for place in range(0, len(rows), 2):
+            axis.axhspan(place - 0.5, place + 0.5, color="0.95", zorder=-1)
         for place, row in enumerate(rows):
             draw_row(
                 axis, place, {name: scores(lines, row, name, field) for name in ("uniform", *METHODS)}, scale
@@ -46,7 +49,7 @@ def plot(folder: Path, picture: Path) -> None:
         axis.locator_params(axis="x", nbins=4)
         axis.grid(axis="x", alpha=0.3)
     panels[0].set_yticks(range(len(rows)), [name_of(row) for row in rows])
-    panels[0].invert_yaxis()
+    panels[0].set_ylim(len(rows) - 0.5, -0.5)
     handles = [
         pyplot.Line2D([], [], color=color, marker="o", markersize=4, label=text)
         for text, color, _ in METHODS.values()

@@ -2,7 +2,7 @@
 
     graph = peel.trace(model, example_input)         which channels are tied, and what they cost
     widths = peel.uniform(graph, budget="50%")       one integer per tie
-    result = peel.prune(model, data, budget="50%")   the five steps: result.model, result.plan, result.history
+    result = peel.prune(model, data, budget="50%")   a slim model: result.model, result.plan, result.history
     small = peel.slim(model, widths, graph=graph)    a new model of the same class
     peel.save(small, "slim"); peel.load("slim")      safetensors and JSON
     peel.export(small, "slim.onnx")                  ONNX, torch.export, Python without peel; checked

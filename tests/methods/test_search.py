@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from helpers.nets import Chain, Residual
 from helpers.small import CPU, Counting, Small, few_digits, small_run, taught
 from peel.cost.rounding import cost_of, fractional_units
 from peel.data.augmentation import EVAL
+from peel.data.datasets import Data
 from peel.graph.parameters import hidden_ties
 from peel.methods.allocation import ALLOCATIONS, Space
 from peel.methods.config import DIVISIONS, MethodConfig
@@ -222,8 +224,8 @@ def test_the_same_seed_gives_the_same_plan(found: dict[str, tuple[Problem, Plan]
     assert search(problem, division="uniform").to_json() == plan.to_json()
     divided = [search(problem).to_json() for _ in range(2)]
     assert divided[0] == divided[1]
-    other = Space(replace(problem, seed=1)).draw()
-    assert other != Space(problem).draw()
+    one, other = (list(Space(replace(problem, seed=seed)).draw()) for seed in (0, 1))
+    assert one != other
 
 
 @pytest.mark.parametrize(
@@ -243,7 +245,7 @@ def test_the_same_seed_gives_the_same_plan(found: dict[str, tuple[Problem, Plan]
 def test_every_network_that_is_compared_meets_the_budget(changes: dict[str, Any]) -> None:
     problem = problem_of(Blocks(), 0.6, **changes)
     space = Space(problem)
-    several = space.draw()
+    several = list(space.draw())
     assert 5 < len(several) <= ALLOCATIONS + 1
     assert several[0] == problem.uniform()
     for widths in several:
@@ -311,7 +313,7 @@ def test_a_plan_that_is_worse_than_uniform_after_the_repair_is_not_taken(
     division: str, found: dict[str, tuple[Problem, Plan]]
 ) -> None:
     problem, _ = found["8x8 hidden"]
-    compared = len(Space(problem).draw())  # with one batch each
+    compared = len(list(Space(problem).draw()))  # with one batch each
     plan = search(replace(problem, task=Task(loss=Rising(compared))), division=division)
     assert plan.fit is not None
     assert plan.fit.gain > 2 * plan.fit.gain_error
@@ -397,6 +399,52 @@ def test_bad_input_is_refused_before_training() -> None:
         small_run(method="search", stages=("backbone", "plan"))
 
 
+def ten_classes(model: nn.Module) -> nn.Module:
+    model.fc = nn.Linear(model.fc.in_features, 10)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "settings", "method", "reason"),
+    [
+        (Small(), few_digits(), {}, "search", ""),
+        (Small(), few_digits(), {"distill": "none"}, "search", ""),
+        (Small(), few_digits(100), {}, "peel", "at least 160 training images, and here are 100"),
+        (
+            Small(),
+            few_digits(),
+            {"budget": "65%", "divisor": 4},
+            "peel",
+            "different networks have this budget",
+        ),
+        (ten_classes(Chain()), few_digits(), {"budget": "90%"}, "peel", "fewer than two groups of hidden"),
+    ],
+    ids=["possible", "no teacher", "few images", "few networks", "one group"],
+)
+def test_from_scratch_the_default_is_a_search_where_it_is_possible(
+    model: nn.Module, data: Data, settings: dict[str, Any], method: str, reason: str
+) -> None:
+    result = small_run(model, data, backbone={}, dry_run=True, **settings)
+    assert result.plan is not None
+    assert result.plan.name == method
+    told = [note for note in result.notes if "The method is peel instead of search" in note]
+    assert len(told) == bool(reason)
+    assert reason in " ".join(told)
+    # A method that is named is taken, or refused.
+    named = {"method": method, **settings}
+    assert small_run(model, data, backbone={}, dry_run=True, **named).plan == result.plan
+
+
+def test_the_default_of_a_search_that_is_not_possible_runs_and_resumes(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"backbone": {}, "train": {"epochs": 1, "batch_size": 50}}
+    straight = small_run(data=few_digits(100), output=tmp_path, stages=("original",), **settings)
+    assert straight.rows[0].image_passes == 100  # no image is left out
+    result = small_run(data=few_digits(100), output=tmp_path, **settings)
+    assert [row.name for row in result.rows] == ["original", "uniform", "peel"]
+    assert any("The method is peel instead of search" in note for note in result.notes)
+    assert tomllib.loads((tmp_path / "config.toml").read_text())["method"] == "auto"
+
+
 SHORT: dict[str, Any] = {"method": "search", "train": {"epochs": 1, "batch_size": 64}}
 
 
@@ -410,6 +458,7 @@ def test_a_run_killed_in_the_search_resumes_to_the_same_plan(tmp_path: Path) -> 
     assert result.plan.rounds[0].note in result.notes
     page = (straight / "report.html").read_text()
     assert "worth over cost" in page
+    assert "Worth and resources per group" in page
     assert "hidden channels apart from residual streams" in page
     assert "cut and repaired networks were compared" in page
     for text in (page, str(result)):

@@ -298,9 +298,11 @@ def test_a_curve_begins_at_the_repaired_network(monkeypatch: pytest.MonkeyPatch)
 def test_the_page_of_a_method_without_backbone_does_not_speak_of_one(method: str) -> None:
     plan = replace(PLAN, backbone=None, rounds=(), method=MethodConfig(method=method), name=method)
     metrics = [line for line in record().metrics if line["stage"] in ("original", "uniform")]
-    config = {**record().config, "method": method}
+    # The config has what was given, the identity what it means.
+    state = {**record().state, "identity": {"method": method}}
+    config = {**record().config, "method": "auto"}
     for known in (plan, None):
-        page = render(record(plan=known, metrics=metrics, config=config, result=None))
+        page = render(record(plan=known, metrics=metrics, config=config, state=state, result=None))
         assert "backbone" not in page
         assert "mportance" not in page
         assert ("lines show the uniform network" in page) == (method != "uniform")

@@ -69,11 +69,20 @@ def test_a_wrong_setting_is_named_with_its_value(settings: dict[str, object], wo
 @pytest.mark.parametrize(
     ("settings", "method"),
     [
-        ({}, "peel"),
+        ({}, "search"),
+        ({"criterion": "gradient"}, "peel"),
+        ({"backbone": {"epochs": 3}}, "peel"),
+        ({"groups": {"all": ["conv1"]}}, "peel"),
+        ({"grow": True}, "peel"),
+        ({"stages": ["original"]}, "search"),
+        ({"distill": "none"}, "search"),
+        ({"division": "uniform"}, "search"),
+        ({"method": "peel"}, "peel"),
         ({"weights": "pretrained"}, "sensitivity"),
         ({"weights": "pretrained", "init": "cut"}, "sensitivity"),
         ({"weights": "pretrained", "stages": ["original, plan, final"]}, "sensitivity"),
-        ({"weights": "pretrained", "init": "scratch"}, "peel"),
+        ({"weights": "pretrained", "init": "scratch"}, "search"),
+        ({"weights": "pretrained", "division": "uniform"}, "search"),
         ({"weights": "pretrained", "criterion": "gradient"}, "peel"),
         ({"weights": "pretrained", "backbone": {"epochs": 3}}, "peel"),
         ({"weights": "pretrained", "stages": ["original"]}, "sensitivity"),
@@ -93,7 +102,8 @@ def test_the_default_method_is_the_one_that_the_settings_mean(
     assert again == config
     # A stored config says what was given: a changed setting may mean another method.
     if "method" not in settings:
-        assert dataclasses.replace(again, weights="train", init="auto").chosen_method == "peel"
+        expected = "peel" if method == "peel" else "search"
+        assert dataclasses.replace(again, weights="train", init="auto").chosen_method == expected
 
 
 def test_every_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:

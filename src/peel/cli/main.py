@@ -51,7 +51,7 @@ app.command(
 app.command(
     "peel.cli.run:run",
     name="run",
-    help="The five steps, from a model, a budget and data to a slim network. The same command resumes.",
+    help="Prune and train: from a model, a budget and data to a slim network. The same command resumes.",
 )
 app.command(
     "peel.cli.curve:curve",

@@ -1,4 +1,4 @@
-"""`peel run`: the five steps."""
+"""`peel run`: prune and train."""
 
 import contextlib
 import dataclasses
@@ -52,7 +52,7 @@ def run(
     json: bool = False,
     quiet: bool = False,
 ) -> int:
-    """The five steps, from a model, a budget and data to a trained slim network. The same command resumes.
+    """Prune and train: from a model, a budget and data to a slim network. The same command resumes.
 
     Parameters
     ----------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -108,13 +108,18 @@ class Space:
         base, groups = self.uniform, self.groups.values()
         return [statistics.fmean(math.log(widths[tie] / base[tie]) for tie in ties) for ties in groups]
 
-    def draw(self) -> list[Widths]:
+    def draw(self) -> Iterator[Widths]:
         """The uniform network and random allocations, each once."""
         low, high = np.full(len(self.groups), math.log(NARROWEST)), self._widest()
         rng = np.random.default_rng(derive_seed("search", self.problem.seed))
         logs = SPREAD * rng.standard_normal((ALLOCATIONS, len(self.groups)))
-        drawn = [self.rounded(self.ideal_at(log)) for log in spend(logs, self.load, low, high)]
-        return list({tuple(widths.values()): widths for widths in (self.uniform, *drawn)}.values())
+        known = {tuple(self.uniform.values())}
+        yield self.uniform
+        for log in spend(logs, self.load, low, high):
+            widths = self.rounded(self.ideal_at(log))
+            if tuple(widths.values()) not in known:
+                known.add(tuple(widths.values()))
+                yield widths
 
     def divided(self, ideal: Mapping[str, float], shape: Mapping[str, int]) -> dict[str, float]:
         """The layers of each group of hidden channels in proportion to `shape`.

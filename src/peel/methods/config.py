@@ -45,7 +45,7 @@ class MethodConfig:
     resource: str = "macs"
     """What the budget counts: macs, params, memory (bytes of activations of one image), latency."""
     method: str = "peel"
-    """peel, uniform, magnitude, taylor, sensitivity, search, or your own as path/file.py:Name."""
+    """search, sensitivity, peel, uniform, magnitude, taylor, or your own as path/file.py:Name."""
     backbone_ratio: Annotated[float, Meta(gt=0, le=1)] = 0.8
     """Step 1: the fraction of the budget that the backbone costs (lambda)."""
     backbone_init: str | dict[str, int] = "uniform"
@@ -130,7 +130,7 @@ class MethodConfig:
             for name in PEEL_ONLY:
                 if getattr(self, name) != getattr(MethodConfig, name):
                     raise ConfigError(f'{name} needs method="peel", not method={self.method!r}.')
-        if self.division != MethodConfig.division and self.method != "search":
+        if self.division != MethodConfig.division and self.method not in ("search", "auto"):
             raise ConfigError(f'division needs method="search", not method={self.method!r}.')
         if self.hard_weight and self.distill != "in-place":
             raise ConfigError(f'hard_weight needs distill="in-place", not distill={self.distill!r}.')

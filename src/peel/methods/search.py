@@ -9,15 +9,16 @@ adapts to a narrow stream. The layers of a group share what it gets by sensitivi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 
 from ..cost.rounding import cost_of, fractional_units
 from ..cost.widths import Widths
 from ..data.datasets import Split
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError
 from ..steps.reallocation import Round
 from ..surgery.sensitivity import measure_sensitivity, sensitivity_passes
 from .allocation import ALLOCATIONS, Space
@@ -65,6 +66,15 @@ class Search(Method):
             raise ConfigError("the method search compares losses, and this task has none: give loss=.")
         Images.of(problem)
 
+    def obstacle(self, problem: Problem, config: MethodConfig) -> str:
+        """Why a search is refused, or can only end at the uniform network; empty where it is possible."""
+        try:
+            self.check(problem, config)
+        except (ConfigError, DataError) as error:
+            return str(error).rstrip(".")
+        space = Space(problem)
+        return _too_few_groups(space) or _too_few_networks(space, space.draw())
+
     def original_images(self, problem: Problem) -> Split:
         """All but those that networks are judged by: on images that it has memorized, an original needs its
         widest layers more than on others.
@@ -110,12 +120,13 @@ def _too_few_groups(space: Space) -> str:
     )
 
 
-def _too_few_networks(space: Space, drawn: Sequence[Widths]) -> str:
+def _too_few_networks(space: Space, drawn: Iterable[Widths]) -> str:
     needed = NETWORKS_PER_GROUP * len(space.groups)
-    if len(drawn) >= needed:
+    found = len(list(islice(drawn, needed)))
+    if found == needed:
         return ""
     return (
-        f"only {len(drawn)} different networks have this budget, {needed} are needed to compare groups. Take "
+        f"only {found} different networks have this budget, {needed} are needed to compare groups. Take "
         "a smaller --divisor, fewer groups (--groups), or the method sensitivity"
     )
 
@@ -124,7 +135,7 @@ def _find(space: Space, divides: bool) -> tuple[Round, FitSummary | None]:
     """The best point of the fit, and its summary; the uniform network where nothing better is found."""
     if reason := _too_few_groups(space):
         return _uniform(space, reason), None
-    drawn = space.draw()
+    drawn = list(space.draw())
     if reason := _too_few_networks(space, drawn):
         return _uniform(space, reason), None
     judge = Judge(space.problem, Images.of(space.problem))

@@ -84,13 +84,17 @@ def _mark_groups(axes: Axes, groups: Mapping[str, Sequence[str]]) -> None:
 
 
 def groups_chart(
-    importance: Mapping[str, float], shares: Mapping[str, float], macs: Mapping[str, Mapping[str, int]]
+    importance: Mapping[str, float],
+    shares: Mapping[str, float],
+    macs: Mapping[str, Mapping[str, int]],
+    measure: str = "importance",
 ) -> str:
-    """Importance, share of the pool and MACs of each group; a panel without data is left out."""
+    """Importance, or what `measure` names, share of the pool and MACs of each group.
+
+    A panel without data is left out.
+    """
     single = [
-        (title, values)
-        for title, values in (("importance", importance), ("share of the pool", shares))
-        if values
+        (title, values) for title, values in ((measure, importance), ("share of the pool", shares)) if values
     ]
     groups = list(dict.fromkeys(group for values in [importance, shares, *macs.values()] for group in values))
     panels = len(single) + bool(macs)

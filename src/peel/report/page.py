@@ -142,7 +142,8 @@ def _slim_name(record: RunRecord) -> str:
     """The row of the slim network."""
     if record.plan is not None:
         return record.plan.name
-    return str(record.config.get("method", "peel")).rpartition(":")[2]
+    # The config has the method as given, which may be auto.
+    return str(record.state.get("identity", {}).get("method", "peel")).rpartition(":")[2]
 
 
 def _has_backbone(record: RunRecord) -> bool:
@@ -295,10 +296,15 @@ def _plan(plan: Plan) -> dict[str, Any]:
         ),
         "widths_table": _widths_table(plan),
         "budget": _budget_sentences(plan),
-        "groups_svg": groups_chart(importance, shares, macs),
+        "groups_svg": groups_chart(importance, shares, macs, _measure_of(plan)),
         "rounds": [_round(number, item, plan) for number, item in enumerate(plan.rounds, start=1)],
         "macs_table": _macs_table(macs),
     }
+
+
+def _measure_of(plan: Plan) -> str:
+    """What the method measures of each group: PEEL of its backbone, a search without one."""
+    return "worth over cost" if plan.backbone is None else "importance"
 
 
 def _widths_table(plan: Plan) -> Table:
@@ -360,9 +366,8 @@ def _round(number: int, item: Round, plan: Plan) -> dict[str, Any]:
         ]
         for group, ties in plan.groups.items()
     ]
-    columns = ["importance", "share of the pool", "factor on the backbone"]
-    if not has_pool:
-        columns = ["worth over cost", "factor over uniform"]
+    factors = ["share of the pool", "factor on the backbone"] if has_pool else ["factor over uniform"]
+    columns = [_measure_of(plan), *factors]
     return {
         "title": f"Round {number} of {len(plan.rounds)}" if len(plan.rounds) > 1 else "Reallocation",
         "note": item.note,

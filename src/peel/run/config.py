@@ -47,9 +47,9 @@ class Config(MethodConfig):
     """The settings of a run: those of the method, and what is pruned, on what data, trained how."""
 
     method: str = "auto"
-    """peel, uniform, magnitude, taylor, sensitivity, search, or your own as path/file.py:Name. auto:
-    sensitivity where weights are inherited, else peel; peel too with groups, a plan, --grow or a setting
-    that only PEEL has."""
+    """search, sensitivity, peel, uniform, magnitude, taylor, or your own as path/file.py:Name. auto:
+    sensitivity where weights are inherited, else search; peel where a search is not possible, and with
+    groups, a plan, --grow or a setting that only PEEL has."""
     model: str = "cifar_resnet20"
     """The model: a name, or a reference to a callable."""
     data: str | None = None
@@ -119,13 +119,20 @@ class Config(MethodConfig):
 
     @property
     def chosen_method(self) -> str:
-        """The method; of auto, the one with the best results: docs/trained_results.md, docs/results.md."""
+        """The method; of auto, the one with the best results: docs/trained_results.md, docs/results.md.
+
+        `resolve_method` takes PEEL instead of a search that is not possible.
+        """
         if self.method != "auto":
             return self.method
+        if self.division != MethodConfig.division:
+            return "search"
         is_peel = any(getattr(self, name) != getattr(MethodConfig, name) for name in PEEL_ONLY)
         is_peel |= self.backbone != RecipeOverrides() or self.groups is not None or self.plan is not None
-        # Sensitivity only cuts, and PEEL can widen layers.
-        return "sensitivity" if self.inherits and not (is_peel or self.grow) else "peel"
+        # Sensitivity only cuts, and a search is not tried with networks that grow.
+        if is_peel or self.grow:
+            return "peel"
+        return "sensitivity" if self.inherits else "search"
 
     @property
     def method_name(self) -> str:

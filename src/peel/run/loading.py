@@ -4,7 +4,7 @@ import contextlib
 import copy
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from ..data.torch_data import DatasetSplit, LoaderSplit
 from ..errors import ConfigError, CorruptFileError, DataError, ModelError
 from ..graph import ChannelGraph
 from ..methods.plan import Plan
+from ..methods.problem import Problem
+from ..methods.search import Search
 from ..surgery.info import info_of
 from ..train.objective import get_logits
 from ..train.recipe import Recipe, backbone_recipe, named_recipe
@@ -200,6 +202,17 @@ def resolve_recipes(config: Config, data: Data, network: nn.Module, task: Task) 
         recipe.changed(augment=data.augment) if recipe.augment == "auto" else recipe for recipe in recipes
     )
     return final, backbone
+
+
+def resolve_method(config: Config, problem: Problem) -> tuple[Config, list[str]]:
+    """The settings with the chosen method, and notes. Of auto, PEEL where a search is not possible."""
+    chosen = replace(config, method=config.chosen_method)
+    is_free = config.method == "auto" and config.division == Config.division
+    if not is_free or chosen.method != "search":
+        return chosen, []
+    if not (obstacle := Search().obstacle(problem, chosen)):
+        return chosen, []
+    return replace(config, method="peel"), [f"The method is peel instead of search: {obstacle}."]
 
 
 def _refuse_rates(given: Mapping[str, Any]) -> None:

@@ -216,7 +216,7 @@ class Pipeline:
         """The plan with equal shares, and how long the run would take."""
         plan, pace = self._expected_plan(), seconds_per_mac(self.problem, self.recipe)
         times = {name: work * pace for name, work in self._work(plan)}
-        return Result(None, plan, {}, [], self._notes_on_method(), None, times)
+        return Result(None, plan, {}, [], [*self.notes, *self._notes_on_method()], None, times)
 
     def _notes_on_method(self) -> list[str]:
         """What the method says before training, unless an earlier start has finished the plan."""

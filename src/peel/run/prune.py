@@ -1,4 +1,4 @@
-"""`prune`: the five steps from a model, a budget and data to a trained slim network."""
+"""`prune`: from a model, a budget and data to a trained slim network."""
 
 import contextlib
 import json
@@ -33,6 +33,7 @@ from .loading import (
     load_model_and_data,
     model_notes,
     read_widths,
+    resolve_method,
     resolve_recipes,
 )
 from .own_data import check_pair, resolve_data, restrict_engine, restrict_settings
@@ -83,14 +84,14 @@ def prune(
     """
     check_pair(data)
     _check_callbacks(callbacks)
-    given = _config_of(model, data, settings)
-    config = replace(given, method=given.chosen_method)
+    config = _config_of(model, data, settings)
     weights, criterion = settings.get("weights"), settings.get("criterion")
     with preserve_process_state():
         given_weights = weights if isinstance(weights, nn.Module | Mapping) else config.weights
         task, given_data = Task(loss, metric, optimizer, train_fn), resolve_data(data, config)
         pipeline = _prepare(model, given_data, given_weights, config, callbacks, task, graph)
-        pipeline.method = find_method(config.method, None if isinstance(criterion, str) else criterion)
+        own_criterion = None if isinstance(criterion, str) else criterion
+        pipeline.method = find_method(pipeline.config.method, own_criterion)
         pipeline.check()
         agreed = {**pipeline.identity, "teacher found": pipeline.loaded_teacher is not None}
         pipeline.world.check_equal("a setting", json.dumps(agreed, sort_keys=True))
@@ -103,7 +104,7 @@ def prune(
             if output is None or not pipeline.world.is_main_process:
                 # Only the main process writes; the others get from it what they need.
                 return pipeline.run()
-            return _run_in_folder(output, pipeline, given, command)
+            return _run_in_folder(output, pipeline, config, command)
 
 
 def _check_callbacks(callbacks: object) -> None:
@@ -182,6 +183,7 @@ def _prepare(
         limits=target.limits,
         callbacks=callbacks if engine.world.is_main_process else (),
     )
+    resolved, method_notes = resolve_method(resolved, problem)
     told = [*loaded.notes, *notes, *own_notes, *model_notes(model, network, config, new_classifier)]
     return Pipeline(
         problem,
@@ -192,7 +194,7 @@ def _prepare(
         weights,
         new_classifier,
         given_widths=plan,
-        notes=[*told, *latency_notes(graph)],
+        notes=[*told, *latency_notes(graph), *method_notes],
     )
 
 
