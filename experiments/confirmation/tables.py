@@ -35,6 +35,7 @@ PAIRS = (
     ("search", "uniform"),
     *((method, base) for control in CONTROLS for method, base in (("search", control), (control, "uniform"))),
     ("peel", "uniform"),
+    ("search", "peel"),
 )
 
 #: The data set that the choice was made on; the other one had a part in how sensitivity came up.
@@ -56,6 +57,8 @@ def analyze(folder: Path) -> None:
         print_means(lines, sorted(rows), method, base)
         print_differences(lines, sorted(rows), method, base)
     given = [line for line in lines if "given_top1" in line]
+    part = "teachers, the given test images"
+    print_means(given, sorted(first), "search", "uniform", part, "given_top1")
     print_differences(given, sorted(first), "search", "uniform", "given_top1", "the given test images")
     for method, base in PAIRS:
         if base == "uniform":
@@ -77,12 +80,17 @@ def print_plans(lines: Sequence[Line]) -> None:
 
 
 def print_means(
-    lines: Sequence[Line], rows: Sequence[Row], method: str, base: str, part: str = "data sets and teachers"
+    lines: Sequence[Line],
+    rows: Sequence[Row],
+    method: str,
+    base: str,
+    part: str = "data sets and teachers",
+    field: str = "top1",
 ) -> None:
     """Mean differences over the rows of a network and budget: search minus uniform are the primary tests."""
     cells: dict[Row, list[tuple[list[float], list[float]]]] = {}
     for row in rows:
-        pair = scores(lines, row, method), scores(lines, row, base)
+        pair = scores(lines, row, method, field), scores(lines, row, base, field)
         if min(map(len, pair)) >= LEAST_SEEDS:
             cells.setdefault((row[1], row[2]), []).append(pair)
     chances = {cell: stratified_p(pairs) for cell, pairs in cells.items()}

@@ -46,7 +46,7 @@ def test_a_loss_that_is_not_finite_stops_training_and_keeps_the_last_good_checkp
 ) -> None:
     checkpoints = Checkpoints(tmp_path, "peel")
     poisoned: Any = Poisoned(few_digits().train, 1, 1)
-    with pytest.raises(DivergedError, match=r"\(epoch 2, step \d\).*checkpoints are in .*lower lr"):
+    with pytest.raises(DivergedError, match=r"\(epoch 2, step \d\).*checkpoints are in .*--train.lr"):
         fit(
             fresh(), CrossEntropy(), poisoned, PLAIN, engine=CPU, seed=0, test=few_digits().test,
             checkpoints=checkpoints, checkpoint_seconds=seconds,

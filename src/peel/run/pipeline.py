@@ -26,7 +26,7 @@ from ..train.recipe import Recipe
 from ..train.state import local_batch_size
 from ..train.teacher_cache import CachedTeacher, LogitCache, make_logit_cache
 from ..utils.rng import derive_seed, seed_everything
-from .config import Config
+from .config import Config, RecipeOverrides
 from .estimate import estimate_work, seconds_per_mac
 from .folder import RunFolder
 from .latency import budget_notes, with_latency
@@ -219,9 +219,14 @@ class Pipeline:
         return Result(None, plan, {}, [], [*self.notes, *self._notes_on_method()], None, times)
 
     def _notes_on_method(self) -> list[str]:
-        """What the method says before training, unless an earlier start has finished the plan."""
+        """What is told of the method before training, unless an earlier start has finished the plan."""
         is_planned = self.folder is not None and self.folder.has("plan.json")
-        return self.method.notes(self.problem) if self.is_searched and not is_planned else []
+        if not self.is_searched or is_planned:
+            return []
+        notes = self.method.notes(self.problem)
+        if self.config.backbone != RecipeOverrides() and not self.trains_backbone:
+            notes.append(f"The method {self.config.method} trains no backbone: --backbone has no effect.")
+        return notes
 
     def _expected_plan(self) -> Plan:
         """What is known of the plan before training."""

@@ -123,7 +123,8 @@ class TrainingState:
             kept = f" Its checkpoints are in {self.checkpoints.folder}." if self.checkpoints else ""
             raise DivergedError(
                 f"the loss is not finite (epoch {self.epoch + 1}, step {self.step}).{kept} "
-                "Try a lower lr or more warm-up epochs, and check the images."
+                "Try a lower learning rate (--train.lr) or a longer warm-up (--train.warmup-epochs), and "
+                "check the images."
             )
 
     def save(self) -> None:
