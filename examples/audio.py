@@ -56,7 +56,6 @@ def main(samples: int = 4000, epochs: int = 10, output: str | None = None) -> pe
         weights="train",  # the model is not trained yet; leave this out for one that is
         budget="30%",
         train={"epochs": epochs, "lr": 0.05},
-        backbone={"epochs": max(1, epochs // 4)},
         output=output,
     )
 

@@ -89,7 +89,6 @@ def main(
         graph=graph,
         criterion="gradient",
         train={"epochs": epochs},
-        backbone={"epochs": max(1, epochs // 4)},
         output=output,
     )
 

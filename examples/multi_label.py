@@ -60,7 +60,6 @@ def main(samples: int = 2000, epochs: int = 8, output: str | None = None) -> pee
         metric=labels_right,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
         train={"epochs": epochs, "batch_size": 32},
-        backbone={"epochs": max(1, epochs // 4)},
         output=output,
     )
 

@@ -86,7 +86,6 @@ def main(samples: int = 800, epochs: int = 10, output: str | None = None) -> pee
         metric=MeanIoU(),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
         train={"epochs": epochs},
-        backbone={"epochs": max(1, epochs // 4)},
         output=output,
     )
 

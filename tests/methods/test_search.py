@@ -417,9 +417,11 @@ def ten_classes(model: nn.Module) -> nn.Module:
             "peel",
             "different networks have this budget",
         ),
-        (ten_classes(Chain()), few_digits(), {"budget": "90%"}, "peel", "fewer than two groups of hidden"),
+        (Small(), few_digits(), {"criterion": "gradient"}, "peel", "because criterion is set"),
+        # PEEL could not do more with one group.
+        (ten_classes(Chain()), few_digits(), {"budget": "90%"}, "search", ""),
     ],
-    ids=["possible", "no teacher", "few images", "few networks", "one group"],
+    ids=["possible", "no teacher", "few images", "few networks", "a setting of PEEL", "one group"],
 )
 def test_from_scratch_the_default_is_a_search_where_it_is_possible(
     model: nn.Module, data: Data, settings: dict[str, Any], method: str, reason: str
@@ -427,7 +429,7 @@ def test_from_scratch_the_default_is_a_search_where_it_is_possible(
     result = small_run(model, data, backbone={}, dry_run=True, **settings)
     assert result.plan is not None
     assert result.plan.name == method
-    told = [note for note in result.notes if "The method is peel instead of search" in note]
+    told = [note for note in result.notes if "The method is peel" in note]
     assert len(told) == bool(reason)
     assert reason in " ".join(told)
     # A method that is named is taken, or refused.
@@ -443,6 +445,19 @@ def test_the_default_of_a_search_that_is_not_possible_runs_and_resumes(tmp_path:
     assert [row.name for row in result.rows] == ["original", "uniform", "peel"]
     assert any("The method is peel instead of search" in note for note in result.notes)
     assert tomllib.loads((tmp_path / "config.toml").read_text())["method"] == "auto"
+
+
+def test_a_run_with_the_default_of_before_says_how_to_resume_it(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"backbone": {}, "output": tmp_path, "stages": ("original",)}
+    small_run(method="peel", **settings)
+    with pytest.raises(peel.PeelError, match=r"'peel' -> 'search'\n.*resume it \(--method peel\)"):
+        small_run(**settings)
+
+
+def test_an_original_that_learned_nothing_is_named() -> None:
+    slow = {"epochs": 1, "batch_size": 64, "lr": 1e-9}
+    notes = small_run(data=few_digits(200, 300), train=slow, stages=("original",)).notes
+    assert any("The original has learned little" in note and "--train.lr" in note for note in notes)
 
 
 SHORT: dict[str, Any] = {"method": "search", "train": {"epochs": 1, "batch_size": 64}}
@@ -483,7 +498,7 @@ def test_a_run_killed_in_the_search_resumes_to_the_same_plan(tmp_path: Path) -> 
     assert json.loads((straight / "result.json").read_text())["search"] == cost
 
 
-def test_an_original_that_the_run_trains_does_not_see_the_images_that_judge() -> None:
+def test_an_original_that_the_run_trains_does_not_see_the_images_that_judge(tmp_path: Path) -> None:
     """Another run of a search, with its own seed, judges by the same images."""
     data = few_digits()
     problem = replace(problem_of(Small()), data=data)
@@ -497,9 +512,13 @@ def test_an_original_that_the_run_trains_does_not_see_the_images_that_judge() ->
         left_out = images.held_out.size if method == "search" else 0
         assert result.rows[0].image_passes == data.train.size - left_out
         is_said = any(f"without the {left_out} training images" in note for note in result.notes)
-        assert is_said == (method == "search" and "plan" in stages)
+        assert is_said == (method == "search")
     given = small_run(taught(), data, method="search", weights="pretrained", stages=("plan",), train=short)
     assert any("may have seen the 20 training images" in note for note in given.notes)
+    # What was left out is said too where an earlier start has trained the original and planned.
+    for stages in (("original", "plan"), ("original", "plan", "uniform", "final")):
+        again = small_run(data=data, method="search", train=short, stages=stages, output=tmp_path)
+        assert any("without the 20 training images" in note for note in again.notes)
     counting = Counting()
     without_plan = ("original", "backbone")  # a search has no backbone
     small_run(data=data, method="search", train=short, stages=without_plan, callbacks=[counting])

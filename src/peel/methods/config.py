@@ -132,6 +132,10 @@ class MethodConfig:
                     raise ConfigError(f'{name} needs method="peel", not method={self.method!r}.')
         if self.division != MethodConfig.division and self.method not in ("search", "auto"):
             raise ConfigError(f'division needs method="search", not method={self.method!r}.')
+        if self.division != MethodConfig.division and self.method == "auto":
+            for name in PEEL_ONLY:
+                if getattr(self, name) != getattr(MethodConfig, name):
+                    raise ConfigError(f"division is a setting of search, {name} one of PEEL: leave one out.")
         if self.hard_weight and self.distill != "in-place":
             raise ConfigError(f'hard_weight needs distill="in-place", not distill={self.distill!r}.')
         if self.kd_weight is not None and self.distill == "none":

@@ -97,10 +97,10 @@ class Search(Method):
             return [f"The plan will be uniform: {reason}."]
         judges = f"the {Images.of(problem).held_out.size} training images that the search judges networks by"
         if problem.trained is not None:
-            return [f"The given network may have seen {judges} in its training."]
+            return [f"The given network may have seen {judges}, unless a run of the search trained it."]
         if problem.task.train_fn is not None:
             return [f"train_fn may train the original with {judges}: it chooses the images itself."]
-        return [f"The original is trained without {judges}."]
+        return []
 
     def plan(self, problem: Problem, config: MethodConfig, train_backbone: TrainBackbone) -> Plan:
         space = Space(problem)
@@ -115,8 +115,8 @@ def _too_few_groups(space: Space) -> str:
         return ""
     names = f" ({space.hidden[0]})" if space.hidden else ""
     return (
-        f"the network has fewer than two groups of hidden channels{names}. Give more groups (--groups), or "
-        "take the method sensitivity"
+        f"the network has fewer than two groups of hidden channels{names}. Give it more (--method search "
+        "with --groups), or take the method sensitivity"
     )
 
 
@@ -125,9 +125,10 @@ def _too_few_networks(space: Space, drawn: Iterable[Widths]) -> str:
     found = len(list(islice(drawn, needed)))
     if found == needed:
         return ""
+    finer = "" if space.problem.divisor == 1 else "a smaller --divisor, "
     return (
         f"only {found} different networks have this budget, {needed} are needed to compare groups. Take "
-        "a smaller --divisor, fewer groups (--groups), or the method sensitivity"
+        f"{finer}fewer groups (--method search with --groups), or the method sensitivity"
     )
 
 

@@ -276,6 +276,8 @@ def _comparison(record: RunRecord, rows: Mapping[str, Mapping[str, Any]], scores
     slim, uniform = rows.get(name_of_slim, {}), rows.get("uniform", {})
     if name_of_slim == "uniform":
         return "The method is the uniform network itself."
+    if record.plan and record.plan.widths == record.plan.uniform.widths and slim.get("seconds") == 0:
+        return "The plan is the uniform network, which was trained once."
     gains = [f"{gain} {score.name}" for score in scores if (gain := score.gain(slim, uniform))]
     if not gains:
         return f"{label(name_of_slim)} and the uniform network can be compared once both are trained."

@@ -114,7 +114,5 @@ def draw_estimate(
     for name, seconds in estimate.items():
         console.print(f"about {format_duration(seconds)} for {name}")
     console.print(f"about {format_duration(sum(estimate.values()))} in all; nothing was trained")
-    if plan.name not in ("uniform", "given") and not plan.rounds and plan.slim.widths == plan.uniform.widths:
-        notes = [f"The widths of {plan.name} are not known yet: those of uniform stand for them.", *notes]
     for note in notes:
         console.print(f"note: {note}", markup=False)

@@ -127,12 +127,19 @@ class Config(MethodConfig):
             return self.method
         if self.division != MethodConfig.division:
             return "search"
-        is_peel = any(getattr(self, name) != getattr(MethodConfig, name) for name in PEEL_ONLY)
-        is_peel |= self.backbone != RecipeOverrides() or self.groups is not None or self.plan is not None
-        # Sensitivity only cuts, and a search is not tried with networks that grow.
-        if is_peel or self.grow:
+        if self.peel_setting:
             return "peel"
         return "sensitivity" if self.inherits else "search"
+
+    @property
+    def peel_setting(self) -> str:
+        """The first setting by which auto means PEEL; empty where there is none."""
+        names = [name for name in PEEL_ONLY if getattr(self, name) != getattr(MethodConfig, name)]
+        names += ["backbone"] if self.backbone != RecipeOverrides() else []
+        names += [name for name in ("groups", "plan") if getattr(self, name) is not None]
+        # Sensitivity only cuts, and a search is not tried with networks that grow.
+        names += ["grow"] if self.grow else []
+        return names[0] if names else ""
 
     @property
     def method_name(self) -> str:

@@ -205,10 +205,16 @@ def resolve_recipes(config: Config, data: Data, network: nn.Module, task: Task) 
 
 
 def resolve_method(config: Config, problem: Problem) -> tuple[Config, list[str]]:
-    """The settings with the chosen method, and notes. Of auto, PEEL where a search is not possible."""
+    """The settings with the chosen method, and notes.
+
+    Of auto, PEEL where a search is not possible. PEEL needs two groups too: with one, all plans are uniform.
+    """
     chosen = replace(config, method=config.chosen_method)
-    is_free = config.method == "auto" and config.division == Config.division
-    if not is_free or chosen.method != "search":
+    if config.method != "auto" or config.division != Config.division:
+        return chosen, []
+    if chosen.method == "peel" and config.plan is None:
+        return chosen, [f"The method is peel, because {config.peel_setting} is set; --method names another."]
+    if chosen.method != "search" or len(problem.graph.groups) < 2:
         return chosen, []
     if not (obstacle := Search().obstacle(problem, chosen)):
         return chosen, []

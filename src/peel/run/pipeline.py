@@ -33,7 +33,7 @@ from .latency import budget_notes, with_latency
 from .result import Result, Row, StageRecord, lost_by_training
 from .resume import RunState, refuse_changes
 from .speed import Bench, measure_speed, stored_speed, with_speed
-from .teacher import Teacher, chance_notes, check_accuracy, find_teacher, weights_hash
+from .teacher import Teacher, chance_notes, check_accuracy, find_teacher, untrained_notes, weights_hash
 from .trainer import Trainer
 
 
@@ -146,9 +146,11 @@ class Pipeline:
             self.teacher_file = self.loaded_teacher.file
             self.problem = replace(self.problem, trained=self.loaded_teacher.model)
         elif needs and "original" not in stages:
+            way_out = ', or set distill="none"' if needs == "distillation" else ""
+            way_out += ", or take --method peel" if needs.startswith("the method") else ""
             raise ConfigError(
                 f'{needs} needs the trained original: add "original" to the stages, or name its weights '
-                "(--weights)" + (', or set distill="none".' if needs == "distillation" else ".")
+                f"(--weights){way_out}."
             )
 
     def _check_networks(self, *several: Widths | None) -> None:
@@ -194,7 +196,7 @@ class Pipeline:
         stages, trains_backbone = self.config.stages, self.method.trains_backbone(self.config)
         if "backbone" in stages and "plan" not in stages and not trains_backbone:
             self.notes.append(f"The method {self.config.method} trains no backbone.")
-        self.notes += self._notes_on_method()
+        self.notes += [*self._notes_on_original(), *self._notes_on_method()]
         self._tell(self.notes)
         self.problem = replace(self.problem, trained=self._original())
         plan = self._plan()
@@ -213,10 +215,21 @@ class Pipeline:
         return self._finish(plan, slimmed)
 
     def estimate(self) -> Result:
-        """The plan with equal shares, and how long the run would take."""
+        """A preview of the plan, and how long the run would take."""
         plan, pace = self._expected_plan(), seconds_per_mac(self.problem, self.recipe)
         times = {name: work * pace for name, work in self._work(plan)}
-        return Result(None, plan, {}, [], [*self.notes, *self._notes_on_method()], None, times)
+        notes = [*self.notes, *self._notes_on_original(), *self._notes_on_method()]
+        if plan.name not in ("uniform", "given") and not plan.rounds and plan.widths == plan.uniform.widths:
+            notes.append(f"The widths of {plan.name} are not known yet: those of uniform stand for them.")
+        return Result(None, plan, {}, [], notes, None, times)
+
+    def _notes_on_original(self) -> list[str]:
+        """What to know of an original that the run trains."""
+        left_out = self.problem.data.train.size - self._original_images().size if self.trains_original else 0
+        if not left_out or self.problem.task.train_fn is not None:
+            return []
+        judge = f"the {left_out} training images that the {self.config.method} judges networks by"
+        return [f"The original is trained without {judge}."]
 
     def _notes_on_method(self) -> list[str]:
         """What is told of the method before training, unless an earlier start has finished the plan."""
@@ -262,6 +275,7 @@ class Pipeline:
         elif "original" in self.config.stages:
             original = self._train_original()
             self._check_teacher(original)
+            self._tell(self._notes_on_accuracy())
         return original
 
     def _train_original(self) -> nn.Module:
@@ -280,6 +294,13 @@ class Pipeline:
         """The images that the original is trained with."""
         is_planned = self.given_widths is None
         return self.method.original_images(self.problem) if is_planned else self.problem.data.train
+
+    def _notes_on_accuracy(self) -> list[str]:
+        """Where an original that the run has trained is no better than a guess."""
+        row = self.rows.get("original")
+        if row is None or self.loaded_teacher is not None:
+            return []
+        return untrained_notes(row.top1, self.problem)
 
     def _check_teacher(self, teacher: nn.Module) -> None:
         """Refuse a teacher whose weights changed since the last start."""
@@ -478,7 +499,7 @@ class Pipeline:
                 self._add_row(name, widths)
         order = dict.fromkeys(("original", "uniform", self.config.method_name))
         rows = [self.rows[name] for name in order if name in self.rows]
-        self.notes += lost_by_training(rows, self.problem.data.test.size)
+        self.notes += [*self._notes_on_accuracy(), *lost_by_training(rows, self.problem.data.test.size)]
         bench: Bench | None = None
         if self.world.is_main_process:
             rows, missed = with_latency(self.problem, rows, networks)

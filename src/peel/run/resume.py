@@ -150,7 +150,7 @@ def open_or_resume(
         before = folder.read("environment.json", parse_object) if folder.has("environment.json") else {}
         changed = _changes(folder, state.identity, identity, before, environment)
         if changed:
-            refuse_changes(folder, changed)
+            refuse_changes(folder, changed, is_auto=config is not None and config.method == "auto")
         state.command, state.identity = command, identity
     # First: a folder without it is not that of a run.
     folder.write_json("state.json", asdict(state))
@@ -189,10 +189,12 @@ def _changes(
     return changed
 
 
-def refuse_changes(folder: RunFolder, changed: Mapping[str, tuple[Any, Any]]) -> None:
+def refuse_changes(folder: RunFolder, changed: Mapping[str, tuple[Any, Any]], is_auto: bool = False) -> None:
+    """`is_auto`: no method was named, so that another default may be the change."""
     lines = [f"{name}: {old!r} -> {new!r}" for name, (old, new) in changed.items()]
     shown = "\n  ".join([*lines[:12], *([f"and {len(lines) - 12} more"] if len(lines) > 12 else [])])
+    method = f" (--method {changed['method'][0]})" if is_auto and "method" in changed else ""
     raise RunError(
-        f"{folder.folder} was started with other settings:\n  {shown}\nUse the same settings to resume it, "
-        f"or another --output to start a new run."
+        f"{folder.folder} was started with other settings:\n  {shown}\nUse the same settings to resume "
+        f"it{method}, or another --output to start a new run."
     )

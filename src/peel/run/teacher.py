@@ -130,6 +130,17 @@ def chance_notes(teacher: Teacher, top1: float, problem: Problem) -> list[str]:
     ]
 
 
+def untrained_notes(top1: float | None, problem: Problem) -> list[str]:
+    """A note where an original that the run has trained is no better than a guess."""
+    classes = len(problem.data.classes)
+    if top1 is None or not classes or top1 > NEAR_CHANCE / classes:
+        return []
+    return [
+        f"The original has learned little: it is right for {top1:.1%} of the test images, which have "
+        f"{classes} classes. Try a lower learning rate (--train.lr) or more epochs (--train.epochs)."
+    ]
+
+
 def _error(fraction: float, count: int) -> float:
     """Three standard errors of a fraction of `count` images, and at least one image."""
     return 3 * math.sqrt(max(fraction * (1 - fraction), 1 / count) / count)

@@ -126,7 +126,8 @@ def explain_scores(model: nn.Module, graph: ChannelGraph, images: Images) -> dic
     by_atom = {}
     batches = make_batches(images, images_in_memory(graph, BATCH))
     for atom, readings in collect_readings(model, graph, batches).items():
-        by_atom[atom] = greedy_order(torch.stack([_weighted_covariance(one) for one in readings]).sum(0))
+        covariance = torch.stack([_weighted_covariance(one) for one in readings]).sum(0)
+        by_atom[atom] = greedy_order(covariance, rank=sum(one.count - 1 for one in readings))
     return per_channel(graph, by_atom)
 
 
@@ -137,20 +138,25 @@ def _weighted_covariance(reading: Reading) -> Tensor:
     return covariance / covariance.diagonal().sum().clamp_min(1e-30)
 
 
-def greedy_order(covariance: Tensor) -> Tensor:
-    """Scores from a covariance. The channel that is chosen first has the highest. Waits for a GPU once."""
+def greedy_order(covariance: Tensor, rank: int | None = None) -> Tensor:
+    """Scores from a covariance. The channel that is chosen first has the highest. Waits for a GPU once.
+
+    `rank`: at most so many channels explain all others, as of fewer samples than channels. The rest follow by
+    their variance.
+    """
     left = covariance.clone()
     count = len(left)
     floor = 1e-9 * left.diagonal().max()
     is_taken = torch.zeros(count, dtype=torch.bool, device=left.device)
     order = []
-    for _ in range(count):
-        gains = left.square().sum(0) / left.diagonal().clamp_min(floor)
+    for _ in range(count if rank is None else min(rank, count)):
+        gains = torch.linalg.vector_norm(left, dim=1).square() / left.diagonal().clamp_min(floor)
         best = gains.masked_fill(is_taken, -1.0).argmax(keepdim=True)
         is_taken.index_fill_(0, best, True)
         order.append(best)
-        column, row = left.index_select(1, best), left.index_select(0, best)
-        left -= column * row / row.index_select(1, best).clamp_min(floor)
+        column, row = left.index_select(1, best).squeeze(1), left.index_select(0, best).squeeze(0)
+        left.addr_(column, row / row.index_select(0, best).clamp_min(floor), alpha=-1)
+    rest = covariance.diagonal().masked_fill(is_taken, -1.0).argsort(descending=True)[: count - len(order)]
     scores = torch.zeros(count)
-    scores[torch.cat(order).cpu()] = torch.arange(count, 0, -1.0)
+    scores[torch.cat([*order, rest]).cpu()] = torch.arange(count, 0, -1.0)
     return scores
