@@ -98,7 +98,7 @@ def test_tasks_of_the_users_own_show_their_progress(settings: dict[str, Any], sh
     text = io.StringIO()
     bar = peel.ProgressBar(Console(file=text, width=100))
     result = small_run(stages=("original",), callbacks=[bar], **settings)
-    assert shown in text.getvalue().split("epoch")[-1]
+    assert shown in text.getvalue().split("epoch ")[-1]
     assert ("loss" in str(result)) == ("data" in settings)
 
 

@@ -98,7 +98,7 @@ def test_the_default_method_is_the_one_that_the_settings_mean(
 ) -> None:
     config = make_config(settings)
     assert config.chosen_method == method
-    assert bool(config.peel_setting) == (method == "peel" and "method" not in settings)
+    assert bool(config.reason_for_peel) == (method == "peel" and "method" not in settings)
     again = make_config(tomllib.loads(config.to_toml()))
     assert again == config
     # A stored config says what was given: a changed setting may mean another method.

@@ -113,6 +113,11 @@ class MethodConfig:
         return self.method.rpartition(":")[2]
 
     @property
+    def peel_settings(self) -> list[str]:
+        """The settings that only PEEL has and that differ from their defaults."""
+        return [name for name in PEEL_ONLY if getattr(self, name) != getattr(MethodConfig, name)]
+
+    @property
     def uses_importance(self) -> bool:
         """Whether PEEL trains and measures a backbone; the policies equal and random need none."""
         return self.policy in ("importance", "winner-take-all")
@@ -126,16 +131,13 @@ class MethodConfig:
                 if getattr(self, name) != getattr(MethodConfig, name):
                     raise ConfigError(f"policy={self.policy!r} does not use {name}: leave it out.")
         # A method of the user's own may have a use for the settings of PEEL. With auto, they mean PEEL.
-        if self.method not in ("peel", "auto") and ":" not in self.method:
-            for name in PEEL_ONLY:
-                if getattr(self, name) != getattr(MethodConfig, name):
-                    raise ConfigError(f'{name} needs method="peel", not method={self.method!r}.')
-        if self.division != MethodConfig.division and self.method not in ("search", "auto"):
+        own, is_divided = self.peel_settings, self.division != MethodConfig.division
+        if own and self.method not in ("peel", "auto") and ":" not in self.method:
+            raise ConfigError(f'{own[0]} needs method="peel", not method={self.method!r}.')
+        if is_divided and self.method not in ("search", "auto"):
             raise ConfigError(f'division needs method="search", not method={self.method!r}.')
-        if self.division != MethodConfig.division and self.method == "auto":
-            for name in PEEL_ONLY:
-                if getattr(self, name) != getattr(MethodConfig, name):
-                    raise ConfigError(f"division is a setting of search, {name} one of PEEL: leave one out.")
+        if is_divided and own and self.method == "auto":
+            raise ConfigError(f"division is a setting of search, {own[0]} one of PEEL: leave one out.")
         if self.hard_weight and self.distill != "in-place":
             raise ConfigError(f'hard_weight needs distill="in-place", not distill={self.distill!r}.')
         if self.kd_weight is not None and self.distill == "none":

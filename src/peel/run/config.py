@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from .. import zoo
 from ..errors import ConfigError, check_choice, did_you_mean
-from ..methods.config import PEEL_ONLY, MethodConfig
+from ..methods.config import MethodConfig
 from ..train.engine import COMPILE
 from ..train.recipe import FIELDS, Recipe
 from ..utils.validation import describe_error
@@ -127,14 +127,14 @@ class Config(MethodConfig):
             return self.method
         if self.division != MethodConfig.division:
             return "search"
-        if self.peel_setting:
+        if self.reason_for_peel:
             return "peel"
         return "sensitivity" if self.inherits else "search"
 
     @property
-    def peel_setting(self) -> str:
+    def reason_for_peel(self) -> str:
         """The first setting by which auto means PEEL; empty where there is none."""
-        names = [name for name in PEEL_ONLY if getattr(self, name) != getattr(MethodConfig, name)]
+        names = self.peel_settings
         names += ["backbone"] if self.backbone != RecipeOverrides() else []
         names += [name for name in ("groups", "plan") if getattr(self, name) is not None]
         # Sensitivity only cuts, and a search is not tried with networks that grow.

@@ -213,7 +213,8 @@ def resolve_method(config: Config, problem: Problem) -> tuple[Config, list[str]]
     if config.method != "auto" or config.division != Config.division:
         return chosen, []
     if chosen.method == "peel" and config.plan is None:
-        return chosen, [f"The method is peel, because {config.peel_setting} is set; --method names another."]
+        reason = f"because {config.reason_for_peel} is set; --method names another"
+        return chosen, [f"The method is peel, {reason}."]
     if chosen.method != "search" or len(problem.graph.groups) < 2:
         return chosen, []
     if not (obstacle := Search().obstacle(problem, chosen)):

@@ -228,8 +228,8 @@ class Pipeline:
         left_out = self.problem.data.train.size - self._original_images().size if self.trains_original else 0
         if not left_out or self.problem.task.train_fn is not None:
             return []
-        judge = f"the {left_out} training images that the {self.config.method} judges networks by"
-        return [f"The original is trained without {judge}."]
+        judges = f"the {left_out} training images that the method {self.config.method} judges networks by"
+        return [f"The original is trained without {judges}."]
 
     def _notes_on_method(self) -> list[str]:
         """What is told of the method before training, unless an earlier start has finished the plan."""
