@@ -121,6 +121,7 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--division", "sensitive"], ["'sensitive'", "Did you mean sensitivity"]),
     (["--method", "search", "--max-width", "0.5"], ['max_width needs method="peel"', "'search'"]),
     (["--method", "uniform", "--criterion", "gradient"], ['criterion needs method="peel"', "'uniform'"]),
+    (["--division", "uniform", "--rounds", "2"], ["division is a setting of search, rounds one of PEEL"]),
     (["--division", "uniform", "--method", "peel"], ['division needs method="search"', "'peel'"]),
     (["--solver", "triangle"], ["'triangle'", "Did you mean triangular"]),
     (["--backbone-init", "even"], ["backbone_init is one of uniform, equal, not 'even'"]),

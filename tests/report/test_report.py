@@ -294,6 +294,16 @@ def test_a_curve_begins_at_the_repaired_network(monkeypatch: pytest.MonkeyPatch)
     assert curves["original"] == [(1, 60.0), (2, 70.0)]
 
 
+def test_a_plan_that_is_the_uniform_network_is_not_compared_with_it() -> None:
+    shared = result()
+    shared["rows"][-1]["seconds"] = 0
+    same = replace(PLAN, slim=replace(PLAN.slim, widths=PLAN.uniform.widths))
+    told = "The plan is the uniform network, which was trained once."
+    assert told in render(record(plan=same, result=shared))
+    assert told not in render(record(plan=PLAN, result=shared))
+    assert told not in render(record(plan=same))
+
+
 @pytest.mark.parametrize("method", ["sensitivity", "uniform"])
 def test_the_page_of_a_method_without_backbone_does_not_speak_of_one(method: str) -> None:
     plan = replace(PLAN, backbone=None, rounds=(), method=MethodConfig(method=method), name=method)

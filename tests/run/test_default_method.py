@@ -72,6 +72,13 @@ def test_a_run_with_the_default_of_before_says_how_to_resume_it(tmp_path: Path) 
         small_run(**settings)
 
 
+def test_settings_of_a_backbone_that_is_not_trained_are_named() -> None:
+    told = "The method search trains no backbone: --backbone has no effect."
+    notes = [small_run(dry_run=True, method=method).notes for method in ("search", "peel")]
+    assert told in notes[0]
+    assert told not in notes[1]
+
+
 def test_an_original_that_learned_nothing_is_named() -> None:
     slow = {"epochs": 1, "batch_size": 64, "lr": 1e-9}
     notes = small_run(data=few_digits(200, 300), train=slow, stages=("original",)).notes

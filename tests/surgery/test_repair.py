@@ -388,8 +388,9 @@ def test_recalibrate_measures_batch_norms_and_nothing_else() -> None:
     assert net[1].momentum == 0.1 and net[2].training
 
 
-def test_the_channels_that_explain_the_others_are_chosen_first() -> None:
-    torch.manual_seed(0)
+@pytest.mark.parametrize("seed", range(8))
+def test_the_channels_that_explain_the_others_are_chosen_first(seed: int) -> None:
+    torch.manual_seed(seed)
     net = Planted(nn.Conv2d(8, 5, 1), 2).eval()
     images = torch.randn(32, 3, 6, 6)
     with torch.no_grad():  # channels 4 to 7 are multiples of channels 0 to 3: one of each pair is enough
@@ -400,7 +401,8 @@ def test_the_channels_that_explain_the_others_are_chosen_first() -> None:
     assert len({int(channel) % 4 for channel in chosen}) == 3
     small = peel.slim(net, {"stem": 3}, graph=graph, weights="inherit", scores={"stem": scores})
     peel.repair(small, net, images, graph=graph)
-    assert difference(outputs(small, images), outputs(net, images)) < 1e-3
+    # The third of many that explain the rest is the one that varies most: so the fit is well-conditioned.
+    assert difference(outputs(small, images), outputs(net, images)) < 1e-4
 
 
 def test_the_greedy_order_prefers_a_channel_that_others_follow() -> None:

@@ -20,6 +20,9 @@ from .selection import per_channel
 #: Places of each image at which the channels are compared.
 PLACES = 16
 
+#: Of channels that explain equally much, the one that varies most is taken: others follow from it best.
+TIE_BREAK = 1e-9
+
 #: Images that run together, where memory allows it: as many as `search` repairs networks with.
 BATCH = 512
 
@@ -150,7 +153,8 @@ def greedy_order(covariance: Tensor, rank: int | None = None) -> Tensor:
     is_taken = torch.zeros(count, dtype=torch.bool, device=left.device)
     order = []
     for _ in range(count if rank is None else min(rank, count)):
-        gains = torch.linalg.vector_norm(left, dim=1).square() / left.diagonal().clamp_min(floor)
+        own = left.diagonal()
+        gains = torch.linalg.vector_norm(left, dim=1).square() / own.clamp_min(floor) + TIE_BREAK * own
         best = gains.masked_fill(is_taken, -1.0).argmax(keepdim=True)
         is_taken.index_fill_(0, best, True)
         order.append(best)
