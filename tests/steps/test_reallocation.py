@@ -359,7 +359,7 @@ def test_frozen_ties_keep_the_width_of_the_backbone(solver: str) -> None:
     for freeze in (held, iter(held)):
         widths = reallocate(graph, base, dict.fromkeys(graph.groups, 1), "150M", freeze=freeze, solver=solver)
         assert (widths["features.18.0"], widths["features.0.0"]) == (1280, 32)
-        assert 0.999 * 150e6 <= graph.macs(widths) <= 150e6
+        assert 0.99 * 150e6 <= graph.macs(widths) <= 150e6
     widths = reallocate(
         graph, base, dict.fromkeys(graph.groups, 1), "150M", freeze="features.0.0", solver=solver
     )  # type: ignore[arg-type]

@@ -186,7 +186,7 @@ def uniform(
     """
     # Where no tie becomes wider, no other resource exceeds the original.
     allowed = Limits(graph, resolve_budget(graph, budget, resource, grow, limits), bounded=False)
-    rounding = _Rounding(allowed, divisor, freeze, max_width=None if grow else 1.0)
+    rounding = Rounding(allowed, divisor, freeze, max_width=None if grow else 1.0)
     return rounding.widths(rounding.scaled(graph.units()))
 
 
@@ -210,12 +210,12 @@ def round_to_budget(
     options as in `uniform`.
     """
     allowed = Limits(graph, resolve_budget(graph, budget, resource, grow, limits), bounded=not grow)
-    rounding = _Rounding(allowed, divisor, freeze, max_width, at_least)
+    rounding = Rounding(allowed, divisor, freeze, max_width, at_least)
     units = rounding.clamp(fractional_units(graph, ideal))
     return rounding.widths(units if allowed.load(units) <= 1 else rounding.scaled(units))
 
 
-class _Rounding:
+class Rounding:
     """Rounds widths to a budget. Each tie, in units, goes from `low` to `high`."""
 
     def __init__(
@@ -298,15 +298,18 @@ class _Rounding:
         """
         found = []
         for first in range(len(ALIGNMENTS) if self.divisor == "auto" else 1):
-            around = [self._around(i, u, ALIGNMENTS[first:]) for i, u in enumerate(ideal)]
+            around = [self.around(i, u, ALIGNMENTS[first:]) for i, u in enumerate(ideal)]
             down, up = np.array(around).T
             found.append(self._improve(self._fill(down, up, ideal), down, up, ideal))
             if self.limits.cost(found[-1]) >= self.limits.target * (1 - self.max_gap):
                 break
-        units = max(found, key=self.limits.cost)
+        return self.whole(max(found, key=self.limits.cost))
+
+    def whole(self, units: Sequence[int] | IntArray) -> Widths:
+        """The widths of whole units."""
         return Widths({name: int(units[i]) * self.unit[i] for i, name in enumerate(self.graph.widths)})
 
-    def _around(self, i: int, ideal: float, alignments: Sequence[int]) -> tuple[int, int]:
+    def around(self, i: int, ideal: float, alignments: Sequence[int]) -> tuple[int, int]:
         """The widths of a tie below and above its ideal, in units.
 
         The same where the ideal is whole; with `auto`, where it is that of the original.
@@ -354,7 +357,7 @@ class _Rounding:
         """Where a gap is left, round other ties up and down while that spends more."""
         target, spent = self.limits.target, self.limits.cost(units)
         while target - spent > target * self.gap:
-            columns: Any = _alternatives(units, down, up - down)
+            columns: Any = alternatives(units, down, up - down)
             costs = np.where(np.asarray(self.limits.load(columns)) <= 1, self.limits.cost(columns), -1)
             if costs.max(initial=-1) <= spent:
                 break
@@ -374,7 +377,7 @@ def _multiples(units: float, step: int) -> tuple[int, int]:
     return down, down if units - down <= 1e-6 else down + step
 
 
-def _alternatives(units: IntArray, down: IntArray, step: IntArray) -> IntArray:
+def alternatives(units: IntArray, down: IntArray, step: IntArray) -> IntArray:
     """Other ways to round, one per column: all of them for a few ties, else those of one or two changes."""
     ties = np.flatnonzero(step)
     if len(ties) <= MAX_TIES:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..cost.rounding import Divisor
 from ..cost.widths import Widths
 from ..data.datasets import hold_out
 from ..errors import ConfigError, did_you_mean
@@ -62,7 +63,9 @@ class Peel(Method):
         planner = _Planner(problem, config, _untrained, self.criterion)
         equal = dict.fromkeys(problem.graph.groups, 1.0)
         importance = Importance(equal, {}, False, "Nothing was trained: every group counts the same.")
-        return planner.plan([planner.reallocate(planner.backbone, importance, problem.budget)])
+        return planner.plan(
+            [planner.reallocate(planner.backbone, importance, problem.budget, problem.divisor)]
+        )
 
     def check(self, problem: Problem, config: MethodConfig) -> None:
         """Run steps 1 to 4 on an untrained backbone and 8 images."""
@@ -131,7 +134,6 @@ class _Planner:
             resource=problem.resource,
             limits=problem.limits,
             init=config.backbone_init,
-            divisor=problem.divisor,
             freeze=problem.freeze,
             grow=problem.grow,
         )
@@ -148,7 +150,8 @@ class _Planner:
                 network = self._widen(network, before, widths)
                 network, importance = self._train_and_measure(number, network, problem.graph.at(widths))
             spent = pool * (number + 1) // config.rounds
-            rounds.append(self.reallocate(widths, importance, problem.budget - pool + spent))
+            divisor = problem.divisor if number + 1 == config.rounds else 1  # aligned once, at the end
+            rounds.append(self.reallocate(widths, importance, problem.budget - pool + spent, divisor))
             before, widths = widths, Widths(rounds[-1].widths)
         return self.plan(rounds)
 
@@ -229,7 +232,9 @@ class _Planner:
                 raise ConfigError(f"ignore: {pattern!r} matches every layer, so nothing is left to measure.")
         return [item for item in scores if not any(fnmatch(item.layer, name) for name in self.config.ignore)]
 
-    def reallocate(self, widths: Widths, importance: Importance | None, budget: int) -> Round:
+    def reallocate(
+        self, widths: Widths, importance: Importance | None, budget: int, divisor: Divisor
+    ) -> Round:
         """Step 4."""
         problem, config = self.problem, self.config
         freeze = frozenset(problem.freeze)
@@ -237,7 +242,7 @@ class _Planner:
             problem.graph,
             widths,
             problem.resource,
-            problem.divisor,
+            divisor,
             freeze,
             config.max_width,
             problem.grow,

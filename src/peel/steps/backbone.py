@@ -31,11 +31,14 @@ def backbone(
     resource: str = "macs",
     limits: Mapping[str, Budget] | None = None,
     init: str | Mapping[str, int] = "uniform",
-    divisor: Divisor = "auto",
+    divisor: Divisor = 1,
     freeze: Iterable[str] = (),
     grow: bool = False,
 ) -> Widths:
     """The widths of the backbone. What it leaves of the budget is the pool of step 4.
+
+    They are whole channels, not multiples of 8: alignment would move groups by more than step 4 does. It
+    comes once, in `reallocate`.
 
     Of a latency, `ratio` counts for what it is above that of the smallest network.
 

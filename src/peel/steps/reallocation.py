@@ -4,31 +4,40 @@ The telescoped solver goes from the input to the output: each factor adds the gr
 cost of the whole network, with the groups before it already grown. No group becomes narrower. The triangular
 solver adds the share to the cost of the layers that write the group's channels. A group pays for its wider
 input, so it may become narrower than in the backbone.
+
+All of this is arithmetic on the backbone as it was trained. Widths are aligned once, at the end, and groups
+are rounded as a whole: a multiple of 8 is further away than what the shares move.
 """
 
+import logging
+import math
 import operator
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean
 from typing import Literal
 
 from ..cost.budget import Budget
+from ..cost.group_rounding import KEPT, GroupRounding, round_groups
 from ..cost.polynomial import CostModel
 from ..cost.rounding import (
+    ALIGNMENTS,
     Cost,
     Divisor,
     Limits,
     fractional_units,
     name_set,
     resolve_budget,
-    round_to_budget,
 )
 from ..cost.widths import Widths
 from ..errors import ConfigError, check_choice
 from ..graph import ChannelGraph
 from ..utils.bisection import solve_increasing
 from .backbone import refuse_above
+
+log = logging.getLogger("peel")
 
 POLICIES = ("importance", "winner-take-all", "equal", "random")
 
@@ -58,6 +67,10 @@ class Round:
     distinct: bool = True
     """Whether the importance tells the groups apart; `note` explains it."""
     note: str = ""
+    rounded_factors: dict[str, float] = field(default_factory=dict)
+    """Group -> its factor after rounding: the mean over its ties."""
+    rounding_note: str = ""
+    """What rounding did to the groups, where it is more than a reader expects."""
 
 
 @dataclass(frozen=True)
@@ -101,25 +114,61 @@ class Growth:
         refuse_above(limits, self.base)
         return limits
 
-    def rounded(self, factors: dict[str, float], ideal: dict[str, float], target: int) -> Round:
-        """Whole widths, none below the backbone's. Only the triangular solver makes some of them narrower."""
-        at_least = {}
-        for name, step in self.graph.steps.items():
-            at_least[name] = int(min(self.base[name], max(step, ideal[name] // step * step)))
-        widths = round_to_budget(
-            self.graph,
+    def rounded(
+        self, factors: dict[str, float], ideal: dict[str, float], limits: Limits, *, in_groups: bool = True
+    ) -> Round:
+        """Whole widths near the ideal ones; with `in_groups`, every group is near its factor.
+
+        A tie may end below its backbone's width, by less than a step: groups without a share are aligned too.
+        """
+        graph, most = self.graph, self.max_width or math.inf
+        kept = {
+            tie: int(width)
+            for tie, width in self.base.items()
+            if tie in self.freeze or width > most * graph.widths[tie]
+        }
+        found = round_groups(
+            limits,
             ideal,
-            target,
-            resource=self.resource,
-            limits=self.other_limits,
+            graph.groups if in_groups else {"all": tuple(graph.widths)},
             divisor=self.divisor,
-            at_least=at_least,
+            at_least={**graph.steps, **kept},
             freeze=self.freeze,
             max_width=self.max_width,
-            grow=self.grow,
         )
-        cost = int(self.cost(widths))
-        return Round(dict(widths), factors, ideal, self.cost(ideal), cost, target - cost)
+        cost = int(self.cost(found.widths))
+        rounded = {
+            group: factor
+            * math.exp(fmean(math.log(found.widths[tie] / ideal[tie]) for tie in graph.groups[group]))
+            for group, factor in factors.items()
+        }
+        return Round(
+            dict(found.widths),
+            factors,
+            ideal,
+            self.cost(ideal),
+            cost,
+            limits.target - cost,
+            rounded_factors=rounded,
+            rounding_note=_rounding_note(found, self.divisor),
+        )
+
+
+def _rounding_note(found: GroupRounding, divisor: Divisor) -> str:
+    """What rounding did to the groups, where a reader of the widths would ask."""
+    if found.moved > KEPT:
+        is_finest = divisor in ("auto", 1)
+        multiples = "whole channels" if is_finest else f"multiples of {divisor}"
+        way_out = "" if is_finest else " A smaller divisor keeps it."
+        return (
+            f"Rounding to {multiples} moves the groups by {found.moved:.0%} of what tells them apart, so their "
+            f"order may change.{way_out}"
+        )
+    finer = {group: multiple for group, multiple in found.multiples.items() if multiple < ALIGNMENTS[0]}
+    if divisor != "auto" or not finer:
+        return ""
+    listed = ", ".join(f"{group} ({multiple})" for group, multiple in finer.items())
+    return f"Multiples of {ALIGNMENTS[0]} would undo the reallocation; groups with smaller ones: {listed}."
 
 
 def shares_of(importance: Numbers, policy: str = "importance") -> dict[str, float]:
@@ -156,13 +205,16 @@ def reallocate(
     resource, amount, others = resolve_budget(graph, budget, resource, grow, limits)
     base = graph.check(backbone)
     growth = Growth(graph, base, resource, divisor, name_set(freeze), max_width, grow, others)
-    return Widths(grow_by_shares(growth, shares, amount, solver).widths)
+    found = grow_by_shares(growth, shares, amount, solver)
+    if found.rounding_note:
+        log.warning(found.rounding_note)
+    return Widths(found.widths)
 
 
 def grow_by_shares(growth: Growth, shares: Numbers, budget: Budget, solver: str = "telescoped") -> Round:
     """The policies `importance` and `winner-take-all`: all ties of a group grow by one factor."""
     factors = group_factors(growth, shares, budget, solver)
-    return growth.rounded(factors, growth.scaled(factors), growth.limits(budget).target)
+    return growth.rounded(factors, growth.scaled(factors), growth.limits(budget))
 
 
 def group_factors(
@@ -254,17 +306,24 @@ def _triangular(growth: Growth, shares: Numbers, limits: Limits) -> dict[str, fl
 
 def grow_equally(growth: Growth, budget: Budget) -> Round:
     """The policy `equal`: the same number of channels is added to every tie."""
-    return _grow(growth, set(growth.base) - growth.freeze, operator.add, budget)
+    return _grow(growth, set(growth.base) - growth.freeze, operator.add, budget, in_groups=True)
 
 
 def grow_at_random(growth: Growth, budget: Budget, seed: int = 0) -> Round:
     """The policy `random`: half of the ties, drawn at random, grow by a common factor."""
     free = [name for name in growth.base if name not in growth.freeze]
     drawn = random.Random(seed).sample(free, -(-len(free) // 2))
-    return _grow(growth, set(drawn), lambda width, amount: width * (1 + amount), budget)
+    return _grow(growth, set(drawn), lambda width, by: width * (1 + by), budget, in_groups=False)
 
 
-def _grow(growth: Growth, growing: set[str], grow: Callable[[float, float], float], budget: Budget) -> Round:
+def _grow(
+    growth: Growth,
+    growing: set[str],
+    grow: Callable[[float, float], float],
+    budget: Budget,
+    *,
+    in_groups: bool,
+) -> Round:
     """Grow some ties by the one amount that spends the budget."""
     limits, base = growth.limits(budget), growth.base
 
@@ -278,7 +337,7 @@ def _grow(growth: Growth, growing: set[str], grow: Callable[[float, float], floa
     factors = {}
     for group, ties in growth.graph.groups.items():
         factors[group] = sum(ideal[tie] for tie in ties) / sum(base[tie] for tie in ties)
-    return growth.rounded(factors, ideal, limits.target)
+    return growth.rounded(factors, ideal, limits, in_groups=in_groups)
 
 
 def _normalized(values: Numbers, name: str) -> dict[str, float]:
