@@ -39,12 +39,13 @@ def table(name: str) -> list[str]:
         plan = grow_by_shares(growth, dict.fromkeys(graph.groups, 1.0), budget)
         uniform = peel.uniform(graph, budget, freeze=freeze)
         distances = [abs(plan.widths[tie] - ideal) / ideal for tie, ideal in plan.ideal_widths.items()]
+        groups = [abs(plan.rounded_factors[group] / factor - 1) for group, factor in plan.factors.items()]
         lines += [
             f"**{budget}**: backbone {graph.macs(backbone):,} MACs; plan {graph.macs(plan.widths):,} MACs, "
             f"{graph.params(plan.widths):,} parameters; uniform {graph.macs(uniform):,} MACs, "
             f"{graph.params(uniform):,} parameters.",
             "",
-            "| group | factor | MACs: backbone, plan, uniform "
+            "| group | factor -> rounded | MACs: backbone, plan, uniform "
             "| widths of the plan: ideal -> rounded (original), in the order of `graph.groups` |",
             "|---|---|---|---|",
         ]
@@ -54,13 +55,15 @@ def table(name: str) -> list[str]:
                 f"{plan.ideal_widths[tie]:.1f} -> {plan.widths[tie]} ({graph.widths[tie]})" for tie in ties
             )
             spent = ", ".join(format_count(cost[group]) for cost in costs)
-            lines.append(f"| {group} | {plan.factors[group]:.4f} | {spent} | {widths} |")
+            factor = f"{plan.factors[group]:.3f} -> {plan.rounded_factors[group]:.3f}"
+            lines.append(f"| {group} | {factor} | {spent} | {widths} |")
         above = [tie for tie in graph.widths if plan.widths[tie] > graph.widths[tie]]
         lines += [
             "",
-            f"{len(above)} of {len(graph.widths)} widths are above the original. Distance from the ideal: "
-            f"mean {statistics.mean(distances):.1%}, largest {max(distances):.1%}. Unspent: "
-            f"{plan.unspent / (plan.cost + plan.unspent):.2%} of the budget.",
+            f"{len(above)} of {len(graph.widths)} widths are above the original. Distance of widths from the "
+            f"ideal: mean {statistics.mean(distances):.1%}, largest {max(distances):.1%}; of groups: largest "
+            f"{max(groups):.1%}. Unspent: {plan.unspent / (plan.cost + plan.unspent):.2%} of the budget.",
+            *([plan.rounding_note] if plan.rounding_note else []),
             "",
         ]
     return lines

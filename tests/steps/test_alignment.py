@@ -15,11 +15,22 @@ from helpers.graphs import traced_zoo
 from helpers.rounding import assert_rounded, step_of
 from peel.steps.reallocation import Growth, Round, grow_by_shares
 
-NETWORKS = ["cifar_resnet20", "cifar_resnet56", "cifar_vgg16_bn", "cifar_mobilenet_v2", "resnet18", "resnet50"]
+NETWORKS = [
+    "cifar_resnet20",
+    "cifar_resnet56",
+    "cifar_vgg16_bn",
+    "cifar_mobilenet_v2",
+    "resnet18",
+    "resnet50",
+]
 
 
 def reallocated(
-    graph: peel.ChannelGraph, budget: str, shares: list[float], ratio: float = 0.8, divisor: int | str = "auto"
+    graph: peel.ChannelGraph,
+    budget: str,
+    shares: list[float],
+    ratio: float = 0.8,
+    divisor: int | str = "auto",
 ) -> Round:
     growth = Growth(graph, peel.backbone(graph, budget, ratio), divisor=divisor)  # type: ignore[arg-type]
     return grow_by_shares(growth, dict(zip(graph.groups, shares)), budget)
@@ -30,9 +41,13 @@ def group_levels(graph: peel.ChannelGraph, widths: Mapping[str, float], budget: 
     low, high = 0.0, 1.0
     for _ in range(50):
         factor = (low + high) / 2
-        cost = graph.mac_cost.total([factor * width / graph.steps[tie] for tie, width in graph.widths.items()])
+        cost = graph.mac_cost.total(
+            [factor * width / graph.steps[tie] for tie, width in graph.widths.items()]
+        )
         low, high = (factor, high) if cost <= int(graph.macs() * float(budget[:-1]) / 100) else (low, factor)
-    return [fmean(log(widths[tie] / graph.widths[tie] / low) for tie in ties) for ties in graph.groups.values()]
+    return [
+        fmean(log(widths[tie] / graph.widths[tie] / low) for tie in ties) for ties in graph.groups.values()
+    ]
 
 
 @settings(max_examples=25)

@@ -58,10 +58,11 @@ def round_groups(
     What tells groups apart is their ideal over the uniform network before rounding.
     """
     rounding = Rounding(limits, divisor, freeze, max_width, at_least)
-    units = rounding.clamp(fractional_units(limits.graph, ideal))
+    wanted = fractional_units(limits.graph, ideal)
+    units = rounding.clamp(wanted)
     if limits.load(units) > 1:
         units = rounding.scaled(units)
-    return _GroupRounder(rounding, np.array(units), groups).run()
+    return _GroupRounder(rounding, np.array(wanted), np.array(units), groups).run()
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,17 @@ class _Found:
 class _GroupRounder:
     """Widths are in units, and groups are lists of places."""
 
-    def __init__(self, rounding: Rounding, ideal: Any, groups: Mapping[str, Sequence[str]]) -> None:
-        self.rounding, self.ideal = rounding, ideal
+    def __init__(
+        self, rounding: Rounding, wanted: Any, ideal: Any, groups: Mapping[str, Sequence[str]]
+    ) -> None:
+        """`ideal` is what is wanted, clamped to the limits and to the allowed widths."""
+        self.rounding, self.wanted, self.ideal = rounding, wanted, ideal
         places = {tie: place for place, tie in enumerate(rounding.graph.widths)}
         self.groups = {group: [places[tie] for tie in ties] for group, ties in groups.items()}
         # A reallocation may leave a part of the budget, where a group reaches another limit.
         self.goal = min(rounding.limits.target, rounding.limits.cost(ideal))
         uniform = np.array(rounding.scaled(rounding.original))
-        self.spread = float(self._means(np.log(ideal / uniform)).std())
+        self.spread = float(self._means(np.log(wanted / uniform)).std())
 
     def run(self) -> GroupRounding:
         levels = dict.fromkeys(self.groups, 0)
@@ -148,7 +152,7 @@ class _GroupRounder:
 
     def _best(self, columns: IntArray, levels: Mapping[str, int]) -> _Found:
         limits = self.rounding.limits
-        distances = self._means(np.log(columns / self.ideal[:, None]))
+        distances = self._means(np.log(columns / self.wanted[:, None]))
         moved = distances.std(0) / self.spread if self.spread > ALIKE else np.zeros(columns.shape[1])
         gap = 1 - limits.cost(columns) / self.goal
         loss = moved + GAP_WEIGHT * np.maximum(0.0, gap - self.rounding.gap)

@@ -365,17 +365,18 @@ def _round(number: int, item: Round, plan: Plan) -> dict[str, Any]:
             _cell(importance, group, _short),
             *([_cell(shares, group, _percent)] if has_pool else []),
             _cell(item.factors, group, "{:.3f}".format),
+            *([_cell(item.rounded_factors, group, "{:.3f}".format)] if item.rounded_factors else []),
         ]
         for group, ties in plan.groups.items()
     ]
     factors = ["share of the pool", "factor on the backbone"] if has_pool else ["factor over uniform"]
-    columns = [_measure_of(plan), *factors]
+    columns = [_measure_of(plan), *factors, *(["after rounding"] if item.rounded_factors else [])]
     return {
         "title": f"Round {number} of {len(plan.rounds)}" if len(plan.rounds) > 1 else "Reallocation",
         "note": item.note,
         "warning": not item.distinct,
         "rounding": f"Before rounding, the plan costs {item.ideal_cost:,.0f}; after it, {item.cost:,}. "
-        f"{item.unspent:,} of the budget are left.",
+        f"{item.unspent:,} of the budget are left. {item.rounding_note}".rstrip(),
         "table": Table(["group", "ties", *columns], rows),
     }
 

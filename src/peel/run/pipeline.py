@@ -206,7 +206,8 @@ class Pipeline:
             is_told = plan.fit is not None
             told = (item.note for item in plan.rounds if item.note and (is_told or not item.distinct))
             self.notes += dict.fromkeys(told)
-            self._compare_with_uniform(plan.widths)
+            self.notes += [item.rounding_note for item in plan.rounds[-1:] if item.rounding_note]
+            self._compare_with_uniform(plan)
             self._tell(self.notes)
             for name in self.networks:
                 is_own = name == plan.name
@@ -367,13 +368,14 @@ class Pipeline:
             "image_passes": sum(record.image_passes for record in records),
         }
 
-    def _compare_with_uniform(self, widths: Widths) -> None:
+    def _compare_with_uniform(self, plan: Plan) -> None:
         if self.config.method == "uniform":
             return
-        uniform, cost, resource = self.problem.uniform(), self.problem.cost, self.problem.resource
+        widths, uniform = plan.widths, Widths(plan.uniform.widths)
+        cost, resource = self.problem.cost, self.problem.resource
         difference = max(abs(widths[tie] / uniform[tie] - 1) for tie in uniform)
         if difference == 0:
-            self.notes.append("The plan is the uniform network.")
+            self.notes.append(f"The plan is the uniform network.{_why_uniform(plan)}")
         elif difference < 0.02:
             self.notes.append(
                 f"The plan is nearly the uniform network: widths differ by at most {difference:.1%}."
@@ -559,3 +561,17 @@ class Pipeline:
             "bench": bench,
         }
         folder.write_json("result.json", result)
+
+
+def _why_uniform(plan: Plan) -> str:
+    """Why a reallocation ends in the uniform network, after a blank; empty where the method gave a reason."""
+    last = plan.rounds[-1] if plan.rounds else None
+    if len(plan.groups) == 1:
+        return " All layers are in one group, so it gets the whole pool."
+    if last is None or not last.distinct:
+        return ""
+    moved = max(abs(last.ideal_widths[tie] / plan.uniform.widths[tie] - 1) for tie in last.ideal_widths)
+    return (
+        f" Before rounding, its widths differ from the uniform ones by at most {moved:.1%}: "
+        "divisor=1 keeps that."
+    )
