@@ -25,6 +25,7 @@ from peel import zoo
 from peel.data.augmentation import (
     EVAL,
     View,
+    border_color,
     color_jitter_and_flip,
     crop_windows,
     draw_color_jitter,
@@ -109,7 +110,8 @@ def test_the_kernel_shows_what_the_cpu_shows(augment: str, shape: tuple[int, int
         assert mine.inputs.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(mine.targets.cpu(), theirs.targets)
         assert torch.allclose(mine.inputs.cpu(), theirs.inputs, atol=1e-6)
-    plain = crop_windows(draw_windows(order[:128], view, shape[0]), pixels[order[:128]])
+    border = border_color(view, torch.tensor(mean) * 255)
+    plain = crop_windows(draw_windows(order[:128], view, shape[0]), pixels[order[:128]], border)
     assert torch.allclose(
         (there[0].inputs.cpu().permute(0, 2, 3, 1) * 0.21 + 0.4) * 255, plain.float(), atol=1e-3
     )

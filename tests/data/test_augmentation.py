@@ -30,7 +30,7 @@ from peel.data.in_memory import InMemoryImages
 
 CROPS = """
 import torch
-from peel.data.augmentation import View, crop_windows, draw_windows
+from peel.data.augmentation import View, border_color, crop_windows, draw_windows
 from peel.data.crop_kernel import fused_crop
 generator = torch.Generator().manual_seed(0)
 for height, width, channels in ((8, 8, 1), (32, 32, 3), (12, 20, 3)):
@@ -41,8 +41,10 @@ for height, width, channels in ((8, 8, 1), (32, 32, 3), (12, 20, 3)):
     for augment in ("none", "crop", "crop-flip"):
         for seed in (0, 1, 2**62 + 12345):
             view = View(augment, seed)
-            expected = (crop_windows(draw_windows(index, view, height), pixels[index]) - mean) * scale
-            assert torch.equal(fused_crop(pixels, index, view, mean, scale), expected), view
+            border = border_color(view, mean)
+            cropped = crop_windows(draw_windows(index, view, height), pixels[index], border)
+            found = fused_crop(pixels, index, view, mean, scale, border)
+            assert torch.equal(found, (cropped - mean) * scale), view
 print("equal crops")
 """
 
@@ -188,6 +190,17 @@ def test_every_window_has_its_own_number(augment: str) -> None:
     assert augment == "none" or max(numbers) < most
 
 
+@pytest.mark.parametrize(("augment", "border"), [("crop", -0.4 / 0.2), ("crop-flip", 0.0)])
+def test_photographs_are_surrounded_by_their_mean_color_and_digits_by_black(
+    augment: str, border: float
+) -> None:
+    white = torch.full((200, 8, 8, 3), 255, dtype=torch.uint8)
+    split = InMemoryImages(white, torch.zeros(200, dtype=torch.long), (0.4,) * 3, (0.2,) * 3)
+    (batch,) = split.batches(torch.arange(200), 200, View(augment, 5), torch.device("cpu"))
+    values = batch.inputs.unique()
+    assert values.tolist() == pytest.approx([border, (1 - 0.4) / 0.2], abs=0.01)
+
+
 @pytest.mark.parametrize("augment", ["crop", "crop-flip"])
 def test_crops_are_those_of_torchvision_and_equally_frequent(augment: str) -> None:
     size, draws = 8, 9_000
@@ -202,6 +215,7 @@ def test_crops_are_those_of_torchvision_and_equally_frequent(augment: str) -> No
         seen = crop_windows(
             draw_windows(index, View.of_epoch(augment, 0, epoch), size),
             image.expand(len(index), size, size, 1),
+            torch.zeros(1),
         ).permute(0, 3, 1, 2)
         ours.update(keys[window.contiguous().numpy().tobytes()] for window in seen)
     transforms = v2.Compose(

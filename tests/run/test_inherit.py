@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
 import peel
-from helpers.small import Counting, Small, few_digits, same_weights, small_run, taught
+from helpers.small import PLAIN, Counting, Small, few_digits, same_weights, small_run, taught, trained
 from peel.errors import ConfigError, DataError
 from peel.run.result import lost_by_training
-from peel.train.recipe import RECIPES
 
 
 def inherit(**settings: Any) -> peel.Result:
@@ -110,10 +111,52 @@ def test_without_epochs_networks_are_repaired_only(tmp_path: Path) -> None:
         inherit(backbone={"epochs": 0})
 
 
+def test_of_the_repaired_and_the_fine_tuned_network_the_better_is_kept(tmp_path: Path) -> None:
+    settings = {"method": "uniform", "train": {"epochs": 1, "batch_size": 100, "lr": 1.0}}
+    lost = inherit(**settings, output=tmp_path / "run")
+    row = lost.rows[-1]
+    assert row.top1 == row.before_training["repaired"] > row.fine_tuned
+    assert any("uniform: the network from before fine-tuning is kept" in note for note in lost.notes)
+    repaired = inherit(method="uniform", train={"epochs": 0}).model
+    assert same_weights(lost.model, repaired)
+    assert same_weights(peel.load(tmp_path / "run" / "slim", model=Small()), repaired)
+    assert inherit(**settings, output=tmp_path / "run").rows == lost.rows
+    original, _ = trained(replace(PLAIN, epochs=10, lr=0.1))
+    gained = inherit(method="uniform", weights=original, train={"epochs": 10, "batch_size": 20})
+    assert gained.rows[-1].fine_tuned is None
+    untuned = inherit(method="uniform", weights=original, train={"epochs": 0})
+    assert not same_weights(gained.model, untuned.model)
+    assert any("uniform: the fine-tuned network is kept" in note for note in gained.notes)
+
+
+def test_images_that_choose_the_better_network_are_not_trained_on() -> None:
+    seen: list[int] = []
+
+    class Count(peel.Callback):
+        def on_epoch_end(self, record: Any) -> None:
+            seen.append(round(record.images_per_second * record.seconds))
+
+    result = inherit(method="uniform", train={"epochs": 1, "batch_size": 10}, callbacks=[Count()])
+    assert "60 of 600 training images are left out, to choose the better network by." in result.notes
+    assert seen == [540]
+    few = inherit(data=few_digits(100, 300), method="uniform", train={"epochs": 1, "batch_size": 10})
+    assert any(note.startswith("No training images are left out") for note in few.notes)
+
+
+def test_labels_are_not_used_in_fine_tuning_unless_asked_for() -> None:
+    images = few_digits(150, 300)  # too few for held-out ones, whose choice depends on the labels
+    wrong = replace(images.train, labels=images.train.labels.roll(1))
+    settings = {"method": "uniform", "train": {"epochs": 1, "batch_size": 50}}
+
+    def network(labels_of: Any, **more: Any) -> Any:
+        return inherit(**settings, **more, data=replace(images, train=labels_of)).model
+
+    assert same_weights(network(images.train), network(wrong))
+    assert not same_weights(network(images.train, hard_weight=1.0), network(wrong, hard_weight=1.0))
+
+
 def test_a_note_says_that_fine_tuning_lost_accuracy() -> None:
-    result = inherit(method="uniform", train={"epochs": 1, "batch_size": 100, "lr": 1.0})
-    assert any("points of top-1: right after the repair, uniform had" in note for note in result.notes)
-    row = result.rows[-1]
+    row = inherit(method="uniform", train={"epochs": 0}).rows[-1]
     for top1, is_noted in ((0.80, False), (0.57, False), (0.50, True)):
         changed = replace(row, top1=top1, before_training={"cut": 0.3, "repaired": 0.58})
         assert bool(lost_by_training([changed], 300)) == is_noted
@@ -128,7 +171,6 @@ def test_the_recipe_is_that_of_fine_tuning_unless_trained_from_scratch() -> None
     assert plain.estimate is not None
     assert tuned.estimate is not None
     assert sum(tuned.estimate.values()) < sum(plain.estimate.values())
-    assert RECIPES["finetune"].warmup_epochs == 0
 
 
 def test_without_repair_a_network_is_fine_tuned_as_it_was_cut(tmp_path: Path) -> None:
@@ -167,3 +209,47 @@ def test_a_method_of_ones_own(tmp_path: Path) -> None:
     assert [row.name for row in result.rows] == ["original", "uniform", "Narrow"]
     assert result.plan is not None
     assert result.plan.widths["conv1"] == 1
+
+
+class GroupNormed(nn.Module):
+    """Group norms renormalize what a cut leaves, which the sensitivity of their layers does not know."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        widths = (3, 24, 32, 48)
+        self.layers = nn.Sequential(
+            *(
+                nn.Sequential(nn.Conv2d(a, b, 3, 2, 1, bias=False), nn.GroupNorm(4, b), nn.ReLU())
+                for a, b in pairwise(widths)
+            )
+        )
+        self.fc = nn.Linear(48, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.layers(x).mean((2, 3)))
+
+
+def test_sensitivity_yields_to_uniform_where_that_is_better_after_the_repair(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    original, _ = trained(replace(PLAIN, epochs=25, lr=0.1, batch_size=32), seed=1, model=GroupNormed())
+    settings = {"weights": original, "data": few_digits(900, 300), "budget": "30%", "train": {"epochs": 0}}
+
+    def run(method: str, **more: Any) -> peel.Result:
+        return small_run(GroupNormed(), init="auto", method=method, **settings, **more)
+
+    result = run("sensitivity", output=tmp_path / "run")
+    assert result.plan is not None
+    losses = result.plan.repaired_losses
+    assert losses["sensitivity"] > losses["uniform"], "one of the networks where sensitivity loses"
+    uniform, slim = result.rows[1:]
+    assert slim.name == "sensitivity"
+    assert (slim.top1, slim.macs) == (uniform.top1, uniform.macs)
+    assert any("The plan is the uniform network: after the repair its loss" in note for note in result.notes)
+    assert same_weights(run("sensitivity", output=tmp_path / "run").model, result.model)
+    alone = run("sensitivity", stages=["original", "backbone", "plan", "final"])
+    assert same_weights(alone.model, result.model)
+    kept = run("magnitude")
+    assert kept.plan is not None
+    assert kept.plan.widths != result.plan.widths
+    is_worse = kept.plan.repaired_losses["magnitude"] > kept.plan.repaired_losses["uniform"]
+    assert any("Uniform widths may be better" in note for note in kept.notes) == is_worse

@@ -86,7 +86,7 @@ def test_a_backbone_of_given_widths(tmp_path: Path) -> None:
         ({"policy": "random", "max_width": 1.0}, "does not use max_width"),
         ({"policy": "equal", "rounds": 2}, "does not use rounds"),
         ({"distill": "none", "kd_weight": 0.5}, "kd_weight needs a teacher"),
-        ({"hard_weight": 0.5}, "hard_weight needs distill"),
+        ({"distill": "none", "hard_weight": 0.5}, "hard_weight needs a teacher"),
         ({"criterion": ["bn"]}, "has no method `measure"),
         ({"ignore": "nrm*"}, "no measured layer matches 'nrm\\*'"),
         ({"ignore": "*"}, "matches every layer"),

@@ -1,7 +1,7 @@
 """Augmentation. Every random choice depends only on the seed, the epoch and the index of the image.
 
-`crop` and `crop-flip` shift small images inside a border of zeros. `imagenet` is the augmentation of the
-paper: a random resized crop, color jitter and a flip.
+`crop` and `crop-flip` shift small images inside a border: of zeros (digits on black), and of the mean color.
+`imagenet` is the augmentation of the paper: a random resized crop, color jitter and a flip.
 """
 
 from __future__ import annotations
@@ -44,11 +44,19 @@ EVAL = View()
 
 
 def augment_image(
-    image: Tensor, index: int, view: View, size: Sequence[int], *, jitter: bool, resize: int | None = None
+    image: Tensor,
+    index: int,
+    view: View,
+    size: Sequence[int],
+    border: Tensor,
+    *,
+    jitter: bool,
+    resize: int | None = None,
 ) -> Tensor:
     """Crop and augment one image (uint8, channels x height x width); returns height x width x channels.
 
-    `jitter=False` leaves out the color jitter and the flip of `imagenet`, for a kernel on the GPU.
+    `border` is its color. `jitter=False` leaves out the color jitter and the flip of `imagenet`, for a kernel
+    on the GPU.
     """
     place = torch.tensor([index])
     if view.augment == "imagenet":
@@ -59,7 +67,7 @@ def augment_image(
     image = center_crop(image, size, resize).permute(1, 2, 0)
     if view.augment == "none":
         return image
-    return crop_windows(draw_windows(place, view, size[0]), image[None])[0]
+    return crop_windows(draw_windows(place, view, size[0]), image[None], border)[0]
 
 
 # Pad and crop
@@ -81,7 +89,7 @@ class Windows:
 
 
 def padding_of(height: int) -> int:
-    """Width of the border of zeros: an eighth of the height, as 4 for 32 pixels."""
+    """Width of the border: an eighth of the height, as 4 for 32 pixels."""
     return max(1, height // 8)
 
 
@@ -105,8 +113,17 @@ def draw_windows(index: Tensor, view: View, height: int) -> Windows:
     return Windows(top, left, flipped if view.augment == "crop-flip" else torch.zeros_like(flipped))
 
 
-def crop_windows(windows: Windows, images: Tensor) -> Tensor:
-    """Crop images (images x height x width x channels) to their windows, with zeros outside the image."""
+def border_color(view: View, mean: Tensor) -> Tensor:
+    """What surrounds an image, one value per channel from 0 to 255.
+
+    The mean color is zero once images are normalized. Fine-tuning ended 0.27 ± 0.13 points above black
+    borders (20 pairs, experiments/recipes.py).
+    """
+    return mean.round() if view.augment == "crop-flip" else torch.zeros_like(mean)
+
+
+def crop_windows(windows: Windows, images: Tensor, border: Tensor) -> Tensor:
+    """Crop images (images x height x width x channels) to their windows, with a border of this color."""
     _, height, width, _ = images.shape
     rows = windows.top[:, None] + torch.arange(height, device=images.device)
     columns = windows.left[:, None] + torch.arange(width, device=images.device)
@@ -114,7 +131,7 @@ def crop_windows(windows: Windows, images: Tensor) -> Tensor:
     inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]
     which = torch.arange(len(images), device=images.device)[:, None, None]
     cropped = images[which, rows.clamp(0, height - 1)[:, :, None], columns.clamp(0, width - 1)[:, None, :]]
-    return cropped * inside[..., None]
+    return torch.where(inside[..., None], cropped, border.to(cropped.dtype))
 
 
 # Resized crops

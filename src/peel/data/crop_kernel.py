@@ -15,13 +15,15 @@ BLOCK = tl.constexpr(1024)
 _DRAWS = tl.constexpr(DRAWS)
 
 
-def fused_crop(pixels: Tensor, index: Tensor, view: View, mean: Tensor, scale: Tensor) -> Tensor:
+def fused_crop(
+    pixels: Tensor, index: Tensor, view: View, mean: Tensor, scale: Tensor, border: Tensor
+) -> Tensor:
     """The images at these indices, augmented and normalized: float32, images x height x width x channels."""
     height, width, channels = pixels.shape[1:]
     out = torch.empty(len(index), height, width, channels, device=pixels.device)
     grid = (len(index), triton.cdiv(height * width * channels, BLOCK.value))
     sizes = height, width, channels, padding_of(height)
-    _crop[grid](pixels, index, mean, scale, out, view.seed, *sizes, view.augment)
+    _crop[grid](pixels, index, mean, scale, border, out, view.seed, *sizes, view.augment)
     return out
 
 
@@ -41,6 +43,7 @@ def _crop(
     index,
     mean,
     scale,
+    border,
     out,
     seed,
     height: tl.constexpr,
@@ -66,5 +69,6 @@ def _crop(
     is_inside = is_real & (row >= 0) & (row < height) & (column >= 0) & (column < width)
     source = pixels + place * (height * width * channels) + (row * width + column) * channels + channel
     value = tl.load(source, mask=is_inside, other=0).to(tl.float32)
+    value = tl.where(is_inside, value, tl.load(border + channel, mask=is_real))
     value = (value - tl.load(mean + channel, mask=is_real)) * tl.load(scale + channel, mask=is_real)
     tl.store(out + number * (height * width * channels) + offset, value, mask=is_real)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import DataError
 from ..utils.fingerprint import fingerprint
-from .augmentation import View, augment_image, center_crop, draw_color_jitter
+from .augmentation import View, augment_image, border_color, center_crop, draw_color_jitter
 from .batch import Batch
 from .kernels import has_triton
 from .loader import WorkerPool, copy_ahead
@@ -88,8 +88,10 @@ class ImageFolder:
     ) -> Iterator[Tensor]:
         """uint8 batches (images x height x width x channels), decoded in pieces by the workers."""
         channels, *size = self.shape
+        border = border_color(view, torch.tensor(self.mean) * 255)
+        load = partial(_load, view=view, shape=self.shape, border=border, jitter=jitter, resize=self.resize)
         requests = (
-            partial(_load, [self.paths[i] for i in piece], piece, view, self.shape, jitter, self.resize)
+            partial(load, [self.paths[i] for i in piece], piece)
             for index in indices
             for piece in map(Tensor.tolist, torch.split(index, PIECE))
         )
@@ -106,7 +108,13 @@ class ImageFolder:
 
 
 def _load(
-    paths: list[str], index: list[int], view: View, shape: tuple[int, ...], jitter: bool, resize: int | None
+    paths: list[str],
+    index: list[int],
+    view: View,
+    shape: tuple[int, ...],
+    border: Tensor,
+    jitter: bool,
+    resize: int | None,
 ) -> list[Tensor]:
     """Some images of a batch, decoded and augmented by a worker."""
     channels, *size = shape
@@ -117,7 +125,7 @@ def _load(
         except Exception as error:
             text = f"{path} was readable before training, but is not any more"
             raise DataError(f"{text}: {type(error).__name__}: {error}") from error
-        augmented.append(augment_image(image, place, view, size, jitter=jitter, resize=resize))
+        augmented.append(augment_image(image, place, view, size, border, jitter=jitter, resize=resize))
     return augmented
 
 

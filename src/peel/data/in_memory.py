@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .augmentation import View, augment_image, crop_windows, draw_windows
+from .augmentation import View, augment_image, border_color, crop_windows, draw_windows
 from .batch import Batch
 from .kernels import has_triton
 
@@ -48,23 +48,24 @@ class InMemoryImages:
         order = order.to(home)
         mean = torch.tensor(self.mean, device=home) * 255
         scale = 1 / (torch.tensor(self.std, device=home) * 255)
+        border = border_color(view, mean)
         is_fused = home.type == "cuda" and view.augment != "imagenet" and has_triton()
         for index in torch.split(order, batch_size) if len(order) else ():
             if is_fused:
                 from .crop_kernel import fused_crop
 
-                images = fused_crop(self.pixels, index, view, mean, scale)
+                images = fused_crop(self.pixels, index, view, mean, scale, border)
             else:
-                images = (self._augment(index, view) - mean) * scale
+                images = (self._augment(index, view, border) - mean) * scale
             yield Batch(images.permute(0, 3, 1, 2).to(device), self.labels[index].to(device))
 
-    def _augment(self, index: Tensor, view: View) -> Tensor:
+    def _augment(self, index: Tensor, view: View, border: Tensor) -> Tensor:
         images = self.pixels[index]
         if view.augment == "none":
             return images
         if view.augment != "imagenet":
-            return crop_windows(draw_windows(index, view, self.shape[1]), images)
+            return crop_windows(draw_windows(index, view, self.shape[1]), images, border)
         # Rare for small images: one by one on the CPU.
         pairs, size = zip(images.cpu().permute(0, 3, 1, 2), index.tolist(), strict=True), self.shape[1:]
-        augmented = [augment_image(image, i, view, size, jitter=True) for image, i in pairs]
+        augmented = [augment_image(image, i, view, size, border, jitter=True) for image, i in pairs]
         return torch.stack(augmented).to(index.device)

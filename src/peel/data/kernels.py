@@ -18,7 +18,7 @@ def has_triton() -> bool:
 
         pixels = torch.zeros(1, 4, 4, 1, dtype=torch.uint8, device="cuda")
         index, one = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.ones(1, device="cuda")
-        fused_crop(pixels, index, EVAL, one, one)
+        fused_crop(pixels, index, EVAL, one, one, one)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         log.warning("Triton does not work here, so augmentation is slower: %s", reason)

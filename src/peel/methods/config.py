@@ -83,11 +83,11 @@ class MethodConfig:
     distill: str = "teacher"
     """Step 5: teacher, in-place or none."""
     kd_weight: NotNegative | None = None
-    """Step 5: the weight of the distillation loss (alpha_d). Default: 0.1; 1 with in-place distillation."""
-    temperature: Positive = 1.0
-    """Step 5: the temperature of the soft labels."""
-    hard_weight: NotNegative = 0.0
-    """Step 5: with in-place distillation, the weight of the labels for the student."""
+    """Step 5: the weight of the distillation loss (alpha_d). Default: 0.1; 1 in place and in fine-tuning."""
+    temperature: Positive | None = None
+    """Step 5: the temperature of the soft labels. Default: 1; 4 in fine-tuning."""
+    hard_weight: NotNegative | None = None
+    """Step 5: the weight of the labels for the slim network. Default: 1; 0 in place and in fine-tuning."""
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -138,7 +138,6 @@ class MethodConfig:
             raise ConfigError(f'division needs method="search", not method={self.method!r}.')
         if is_divided and own and self.method == "auto":
             raise ConfigError(f"division is a setting of search, {own[0]} one of PEEL: leave one out.")
-        if self.hard_weight and self.distill != "in-place":
-            raise ConfigError(f'hard_weight needs distill="in-place", not distill={self.distill!r}.')
-        if self.kd_weight is not None and self.distill == "none":
-            raise ConfigError('kd_weight needs a teacher, but distill="none".')
+        for name in ("kd_weight", "temperature", "hard_weight") if self.distill == "none" else ():
+            if getattr(self, name) is not None:
+                raise ConfigError(f'{name} needs a teacher, but distill="none".')

@@ -23,6 +23,11 @@ class Method(ABC):
 
     needs_trained = False
     """Whether it needs `problem.trained`, the trained original."""
+    yields_to_uniform = False
+    """Whether the plan is the uniform network where that has the lower loss after the repair.
+
+    A method that is compared with others keeps its plan.
+    """
 
     def trains_backbone(self, config: MethodConfig) -> bool:
         """Whether `plan` trains networks."""

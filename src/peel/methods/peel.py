@@ -36,7 +36,7 @@ from .config import MethodConfig
 from .method import Method, TrainBackbone
 from .plan import Plan, assemble_plan
 from .problem import Problem
-from .start import start_network
+from .start import Starter
 
 #: Fraction of the training images held out for criteria with `needs_held_out`.
 HELD_OUT = 0.1
@@ -173,10 +173,11 @@ class _Planner:
         if network is not None:
             network = slim(network, widths, graph=old, weights="inherit")
             _init_scales(network, self.config.gamma_init, new, old)
+        elif problem.inherits:
+            network = Starter(problem).network(widths)
         else:
-            network = start_network(problem, widths)
-            if not problem.inherits:
-                _init_scales(network, self.config.gamma_init, new)
+            network = slim(problem.model, widths, graph=problem.graph).requires_grad_(True)
+            _init_scales(network, self.config.gamma_init, new)
         return network
 
     def _train_and_measure(

@@ -50,6 +50,11 @@ class Plan:
     """What the network may cost in other resources."""
     fit: FitSummary | None = None
     """What the method `search` learned from the networks that it compared."""
+    repaired_losses: dict[str, float] = field(default_factory=dict)
+    """Where weights are inherited: the losses of `uniform` and of the method's network after the repair, on
+    held-out training images."""
+    yields_to_uniform: bool = False
+    """Whether these losses made the uniform network the plan."""
     name: str = "peel"
     """The method, as the row of its network is called."""
     format: str = "peel-plan"

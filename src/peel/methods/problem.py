@@ -8,7 +8,7 @@ from torch import nn
 
 from ..cost.rounding import Divisor, cost_of, fractional_units, uniform
 from ..cost.widths import Widths
-from ..data.datasets import Data
+from ..data.datasets import Data, Split
 from ..graph import ChannelGraph
 from ..train.callbacks import Callback
 from ..train.engine import Engine
@@ -46,6 +46,10 @@ class Problem:
     """What the network may cost in other resources."""
     callbacks: Sequence[Callback] = ()
     """They are told the progress of a method's own work."""
+    held_out: Split | None = None
+    """Training images that no network is trained or repaired with: the better of two is chosen by them. None
+    where networks start from fresh weights, and where none can be left out.
+    """
     progress_file: Path | None = None
     """Where a method may store what it has computed, so that a killed run goes on from there."""
 
@@ -65,6 +69,14 @@ class Problem:
     def evaluate(self, model: nn.Module) -> Metrics:
         """Loss and accuracies, or the metric of the task, over the test images."""
         return evaluate(model, self.data.test, self.engine, task=self.task)
+
+    def held_out_loss(self, model: nn.Module) -> float | None:
+        """On the images that are left out; of a task without a loss, its metric with the other sign."""
+        if self.held_out is None:
+            return None
+        metrics = evaluate(model, self.held_out, self.engine, task=self.task)
+        score = metrics.score
+        return metrics.loss if metrics.loss is not None else None if score is None else -score
 
     def uniform(self) -> Widths:
         """The baseline of every result: one factor for all layers, the same budget."""

@@ -17,6 +17,8 @@ class LeastSensitive(Method):
     """Measures, without training, how much the output needs each layer, and cuts what it needs least."""
 
     needs_trained = True
+    # To first order, group and layer norms undo a cut: with them, and with few ties, it may lose to uniform.
+    yields_to_uniform = True
 
     def __init__(self) -> None:
         self.measured: Sensitivity | None = None

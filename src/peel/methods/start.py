@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from ..data.augmentation import EVAL
 from ..surgery import slim
 from ..surgery.calibration import recalibrate
 from ..surgery.explain import explain_scores
-from ..surgery.repair import repair
+from ..surgery.repair import Repairer, images_at_once
 from ..surgery.selection import ChannelScores
 from ..train.engine import eval_batch_size
 from ..utils.rng import epoch_order
@@ -23,36 +25,70 @@ Watch = Callable[[str, nn.Module], None]
 """Gets a network after each step of surgery: `cut`, `recalibrated`, `repaired`."""
 
 
-def start_network(
-    problem: Problem,
-    widths: Mapping[str, int],
-    scores: Mapping[str, Tensor] | ChannelScores | None = None,
-    watch: Watch | None = None,
-) -> nn.Module:
-    """A network of these widths, ready to be trained.
+@dataclass
+class Start:
+    """A network as its training begins."""
 
-    Where it inherits weights, `scores` say which channels are kept: by default those that explain the others.
-    """
-    if not problem.inherits:
-        return slim(problem.model, widths, graph=problem.graph).requires_grad_(True)
-    original = problem.trained
-    assert original is not None
-    images = calibration_images(problem)
-    chosen = scores or explain_scores(original, problem.graph, images)
-    network = slim(original, widths, graph=problem.graph, weights="inherit", scores=chosen)
-    if watch is not None:
-        watch("cut", network)
-        recalibrated = copy.deepcopy(network)
-        recalibrate(recalibrated, images)
-        watch("recalibrated", recalibrated)
-    if problem.repairs:
-        repair(network, original, images, graph=problem.graph)
+    network: nn.Module
+    scores: dict[str, float] = field(default_factory=dict)
+    """Accuracy on the test images after each step of surgery."""
+    loss: float | None = None
+    """On the held-out images, where weights are inherited."""
+
+
+@dataclass(frozen=True)
+class Starter:
+    """Cuts networks from the trained original and repairs them. The original runs once for all of them."""
+
+    problem: Problem
+
+    @cached_property
+    def images(self) -> list[tuple[Any, None]]:
+        """As many as one pass can hold: with more, each layer costs a pass of its own."""
+        problem = self.problem
+        count = min(CALIBRATION_IMAGES, images_at_once(problem.model, problem.graph))
+        return calibration_images(problem, count)
+
+    @cached_property
+    def explained(self) -> Mapping[str, Tensor]:
+        return explain_scores(self._original, self.problem.graph, self.images)
+
+    @cached_property
+    def repairer(self) -> Repairer:
+        return Repairer(self._original, self.images, self.problem.graph)
+
+    @property
+    def _original(self) -> nn.Module:
+        assert self.problem.trained is not None
+        return self.problem.trained
+
+    def network(
+        self,
+        widths: Mapping[str, int],
+        scores: Mapping[str, Tensor] | ChannelScores | None = None,
+        watch: Watch | None = None,
+    ) -> nn.Module:
+        """A network of these widths, ready to be trained.
+
+        `scores` say which channels are kept: by default those that explain the others.
+        """
+        problem = self.problem
+        network = slim(
+            self._original, widths, graph=problem.graph, weights="inherit", scores=scores or self.explained
+        )
         if watch is not None:
-            watch("repaired", network)
-    if problem.engine.world.size > 1:  # their last digits may differ
-        state = {name: tensor.cpu() for name, tensor in network.state_dict().items()}
-        network.load_state_dict(problem.engine.world.broadcast(state))
-    return network.requires_grad_(True)
+            watch("cut", network)
+            recalibrated = copy.deepcopy(network)
+            recalibrate(recalibrated, self.images)
+            watch("recalibrated", recalibrated)
+        if problem.repairs:
+            self.repairer.repair(network)
+            if watch is not None:
+                watch("repaired", network)
+        if problem.engine.world.size > 1:  # their last digits may differ
+            state = {name: tensor.cpu() for name, tensor in network.state_dict().items()}
+            network.load_state_dict(problem.engine.world.broadcast(state))
+        return network.requires_grad_(True)
 
 
 def calibration_images(problem: Problem, count: int = CALIBRATION_IMAGES) -> list[tuple[Any, None]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import zoo
 from ..cost.widths import Widths
-from ..data.datasets import Data, load_data
+from ..data.datasets import Data, Split, hold_out, load_data
 from ..data.in_memory import InMemoryImages
 from ..data.torch_data import DatasetSplit, LoaderSplit
 from ..errors import ConfigError, CorruptFileError, DataError, ModelError
@@ -21,6 +21,7 @@ from ..graph import ChannelGraph
 from ..methods.plan import Plan
 from ..methods.problem import Problem
 from ..methods.search import Search
+from ..steps.distillation import DISTILLATIONS, FINE_TUNING, OUTPUT_WEIGHT
 from ..surgery.info import info_of
 from ..train.objective import get_logits
 from ..train.recipe import Recipe, backbone_recipe, named_recipe
@@ -28,6 +29,9 @@ from ..train.task import Task
 from ..train.trial import try_task
 from .config import Config
 from .teacher import input_of
+
+#: Training images that are left out: this fraction, at most and at least so many.
+HELD_OUT, MOST_HELD_OUT, LEAST_HELD_OUT = 0.1, 1000, 16
 
 
 def load_model_and_data(
@@ -170,28 +174,65 @@ def model_notes(
     return notes
 
 
-def resolve_recipes(config: Config, data: Data, network: nn.Module, task: Task) -> tuple[Recipe, Recipe]:
+def leave_out(data: Data, config: Config, task: Task) -> tuple[Data, Split | None, list[str]]:
+    """The data without the training images that decide which of two networks is better, these, and a note.
+
+    They are needed where weights are inherited: a cut may lose to the uniform one, and fine-tuning may lose
+    what the repair gave.
+    """
+    if not config.inherits or task.train_fn is not None:
+        return data, None, []
+    reason = "the loader chooses its samples itself" if isinstance(data.train, LoaderSplit) else ""
+    if not reason:
+        size = data.train.size
+        rest, held_out = hold_out(data.train, min(HELD_OUT, MOST_HELD_OUT / max(1, size)), seed=0)
+        if held_out.size >= LEAST_HELD_OUT:
+            left_out = f"{held_out.size:,} of {size:,} training images are left out"
+            return replace(data, train=rest), held_out, [f"{left_out}, to choose the better network by."]
+        reason = f"there are only {size}"
+    return data, None, [f"No training images are left out to choose the better network by: {reason}."]
+
+
+def name_of_recipe(config: Config, data: Data, network: nn.Module) -> str:
+    if config.recipe != "auto":
+        return config.recipe
+    if config.inherits:
+        is_small = data.is_own or isinstance(data.train, InMemoryImages)
+        return "finetune" if is_small else "finetune-imagenet"
+    if data.is_own:
+        return "generic"
+    if isinstance(data.train, InMemoryImages):
+        return "digits" if data.name == "digits" else "cifar"
+    source = str(info_of(network).source.get("zoo", type(network).__name__)).lower()
+    is_mobile = any(word in source for word in ("mobile", "efficient", "mnas", "ghost", "shuffle"))
+    return "imagenet-mobilenet" if is_mobile else "imagenet-resnet"
+
+
+def resolve_distillation(config: Config, recipe: str, task: Task) -> Config:
+    """The settings with numbers for what the loss of the slim network consists of, where they are not set."""
+    terms = DISTILLATIONS[config.distill]
+    if config.distill == "teacher" and not task.is_classification:
+        terms = terms._replace(kd_weight=OUTPUT_WEIGHT)
+    elif config.distill == "teacher" and recipe == "finetune" and task.loss is None:
+        terms = FINE_TUNING
+    chosen = {name: getattr(config, name) for name in terms._fields}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    return replace(config, **{**terms._asdict(), **chosen}) if config.distill != "none" else config
+
+
+def resolve_recipes(config: Config, name: str, data: Data, task: Task) -> tuple[Recipe, Recipe]:
     """The recipe of the final training and that of the backbone."""
-    name = config.recipe
-    if name == "auto":
-        source = str(info_of(network).source.get("zoo", type(network).__name__)).lower()
-        is_mobile = any(word in source for word in ("mobile", "efficient", "mnas", "ghost", "shuffle"))
-        if data.is_own:
-            name = "finetune" if config.inherits else "generic"
-        elif config.inherits:
-            name = "finetune" if isinstance(data.train, InMemoryImages) else "finetune-imagenet"
-        elif data.name == "digits":
-            name = "digits"
-        elif isinstance(data.train, InMemoryImages):
-            name = "cifar"
-        else:
-            name = "imagenet-mobilenet" if is_mobile else "imagenet-resnet"
     train = {key: value for key, value in asdict(config.train).items() if value is not None}
     own = {key: value for key, value in asdict(config.backbone).items() if value is not None}
     # Changes for the final training, except its length, hold for the backbone too.
     shared = {key: value for key, value in train.items() if key != "epochs"}
     if isinstance(data.train, DatasetSplit | LoaderSplit):
         shared["batch_size"] = train["batch_size"] = data.train.batch_size
+        if name == "finetune" and task.optimizer is None:
+            # The user chose the batch; its rate follows, down from that of the recipe.
+            recipe = named_recipe(name)
+            rate = recipe.lr * min(1.0, data.train.batch_size / recipe.batch_size)
+            train, shared = {"lr": rate, **train}, {"lr": rate, **shared}
     if task.optimizer is not None:
         _refuse_rates({**shared, **own})
         # The schedule is a factor of the optimizer's own learning rates.

@@ -84,7 +84,7 @@ def restrict_settings(config: Config, data: Data, task: Task) -> tuple[Config, l
         _check_signature(task.train_fn)
         notes.append("train_fn trains every network, so recipes count for their epochs only.")
     elif config.distill != "none" and not task.has_output:
-        config = replace(config, distill="none", kd_weight=None, hard_weight=0.0)
+        config = replace(config, distill="none", kd_weight=None, temperature=None, hard_weight=None)
         notes.append("Distillation is off: in training the model returns no output that could be compared.")
     elif config.distill != "none" and not task.is_classification:
         notes.append(

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,9 +16,9 @@ from ..methods.method import Method
 from ..methods.peel import HELD_OUT, Peel, stage_of_round
 from ..methods.plan import Plan, assemble_plan
 from ..methods.problem import Problem
-from ..methods.start import start_network
+from ..methods.start import Start, Starter
 from ..steps.criteria import find_criterion
-from ..steps.distillation import DISTILLATIONS, OUTPUT_WEIGHT, Distillation, InPlace, in_place_pair
+from ..steps.distillation import Distillation, InPlace, in_place_pair
 from ..surgery import slim
 from ..train.distributed import World
 from ..train.history import Metrics
@@ -30,7 +31,7 @@ from .config import Config, RecipeOverrides
 from .estimate import estimate_work, seconds_per_mac
 from .folder import RunFolder
 from .latency import budget_notes, with_latency
-from .result import Result, Row, StageRecord, lost_by_training
+from .result import Result, Row, StageRecord, kept_note, lost_by_training
 from .resume import RunState, refuse_changes
 from .speed import Bench, measure_speed, stored_speed, with_speed
 from .teacher import Teacher, chance_notes, check_accuracy, find_teacher, untrained_notes, weights_hash
@@ -59,6 +60,8 @@ class Pipeline:
     teacher_metrics: Metrics | None = None
     teacher_file: str = "stages/original.json"
     logit_cache: LogitCache | None = None
+    starts: dict[str, Start] = field(default_factory=dict)
+    """The networks that are ready to be trained, where weights are inherited."""
     trained: dict[str, nn.Module] = field(default_factory=dict)
     """The networks that this start trained or loaded."""
     rows: dict[str, Row] = field(default_factory=dict)
@@ -209,10 +212,12 @@ class Pipeline:
             self.notes += [item.rounding_note for item in plan.rounds[-1:] if item.rounding_note]
             self._compare_with_uniform(plan)
             self._tell(self.notes)
-            for name in self.networks:
-                is_own = name == plan.name
-                network = self._train_final(name, plan.widths if is_own else self.problem.uniform(), is_own)
-                slimmed = network if is_own else slimmed
+            widths = {name: self.problem.uniform() for name in self.networks}
+            widths |= {plan.name: plan.widths} if plan.name in widths else {}
+            self._make_remaining_starts(widths, plan)
+            for name in widths:
+                network = self._train_final(name, widths[name], plan)
+                slimmed = network if name == plan.name else slimmed
         return self._finish(plan, slimmed)
 
     def estimate(self) -> Result:
@@ -289,7 +294,7 @@ class Pipeline:
             weights="inherit" if self.new_classifier else "fresh",
         ).requires_grad_(True)
         objective = self.problem.task.objective(self.recipe.label_smoothing)
-        return self._train("original", network, objective, graph.widths, self._original_images())
+        return self._train("original", Start(network), objective, graph.widths, self._original_images())
 
     def _original_images(self) -> Split:
         """The images that the original is trained with."""
@@ -333,13 +338,31 @@ class Pipeline:
             began = time.perf_counter()
             stored = None if self.folder is None else self.folder.path("stages/plan.progress.jsonl")
             problem = replace(self.problem, progress_file=stored)
-            plan = self.method.plan(problem, self.config, self.trainer.train)
+            plan = self._compared(self.method.plan(problem, self.config, self.trainer.train))
             if plan.fit is not None:
                 self.trainer.record_plan(time.perf_counter() - began, plan.fit.image_passes)
             if "plan" not in self.config.stages:
                 return None
         if self.folder is not None:
             self.folder.write_bytes("plan.json", plan.to_json())
+        return plan
+
+    def _compared(self, plan: Plan) -> Plan:
+        """The plan with the losses of its network and of uniform after the repair, where both are made.
+
+        A method that yields to uniform takes the better one.
+        """
+        problem, yields = self.problem, self.method.yields_to_uniform
+        widths = {"uniform": Widths(plan.uniform.widths), plan.name: plan.widths}
+        is_needed = yields or len(self.networks) == 2
+        if problem.held_out is None or plan.widths == plan.uniform.widths or not is_needed:
+            return plan
+        self._make_starts(widths, plan)
+        losses = {name: self.starts[name].loss for name in widths}
+        plan = replace(plan, repaired_losses={n: loss for n, loss in losses.items() if loss is not None})
+        if yields and plan.repaired_losses["uniform"] < plan.repaired_losses[plan.name]:
+            del self.starts[plan.name]
+            plan = replace(plan, slim=plan.uniform, yields_to_uniform=True)
         return plan
 
     def _stored_plan(self) -> Plan | None:
@@ -374,7 +397,9 @@ class Pipeline:
         widths, uniform = plan.widths, Widths(plan.uniform.widths)
         cost, resource = self.problem.cost, self.problem.resource
         difference = max(abs(widths[tie] / uniform[tie] - 1) for tie in uniform)
-        if difference == 0:
+        if plan.yields_to_uniform:
+            self.notes.append(f"The plan is the uniform network: {_compare_losses(plan, self.problem)}")
+        elif difference == 0:
             self.notes.append(f"The plan is the uniform network.{_why_uniform(plan)}")
         elif difference < 0.02:
             self.notes.append(
@@ -385,80 +410,98 @@ class Pipeline:
                 f"The given plan costs {cost(widths):,} {resource}, the uniform network {cost(uniform):,}: "
                 f"their budgets differ. Set budget={cost(widths)} to compare them."
             )
+        losses = plan.repaired_losses
+        if not plan.yields_to_uniform and losses and losses["uniform"] < losses[plan.name]:
+            self.notes.append(f"Uniform widths may be better: {_compare_losses(plan, self.problem)}")
 
     # Final trainings
 
-    def _train_final(self, name: str, widths: Widths, is_own: bool) -> nn.Module:
-        """Step 5: a network of these widths, trained with the recipe that all share.
-
-        `is_own`: the method chooses the channels that are kept, where weights are inherited.
-        """
-        problem, config, before = self.problem, self.config, dict[str, float]()
-        if is_own and self._is_trained_uniform(name, widths):
+    def _train_final(self, name: str, widths: Widths, plan: Plan) -> nn.Module:
+        """Step 5: a network of these widths, trained with the recipe that all share."""
+        problem, config = self.problem, self.config
+        if self._is_trained_uniform(name, plan):
             self.trained[name] = self.trainer.share_stage("uniform", name, self.trained["uniform"])
             self._add_row(name, widths)
             return self.trained[name]
         seed_everything(derive_seed("init", "final", problem.seed))  # paired: the same for all
         objective: Objective = problem.task.objective(self.recipe.label_smoothing)
-        weight, logits = self._kd_weight(), problem.task.is_classification
+        logits = problem.task.is_classification
         if config.distill == "in-place":
             pair = in_place_pair(problem.model, problem.graph, widths)
-            objective = InPlace(objective, weight, config.hard_weight, config.temperature, logits)
-            return self._train(name, pair, objective, widths)
-        network = self._start(name, widths, is_own, before)
+            objective = InPlace(objective, **self._terms(), logits=logits)
+            return self._train(name, Start(pair), objective, widths)
+        start = self._start(name, widths)
         if config.distill == "none" or self.recipe.epochs == 0:
-            return self._train(name, network, objective, widths, before_training=before)
+            return self._train(name, start, objective, widths)
         teacher = problem.trained
         assert teacher is not None
         problem.engine.prepare(teacher).eval().requires_grad_(False)
-        objective = Distillation(objective, teacher, weight, config.temperature, logits)
-        images = self._with_teacher_logits(teacher)
-        return self._train(name, network, objective, widths, images, before)
+        objective = Distillation(objective, teacher, **self._terms(), logits=logits)
+        return self._train(name, start, objective, widths, self._with_teacher_logits(teacher))
 
-    def _is_trained_uniform(self, name: str, widths: Widths) -> bool:
-        """Whether a second training would only repeat that of the uniform network.
+    def _is_trained_uniform(self, name: str, plan: Plan) -> bool:
+        """Whether a second training would only repeat that of the uniform network."""
+        if name != plan.name or name == "uniform" or "uniform" not in self.trained:
+            return False
+        return _repeats_uniform(plan, self.problem) and not self.trainer.is_finished(name)
 
-        Where weights are inherited, the method may keep other channels.
-        """
-        is_uniform = "uniform" in self.trained and name != "uniform" and widths == self.problem.uniform()
-        return is_uniform and not self.problem.inherits and not self.trainer.is_finished(name)
+    def _terms(self) -> dict[str, float]:
+        """What the loss consists of, as `resolve_distillation` has set it."""
+        config = self.config
+        assert config.kd_weight is not None
+        assert config.temperature is not None
+        assert config.hard_weight is not None
+        weight, temperature, hard_weight = config.kd_weight, config.temperature, config.hard_weight
+        return {"weight": weight, "temperature": temperature, "hard_weight": hard_weight}
 
-    def _start(self, name: str, widths: Widths, is_own: bool, before: dict[str, float]) -> nn.Module:
-        """The network before training. Its accuracies after each step of surgery go to `before`."""
+    def _start(self, name: str, widths: Widths) -> Start:
         problem = self.problem
         if not problem.inherits or self.trainer.is_finished(name):
-            return slim(problem.model, widths, graph=problem.graph).requires_grad_(True)
+            return Start(slim(problem.model, widths, graph=problem.graph).requires_grad_(True))
+        return self.starts.pop(name)
+
+    def _make_remaining_starts(self, networks: Mapping[str, Widths], plan: Plan) -> None:
+        if not self.problem.inherits:
+            return
+        wanted = {n: widths for n, widths in networks.items() if not self.trainer.is_finished(n)}
+        if plan.yields_to_uniform and plan.name in wanted:
+            if "uniform" in networks:
+                del wanted[plan.name]
+            elif "uniform" in self.starts:
+                self.starts[plan.name] = self.starts.pop("uniform")
+        if wanted.keys() - self.starts:
+            self._make_starts(wanted, plan)
+
+    def _make_starts(self, networks: Mapping[str, Widths], plan: Plan) -> None:
+        """Cut and repair networks, before any is trained: the original then runs once for all of them."""
+        problem = self.problem
         assert problem.trained is not None
         problem.engine.prepare(problem.trained)
+        starter = Starter(problem)
+        for name, widths in networks.items():
+            if name in self.starts:
+                continue
+            seed_everything(derive_seed("init", "final", problem.seed))
+            is_uniform = name == "uniform" or plan.yields_to_uniform
+            chosen = self.world.broadcast(None if is_uniform else self.method.scores(problem))
+            scores: dict[str, float] = {}
+            network = starter.network(widths, chosen, partial(self._watch, name, scores))
+            self.starts[name] = Start(network, scores, problem.held_out_loss(network))
 
-        def watch(step: str, network: nn.Module) -> None:
-            self.trainer.begin_stage(name, prefix="evaluating ", suffix=f", {step}")
-            score = problem.evaluate(network).score
-            if score is not None:
-                before[step] = score
-
-        scores = self.method.scores(problem) if is_own else None
-        return start_network(problem, widths, problem.engine.world.broadcast(scores), watch)
-
-    def _kd_weight(self) -> float:
-        config = self.config
-        if config.kd_weight is not None:
-            return config.kd_weight
-        return DISTILLATIONS[config.distill] if self.problem.task.is_classification else OUTPUT_WEIGHT
+    def _watch(self, name: str, scores: dict[str, float], step: str, network: nn.Module) -> None:
+        """Evaluate a network after a step of surgery, where it is a row of the table."""
+        if name not in self.networks:
+            return
+        self.trainer.begin_stage(name, prefix="evaluating ", suffix=f", {step}")
+        score = self.problem.evaluate(network).score
+        if score is not None:
+            scores[step] = score
 
     def _train(
-        self,
-        name: str,
-        network: nn.Module,
-        objective: Objective,
-        widths: Widths,
-        images: Split | None = None,
-        before_training: Mapping[str, float] | None = None,
+        self, name: str, start: Start, objective: Objective, widths: Widths, images: Split | None = None
     ) -> nn.Module:
         images = self.problem.data.train if images is None else images
-        trained = self.trainer.train(
-            name, network, objective, self.recipe, images, before_training=before_training
-        )
+        trained = self.trainer.train(name, start.network, objective, self.recipe, images, start=start)
         self.trained[name] = trained
         self._add_row(name, widths)
         return trained
@@ -475,9 +518,12 @@ class Pipeline:
         """`metrics` are by default those of the last epoch."""
         graph, record = self.problem.graph, self.trainer.records[name]
         files = {self.config.method_name: "slim.json", "original": self.teacher_file}
+        last = (record.history[-1].test if record.history else None) or {}
+        known = record.kept_metrics or last if metrics is None else metrics.to_dict()
         self.rows[name] = Row(
             name,
-            **(metrics.to_dict() if metrics is not None else record.history[-1].test or {}),
+            **known,
+            fine_tuned=last.get("metric", last.get("top1")) if record.kept_metrics else None,
             macs=graph.macs(widths),
             params=graph.params(widths),
             memory=graph.activation_bytes(widths),
@@ -502,6 +548,8 @@ class Pipeline:
         order = dict.fromkeys(("original", "uniform", self.config.method_name))
         rows = [self.rows[name] for name in order if name in self.rows]
         self.notes += [*self._notes_on_accuracy(), *lost_by_training(rows, self.problem.data.test.size)]
+        records = {row.name: self.trainer.records[row.name] for row in rows}
+        self.notes += [kept_note(name, record) for name, record in records.items() if record.held_out_losses]
         bench: Bench | None = None
         if self.world.is_main_process:
             rows, missed = with_latency(self.problem, rows, networks)
@@ -561,6 +609,21 @@ class Pipeline:
             "bench": bench,
         }
         folder.write_json("result.json", result)
+
+
+def _repeats_uniform(plan: Plan, problem: Problem) -> bool:
+    """Where weights are inherited, a method may keep other channels at the same widths."""
+    return plan.yields_to_uniform or (plan.widths == problem.uniform() and not problem.inherits)
+
+
+def _compare_losses(plan: Plan, problem: Problem) -> str:
+    """The losses after the repair of uniform and of the method's network."""
+    uniform, own = plan.repaired_losses["uniform"], plan.repaired_losses[plan.name]
+    images = "" if problem.held_out is None else f" {problem.held_out.size:,}"
+    return (
+        f"after the repair its loss on{images} held-out training images is {uniform:.3g}, that of the widths "
+        f"by {plan.name} {own:.3g}."
+    )
 
 
 def _why_uniform(plan: Plan) -> str:

@@ -30,9 +30,12 @@ from .loading import (
     check_model,
     frozen_ties,
     has_new_classifier,
+    leave_out,
     load_model_and_data,
     model_notes,
+    name_of_recipe,
     read_widths,
+    resolve_distillation,
     resolve_method,
     resolve_recipes,
 )
@@ -157,7 +160,9 @@ def _prepare(
     graph = attach_latency(graph, config.latency)
     target = resolve_budget(graph, config.budget, config.resource, config.grow)
     config, own_notes = restrict_settings(config, loaded, task)
-    recipes = resolve_recipes(config, loaded, network, task)
+    recipe = name_of_recipe(config, loaded, network)
+    config = resolve_distillation(config, recipe, task)
+    recipes = resolve_recipes(config, recipe, loaded, task)
     init = config.backbone_init
     if not isinstance(init, str) or init.endswith(".json"):
         init = dict(read_widths(init, graph, "backbone_init"))
@@ -165,6 +170,7 @@ def _prepare(
     plan = read_widths(config.plan, graph, "plan") if config.plan is not None else None
     layer_macs = _layer_macs(network, graph, recipes[0].batch_size // config.accumulate)
     engine, notes = restrict_engine(_engine_of(config, layer_macs), loaded, task)
+    remaining, held_out, held_out_notes = leave_out(loaded, config, task)
     problem = Problem(
         network,
         graph,
@@ -172,7 +178,7 @@ def _prepare(
         target.resource,
         config.divisor,
         resolved.freeze or (),
-        loaded.to(engine.device),
+        remaining.to(engine.device),
         recipes[1],
         engine,
         config.seed,
@@ -181,10 +187,17 @@ def _prepare(
         repairs=config.repairs,
         task=task,
         limits=target.limits,
+        held_out=held_out if held_out is None else held_out.to(engine.device),
         callbacks=callbacks if engine.world.is_main_process else (),
     )
     resolved, method_notes = resolve_method(resolved, problem)
-    told = [*loaded.notes, *notes, *own_notes, *model_notes(model, network, config, new_classifier)]
+    told = [
+        *loaded.notes,
+        *notes,
+        *own_notes,
+        *held_out_notes,
+        *model_notes(model, network, config, new_classifier),
+    ]
     return Pipeline(
         problem,
         resolved,

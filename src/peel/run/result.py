@@ -43,6 +43,8 @@ class Row:
     """The user's own metric, in the place of the accuracies."""
     before_training: dict[str, float] = field(default_factory=dict)
     """Top-1, or the metric, after each step of surgery (cut, recalibrated, repaired) on inherited weights."""
+    fine_tuned: float | None = None
+    """Top-1, or the metric, after fine-tuning, where the network from before it was better and is kept."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,7 +88,7 @@ def lost_by_training(rows: Sequence[Row], test_images: int) -> list[str]:
     notes = []
     for row in rows:
         repaired, trained = row.before_training.get("repaired"), row.top1
-        if repaired is None or trained is None:
+        if repaired is None or trained is None or row.fine_tuned is not None:
             continue
         lost = repaired - trained
         if lost > max(0.005, standard_error(trained, test_images)):
@@ -95,6 +97,19 @@ def lost_by_training(rows: Sequence[Row], test_images: int) -> list[str]:
                 f"{repaired:.2%}. Try a lower rate (--train.lr) or more epochs (--train.epochs)."
             )
     return notes
+
+
+def kept_note(name: str, record: "StageRecord") -> str:
+    """Which network is kept: the one from before fine-tuning, or the one from after it."""
+    assert record.held_out_losses is not None
+    before, after = record.held_out_losses
+    losses = f"the loss on the held-out images was {before:.3g} before and {after:.3g} after it"
+    if record.kept_metrics is None:
+        return f"{name}: the fine-tuned network is kept; {losses}."
+    return (
+        f"{name}: the network from before fine-tuning is kept; {losses}. Try a lower rate (--train.lr), more "
+        "epochs (--train.epochs) or more images."
+    )
 
 
 @dataclass(frozen=True)
@@ -106,6 +121,10 @@ class StageRecord:
     notes: list[str] = field(default_factory=list)
     before_training: dict[str, float] = field(default_factory=dict)
     """Top-1, or the metric, after each step of surgery."""
+    held_out_losses: tuple[float, float] | None = None
+    """Before and after fine-tuning, on training images that were left out of it."""
+    kept_metrics: dict[str, float] | None = None
+    """On the test images, of the network from before fine-tuning, where that was better and is kept."""
 
     @property
     def seconds(self) -> float:

@@ -1,16 +1,18 @@
 """Trains the networks of a run, each once: a resumed run loads what is finished from its folder."""
 
+import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..cost.widths import Widths
 from ..data.datasets import Split
 from ..errors import ConfigError, CorruptFileError, DivergedError
 from ..methods.problem import Problem
+from ..methods.start import Start
 from ..steps.distillation import Distillation, Pair
 from ..surgery import slim
 from ..surgery.info import attach_info, info_of
@@ -71,9 +73,12 @@ class Trainer:
         recipe: Recipe,
         images: Split,
         callbacks: Sequence[Callback] = (),
-        before_training: Mapping[str, float] | None = None,
+        start: Start | None = None,
     ) -> nn.Module:
-        """The trained network; of a pair (in-place distillation), the student."""
+        """The trained network; of a pair (in-place distillation), the student.
+
+        With `start`, the network as it was before the training where that is better on held-out images.
+        """
         engine, folder = self.problem.engine, self.folder
         done = engine.world.broadcast(folder.stage_record(stage) if folder is not None else None)
         if done is not None:
@@ -82,12 +87,14 @@ class Trainer:
                 folder.checkpoints(stage).clear()  # the run was killed before it cleared them
             self.records[stage] = done
             return self._finished(self._load(stage, _widths_of(network)))
+        start = start or Start(network)
+        before = copy.deepcopy(network.state_dict()) if start.loss is not None and recipe.epochs else None
         self.begin_stage(stage, prefix="training " if recipe.epochs else "evaluating ")
         if recipe.epochs == 0 or self.problem.task.train_fn is not None:
             history = [self._train_without_loop(network, objective, recipe)]
             if folder is not None:
                 folder.restart_metrics(stage, history)
-            return self._end_stage(stage, network, history, [], before_training)
+            return self._end_stage(stage, network, history, [], start, before)
         padded, notes = self._pad(network)
         extra = callbacks if padded is None else [_Unpadded(callback, padded) for callback in callbacks]
         metrics = [] if folder is None else [_MetricsFile(stage, folder)]
@@ -109,7 +116,7 @@ class Trainer:
             network = network.student()
         elif padded is not None:
             network = padded.unpadded()
-        return self._end_stage(stage, network, history, notes, before_training)
+        return self._end_stage(stage, network, history, notes, start, before)
 
     def _end_stage(
         self,
@@ -117,13 +124,29 @@ class Trainer:
         network: nn.Module,
         history: list[EpochRecord],
         notes: list[str],
-        before_training: Mapping[str, float] | None,
+        start: Start,
+        before: Mapping[str, Tensor] | None,
     ) -> nn.Module:
         self._finished(network)
-        self.records[stage] = self._record(history, notes, before_training or {})
+        record = self._record(history, notes, start.scores)
+        if before is not None:
+            record = self._keep_better(network, record, start, before)
+        self.records[stage] = record
         if self.folder is not None:
             self.folder.save_stage(stage, self.records[stage], network)
         return network
+
+    def _keep_better(
+        self, network: nn.Module, record: StageRecord, start: Start, before: Mapping[str, Tensor]
+    ) -> StageRecord:
+        """Fine-tuning on few images may lose what the repair gave."""
+        after = self.problem.held_out_loss(network)
+        assert start.loss is not None and after is not None
+        record = replace(record, held_out_losses=(start.loss, after))
+        if after <= start.loss:
+            return record
+        network.load_state_dict(before)
+        return replace(record, kept_metrics=self.problem.evaluate(network).to_dict())
 
     def _train_without_loop(self, network: nn.Module, objective: Objective, recipe: Recipe) -> EpochRecord:
         """No epoch, or the user's own function trains the network: all its epochs are one record."""
