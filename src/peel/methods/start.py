@@ -18,7 +18,7 @@ from ..train.engine import eval_batch_size
 from ..utils.rng import epoch_order
 from .problem import Problem
 
-#: Training images, without their labels, that repair and recalibration use.
+#: Training images, without their labels, that repair and recalibration use at most; and per batch.
 CALIBRATION_IMAGES, BATCH_SIZE = 1024, 128
 
 Watch = Callable[[str, nn.Module], None]
@@ -44,10 +44,7 @@ class Starter:
 
     @cached_property
     def images(self) -> list[tuple[Any, None]]:
-        """As many as one pass can hold: with more, each layer costs a pass of its own."""
-        problem = self.problem
-        count = min(CALIBRATION_IMAGES, images_at_once(problem.model, problem.graph))
-        return calibration_images(problem, count)
+        return calibration_images(self.problem)
 
     @cached_property
     def explained(self) -> Mapping[str, Tensor]:
@@ -91,8 +88,13 @@ class Starter:
         return network.requires_grad_(True)
 
 
-def calibration_images(problem: Problem, count: int = CALIBRATION_IMAGES) -> list[tuple[Any, None]]:
-    """Batches of training images without augmentation, and without targets."""
+def calibration_images(problem: Problem, count: int | None = None) -> list[tuple[Any, None]]:
+    """Batches of training images without augmentation, and without targets.
+
+    As many as a repair can hold at a time: with more, each layer costs a pass of its own.
+    """
+    if count is None:
+        count = min(CALIBRATION_IMAGES, images_at_once(problem.model, problem.graph))
     train, engine = problem.data.train, problem.engine
     order = epoch_order(train.size, problem.seed, -1)[:count]
     batch_size = min(BATCH_SIZE, eval_batch_size(train))

@@ -23,6 +23,9 @@ PLACES = 16
 #: Of channels that explain equally much, the one that varies most is taken: others follow from it best.
 TIE_BREAK = 1e-9
 
+#: Into how many blocks the channels of a greedy order are divided: each ends with smaller matrices.
+BLOCKS = 16
+
 #: Images that run together, where memory allows it: as many as `search` repairs networks with.
 BATCH = 512
 
@@ -150,17 +153,26 @@ def greedy_order(covariance: Tensor, rank: int | None = None) -> Tensor:
     left = covariance.clone()
     count = len(left)
     floor = 1e-9 * left.diagonal().max()
-    is_taken = torch.zeros(count, dtype=torch.bool, device=left.device)
-    order = []
-    for _ in range(count if rank is None else min(rank, count)):
+    channels, is_taken = torch.arange(count, device=left.device), torch.zeros_like(left[0], dtype=torch.bool)
+    order: list[Tensor] = []
+    for step in range(count if rank is None else min(rank, count)):
+        if step and step % -(-count // BLOCKS) == 0:  # nothing is left of the taken channels
+            rest = untaken(is_taken, count - step)
+            left, channels, is_taken = left[rest][:, rest], channels[rest], is_taken[rest]
         own = left.diagonal()
         gains = torch.linalg.vector_norm(left, dim=1).square() / own.clamp_min(floor) + TIE_BREAK * own
         best = gains.masked_fill(is_taken, -1.0).argmax(keepdim=True)
         is_taken.index_fill_(0, best, True)
-        order.append(best)
+        order.append(channels[best])
         column, row = left.index_select(1, best).squeeze(1), left.index_select(0, best).squeeze(0)
         left.addr_(column, row / row.index_select(0, best).clamp_min(floor), alpha=-1)
-    rest = covariance.diagonal().masked_fill(is_taken, -1.0).argsort(descending=True)[: count - len(order)]
+    rest = channels[untaken(is_taken, count - len(order))]
+    rest = rest[covariance.diagonal()[rest].argsort(descending=True)]
     scores = torch.zeros(count)
     scores[torch.cat([*order, rest]).cpu()] = torch.arange(count, 0, -1.0)
     return scores
+
+
+def untaken(is_taken: Tensor, count: int) -> Tensor:
+    """Where it is false, which is `count` times. `nonzero` would wait for a GPU."""
+    return is_taken.to(torch.uint8).argsort(stable=True)[:count]

@@ -84,7 +84,13 @@ class Sums:
     def add(self, inputs: Tensor) -> None:
         others = [axis for axis in range(inputs.ndim) if axis != 1]
         count = inputs.numel() // inputs.shape[1]
-        variance, mean = (value.double() for value in torch.var_mean(inputs, others, correction=0))
+        # Moments around a mean that is nearly right: as exact as torch.var_mean, which on a CPU takes twice
+        # as long, and 3 to 60 times as long in channels-last memory.
+        center = inputs[:1].mean(others, keepdim=True)
+        moved = inputs - center
+        offset = moved.mean(others).double()
+        variance = moved.square_().mean(others).double() - offset.square()
+        mean = center.flatten().double() + offset
         self.count += count
         self.first = self.first + count * mean
         self.second = self.second + count * (variance + mean.square())
