@@ -11,11 +11,14 @@ from torch import Tensor
 
 import peel
 from helpers.deploy import Branching, slim_small
+from helpers.folders import save_pair
 from helpers.small import Small, fresh, same_weights
 from peel.deploy.backends import available_backends, make_runner
 from peel.deploy.bench import bench
+from peel.deploy.networks import load_network
 from peel.errors import ConfigError, ModelError, RunError, StoreError
 from peel.run.result import Result
+from peel.run.teacher import load_weights
 from peel.surgery.info import info_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -136,6 +139,17 @@ def test_what_cannot_be_timed_is_explained(own: Path, tmp_path: Path) -> None:
     (own / "slim.safetensors").unlink()
     with pytest.raises(RunError, match="has no slim network yet"):
         bench([own])
+
+
+def test_a_run_folder_of_an_older_version_is_read(own: Path) -> None:
+    model = "helpers.small:Small"
+    new = load_network(str(own), model=model)
+    save_pair(peel.load(own / "slim", model=Small()), own / "slim")
+    old = load_network(str(own), model=model)
+    assert same_weights(old.model, new.model)
+    assert (old.macs, old.input) == (new.macs, new.input)
+    teacher = load_weights(own / "slim.json", Small())
+    assert same_weights(teacher, new.model)
 
 
 def test_a_saved_model_of_your_own_needs_what_builds_it(tmp_path: Path) -> None:

@@ -100,7 +100,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
         "made_by": {"peel": __version__, "torch": torch.__version__.split("+")[0]},
     }
     try:
-        data = dump_tensors(tensors, metadata={"format": "pt", KEY: json.dumps(description)})
+        # One key: safetensors writes several in any order, and equal networks are to give equal files.
+        data = dump_tensors(tensors, metadata={KEY: json.dumps(description)})
         file.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(file, data)
     except TypeError as error:
@@ -150,10 +151,10 @@ def read_info(path: str | os.PathLike[str]) -> SlimInfo:
     )
 
 
-def is_saved(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a file at `path` that `save` wrote. Other safetensors files hold weights only."""
-    file = saved_path(path)
-    return file.is_file() and _read_document(file) is not None
+def is_saved(file: Path) -> bool:
+    """Whether `save` wrote this file. Other safetensors files hold weights only."""
+    is_named = file.suffix in (".json", ".safetensors") and saved_path(file).is_file()
+    return is_named and _read_document(saved_path(file)) is not None
 
 
 def saved_path(path: str | os.PathLike[str]) -> Path:
