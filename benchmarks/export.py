@@ -46,7 +46,7 @@ def check_export(name: str, suffix: str) -> dict[str, Any]:
     graph = peel.trace(model, example)
     small = settle(peel.slim(model, half(graph), graph=graph), size).eval()
     result: dict[str, Any] = {
-        "macs_left": round(small.peel_info.costs["macs"] / graph.macs(), 4),
+        "macs_left": round(small.peel_info["costs"]["macs"] / graph.macs(), 4),
         "input": list(size),
         "torch": torch.__version__.split("+")[0],
     }

@@ -195,7 +195,7 @@ def make_network(name: str, classes: int) -> tuple[nn.Module, ChannelGraph]:
 
 
 def original_path(folder: Path, data: str, network: str) -> Path:
-    return folder / f"{data}-{network}" / "original.json"
+    return folder / f"{data}-{network}" / "original.safetensors"
 
 
 def logits_path(folder: Path, data: str, network: str) -> Path:

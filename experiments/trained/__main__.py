@@ -9,7 +9,7 @@
     python -m experiments.trained latency --originals originals
     python -m experiments.trained analyze
 
-`originals` trains the networks from scratch into originals/NETWORK-SEED/original.json. `peers` lets
+`originals` trains the networks from scratch into originals/NETWORK-SEED/original.safetensors. `peers` lets
 Torch-Pruning (pip install torch-pruning==1.6.1) choose channels. `curve` judges networks right after the
 cut, recalibrated and repaired. `finetune` trains the stages of work.py, such as `main:0-2`; a line has top-1
 after every epoch. A seed has an original of its own, or uses that of seed 0. `latency` times the networks of

@@ -80,7 +80,7 @@ def latency_model(name: str) -> peel.LatencyModel:
 
 def original_path(folder: Path, name: str, seed: int) -> Path:
     """Where a trained original is saved. A seed without one of its own uses that of seed 0."""
-    return folder / f"{name}-{seed}" / "original.json"
+    return folder / f"{name}-{seed}" / "original.safetensors"
 
 
 def original_seed(folder: Path, name: str, seed: int) -> int:

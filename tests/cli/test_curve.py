@@ -88,7 +88,7 @@ def test_the_split_of_a_folder_without_val_and_the_standard_error_are_told(
         input = {**few_digits().input_spec(), "classes": list("0123456789")}
         attach_info(network, SlimInfo({"class": "Small"}, {}, {}, {}, input))
         peel.save(network, tmp_path / "whole")
-        line = ["eval", str(tmp_path / "whole.json"), "--model", "helpers.small:Small", "--data", ""]
+        line = ["eval", str(tmp_path / "whole.safetensors"), "--model", "helpers.small:Small", "--data", ""]
     line[line.index("--data") + 1] = str(folder)
     assert main(line) == 0
     shown = capsys.readouterr()

@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 import peel
 from helpers.deploy import OWN, slim_small
 from helpers.small import SHORT, few_digits, taught
-from peel import zoo
 from peel.cli.main import main
 from peel.deploy.networks import load_network
 from peel.run.prune import prune
@@ -104,7 +103,7 @@ def test_int8_shows_accuracy_and_speed_before_and_after(
         assert expected in shown
 
 
-def test_a_run_of_your_own_network_becomes_a_python_file(
+def test_a_run_of_your_own_network_is_exported_by_what_built_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "net_of_mine.py").write_text(OWN)
@@ -112,13 +111,11 @@ def test_a_run_of_your_own_network_becomes_a_python_file(
     model = "net_of_mine.py:Net"
     settings = {"distill": "none", "stages": ["final"], "plan": {"conv1": 3, "conv2": 7}, "budget": "100%"}
     prune(model, few_digits(), **SHORT, output="run", **settings)  # type: ignore[arg-type]
-    assert main(["export", "run", "--to", "mine.py"]) == 0
-    assert "exported mine.json" in capsys.readouterr().out
-    assert "from net_of_mine import Net" in Path("mine.py").read_text()
-    assert zoo.create(model).conv1.out_channels == 8
-    assert main(["export", "run/slim.json", "--to", "mine.pt2"]) == 3
+    assert main(["export", "run", "--to", "whole.pt2"]) == 0
+    assert "exported whole.pt2" in capsys.readouterr().out
+    assert main(["export", "run/slim.safetensors", "--to", "mine.pt2"]) == 3
     assert "--model" in capsys.readouterr().err
-    assert main(["export", "run/slim.json", "--to", "mine.pt2", "--model", model]) == 0
+    assert main(["export", "run/slim.safetensors", "--to", "mine.pt2", "--model", model]) == 0
 
 
 @pytest.mark.parametrize(
@@ -127,18 +124,31 @@ def test_a_run_of_your_own_network_becomes_a_python_file(
         (["bench"], 2, "name a run folder"),
         (["bench", "small.pt"], 3, "small.pt is no network"),
         (["bench", "small.onnx", "--backend", "tensorrt"], 2, "eager, compile, onnxruntime"),
-        (["export", "saved.json", "--to", "x.tflite", "--model", "helpers.small:Small"], 2, "no format"),
-        (["export", "saved.json", "--to", "x.onnx"], 3, "--model path/to/file.py:callable"),
-        (["export", "saved.json", "--to", "x.onnx", "--model", "helpers.small:Pooled"], 3, "does not fit"),
-        (["export", "saved.json", "--to", "x.onnx", "--int8"], 2, "--data"),
         (
-            ["export", "odd.json", "--to", "x.onnx", "--model", "helpers.deploy:Branching"],
+            ["export", "saved.safetensors", "--to", "x.tflite", "--model", "helpers.small:Small"],
+            2,
+            "no format",
+        ),
+        (
+            ["export", "helpers.small:Small", "--to", "x.py", "--input", "3,8,8"],
+            2,
+            ".onnx, .pt2, .safetensors",
+        ),
+        (["export", "saved.safetensors", "--to", "x.onnx"], 3, "--model path/to/file.py:callable"),
+        (
+            ["export", "saved.safetensors", "--to", "x.onnx", "--model", "helpers.small:Pooled"],
+            3,
+            "does not fit",
+        ),
+        (["export", "saved.safetensors", "--to", "x.onnx", "--int8"], 2, "--data"),
+        (
+            ["export", "odd.safetensors", "--to", "x.onnx", "--model", "helpers.deploy:Branching"],
             2,
             "data-dependent",
         ),
         (["export", "small.onnx", "--to", "x.onnx"], 2, "an ONNX file already"),
         (["export", "empty", "--to", "x.onnx"], 2, "not a run folder"),
-        (["export", "saved.json"], 2, "--to"),
+        (["export", "saved.safetensors"], 2, "--to"),
         (["export", "helpers.small:Small", "--to", "x.onnx"], 2, "give --input channels,height,width"),
         (["eval", "small.onnx"], 2, "--data"),
         (["eval", "small.onnx", "--data", "nowhere"], 3, "neither a dataset nor a folder"),

@@ -11,11 +11,15 @@ from torch import Tensor
 
 import peel
 from helpers.deploy import Branching, slim_small
+from helpers.folders import save_pair
 from helpers.small import Small, fresh, same_weights
 from peel.deploy.backends import available_backends, make_runner
 from peel.deploy.bench import bench
+from peel.deploy.networks import load_network
 from peel.errors import ConfigError, ModelError, RunError, StoreError
 from peel.run.result import Result
+from peel.run.teacher import load_weights
+from peel.surgery.info import info_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -79,7 +83,7 @@ def test_a_run_brings_its_original_along_once(finished: tuple[Path, Result], tmp
 def test_files_and_names_are_networks(small_onnx: Path, tmp_path: Path) -> None:
     files = [small_onnx, Path(shutil.copy(small_onnx, tmp_path / "other.onnx"))]
     result = bench(files, threads=1, seconds=0.01, backends=["onnxruntime"])
-    assert [entry.macs for entry in result.entries] == [slim_small().peel_info.costs["macs"]] * 2
+    assert [entry.macs for entry in result.entries] == [info_of(slim_small()).costs["macs"]] * 2
     values = result.to_dict()["entries"][1]
     assert set(values["seconds"]) == {"median", "p10", "p90", "round_count"}
     assert values["speedup"]["verdict"] in ("faster", "slower", "no measurable gain")
@@ -118,7 +122,7 @@ def test_what_cannot_be_timed_is_explained(own: Path, tmp_path: Path) -> None:
         ("broken.onnx", StoreError, "ONNX Runtime cannot load .*broken.onnx"),
         ("missing.onnx", StoreError, "no file .*missing.onnx"),
         ("weights.pt", StoreError, "weights.pt is no network"),
-        ("saved.json", StoreError, "--model path/to/file.py:callable"),
+        ("saved.safetensors", StoreError, "--model path/to/file.py:callable"),
         ("empty", RunError, "not a run folder"),
     ]
     for name, error, message in cases:
@@ -132,9 +136,20 @@ def test_what_cannot_be_timed_is_explained(own: Path, tmp_path: Path) -> None:
         bench({"a": slim_small()}, batch=0)
     with pytest.raises(ModelError, match="input shape of a is not known"):
         bench({"a": Small()})
-    (own / "slim.json").unlink()
+    (own / "slim.safetensors").unlink()
     with pytest.raises(RunError, match="has no slim network yet"):
         bench([own])
+
+
+def test_a_run_folder_of_an_older_version_is_read(own: Path) -> None:
+    model = "helpers.small:Small"
+    new = load_network(str(own), model=model)
+    save_pair(peel.load(own / "slim", model=Small()), own / "slim")
+    old = load_network(str(own), model=model)
+    assert same_weights(old.model, new.model)
+    assert (old.macs, old.input) == (new.macs, new.input)
+    teacher = load_weights(own / "slim.json", Small())
+    assert same_weights(teacher, new.model)
 
 
 def test_a_saved_model_of_your_own_needs_what_builds_it(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import peel
-from helpers.deploy import OWN, Branching, OnlyTwo, slim_small
+from helpers.deploy import Branching, OnlyTwo, slim_small
 from helpers.small import Small, fresh
-from peel import zoo
 from peel.deploy import export as export_module
 from peel.deploy import onnx_model
 from peel.deploy.export import TOLERANCE
@@ -59,7 +57,7 @@ def test_a_torch_export_file(tmp_path: Path) -> None:
 def test_a_safetensors_file_is_what_peel_loads(tmp_path: Path) -> None:
     model = slim_small()
     made = peel.export(model, tmp_path / "small.safetensors")
-    assert names(tmp_path) == ["small.json", "small.safetensors"]
+    assert names(tmp_path) == ["small.safetensors"]
     assert made.difference == 0
     again = peel.load(tmp_path / "small", model=Small()).eval()
     images = torch.randn(2, 3, 8, 8)
@@ -76,97 +74,7 @@ def test_the_model_is_left_as_it_was_and_a_fixed_batch_is_kept(tmp_path: Path) -
     assert onnx_model.OnnxModel(made.path).input_shape == [3, 3, 8, 8]
 
 
-# Without peel
-
-
-WITHOUT_PEEL = """
-import sys
-sys.modules["peel"] = None
-sys.path.insert(0, sys.argv[1])
-import torch
-from exported import CLASSES, load, normalize
-torch.save((load()(normalize(torch.load(sys.argv[2]))), CLASSES), sys.argv[3])
-"""
-
-
-def load_without_peel(folder: Path, pixels: Tensor) -> tuple[Tensor, list[str] | None]:
-    torch.save(pixels, folder / "in.pt")
-    arguments = [str(folder), str(folder / "in.pt"), str(folder / "out.pt")]
-    environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", WITHOUT_PEEL, *arguments], check=True, env=environment, cwd="/")
-    logits, classes = torch.load(folder / "out.pt")
-    return logits, classes
-
-
-def test_a_python_file_builds_your_network_without_peel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "own_net.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    model = zoo.create("own_net.py:Net", num_classes=10)
-    graph = peel.trace(model, torch.zeros(1, 3, 8, 8))
-    small = peel.slim(model, {"conv1": 5, "conv2": 11}, graph=graph, weights="inherit").eval()
-    made = peel.export(small, tmp_path / "exported.py", build="own_net.py:Net")
-    assert {file.name for file in made.files} == {"exported.py", "exported.json", "exported.safetensors"}
-    assert made.path.read_text().count("\n") < 70
-    pixels = torch.rand(4, 3, 8, 8)
-    logits, classes = load_without_peel(tmp_path, pixels)
-    assert torch.allclose(logits, small(pixels), atol=1e-6)
-    assert classes is None
-
-
-@pytest.mark.slow
-def test_a_python_file_of_the_zoo_carries_what_it_needs(tmp_path: Path) -> None:
-    model = zoo.create("cifar_resnet20", num_classes=4)
-    graph = peel.trace(model, torch.zeros(1, 3, 8, 8))
-    small = peel.slim(model, peel.uniform(graph, "40%"), graph=graph).eval()
-    made = peel.export(small, tmp_path / "exported.py")  # checked in a process without peel
-    assert made.difference < 1e-6
-    assert "import peel" not in made.path.read_text()
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        ("own_net.py:needs_an_argument", "missing 1 required positional argument"),
-        ("own_net.py:nothing", "has no 'nothing'"),
-        ("nowhere.py:Net", "no file nowhere.py"),
-    ],
-)
-def test_a_python_file_that_does_not_build_the_network_is_not_written(
-    build: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "own_net.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    small = slim_small()
-    with pytest.raises(ExportError, match=message):
-        peel.export(small, tmp_path / "out" / "exported.py", build=build)
-    assert names(tmp_path / "out") == []
-
-
 # Refused
-
-
-@pytest.mark.parametrize("name", ["own_net", "notes", "class", "json", "torch"])
-def test_a_python_file_hides_and_overwrites_nothing(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "own_net.py").write_text(OWN)
-    (tmp_path / "notes.py").write_text("# mine\n")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ExportError, match=rf"{name}\.py (is there|cannot be imported|would hide)"):
-        peel.export(slim_small(), tmp_path / f"{name}.py", build="own_net.py:Net")
-    assert names(tmp_path) == ["notes.py", "own_net.py"]
-    assert (tmp_path / "own_net.py").read_text() == OWN
-
-
-def test_a_python_file_does_not_take_the_name_of_the_module_it_imports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "own_net.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ExportError, match="would hide the module own_net"):
-        peel.export(slim_small(), tmp_path / "out" / "own_net.py", build="own_net.py:Net")
 
 
 def test_an_exporter_failure_is_one_line_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -219,7 +127,7 @@ class Nan(Small):
         (Small(), "x.onnx", {"example_input": torch.randn(1, 4, 8, 8)}, r"cannot run on .*\(2, 4, 8, 8\)"),
         (Small(), "x.onnx", {"example_input": [1]}, "must be a tensor"),
         (Small(), "x.onnx", {"example_input": torch.randn(1, 3, 8, 8), "batch": 0}, "at least 1"),
-        (Small(), "a-b.py", {"example_input": torch.randn(1, 3, 8, 8)}, "cannot be imported"),
+        (Small(), "x.py", {}, r"one of .onnx, .pt2, .safetensors\."),
         (Nan(), "x.pt2", {"example_input": torch.randn(1, 3, 8, 8)}, "differs from the network by nan"),
         (3, "x.onnx", {}, "only a torch.nn.Module"),
     ],

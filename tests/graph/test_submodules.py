@@ -16,6 +16,7 @@ from helpers.detectors import IMAGES, TARGETS, DetectionNet, torchvision_detecto
 from peel.cli.inspect import draw, inspection
 from peel.cost.count import count_macs
 from peel.graph.channel_graph import OF_MODULES, OUTPUT_OF_MODULES
+from peel.surgery.info import info_of
 
 # Nested inputs
 
@@ -120,8 +121,8 @@ def test_a_slim_detector_trains_detects_and_is_saved(tmp_path) -> None:  # type:
     assert [set(found) for found in small.eval()(IMAGES)] == [{"boxes", "scores"}] * len(IMAGES)
     peel.save(small, tmp_path / "slim")
     again = peel.load(tmp_path / "slim", model=model)
-    assert again.peel_info.costs["modules"] == ["backbone", "head"]  # type: ignore[union-attr]
-    assert again.peel_info.costs["macs"] == graph.macs(widths)  # type: ignore[union-attr]
+    assert info_of(again).costs["modules"] == ["backbone", "head"]
+    assert info_of(again).costs["macs"] == graph.macs(widths)
     verification = peel.verify(model, IMAGES, graph=graph)
     assert verification.passed, str(verification)
 

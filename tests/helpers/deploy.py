@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 import peel
 from helpers.small import WIDTHS, Small, fresh
-from peel.surgery.info import SlimInfo, attach_info, info_of
+from peel.surgery.info import attach_info, info_of
 
 #: A model file of the user's own.
 OWN = """
@@ -25,9 +27,6 @@ class Net(nn.Module):
     def forward(self, x):
         x = self.norm2(self.conv2(self.norm1(self.conv1(x)).relu())).relu()
         return self.fc(self.conv4(self.conv3(x).relu()).mean((2, 3)))
-
-def needs_an_argument(wide):
-    return Net(wide=wide)
 """
 
 
@@ -50,7 +49,6 @@ def slim_small(kind: type[Small] = Small) -> nn.Module:
     model = fresh() if kind is Small else kind()
     graph = peel.trace(model, torch.zeros(1, 3, 8, 8))
     small = peel.slim(model, WIDTHS, graph=graph, weights="inherit").eval()
-    info = info_of(small)
     spec = {"classes": list("0123456789"), "shape": [3, 8, 8], "mean": [0.3] * 3, "std": [0.4] * 3}
-    attach_info(small, SlimInfo(info.source, info.widths, info.modules, info.costs, spec))
+    attach_info(small, replace(info_of(small), input=spec))
     return small

@@ -6,6 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+from torch import nn
+
+from peel.graph.rebuild import tensors_of
+from peel.surgery.info import info_of
+
 
 def content(folder: Path) -> dict[str, tuple[int, bytes]]:
     """Every file: name -> (time of its last change, bytes)."""
@@ -28,3 +34,23 @@ def kept(folder: Path) -> list[Path]:
 def weights(folder: Path) -> bytes:
     """The weights of the trained original."""
     return (folder / "stages" / "original.safetensors").read_bytes()
+
+
+def save_pair(model: nn.Module, path: Path) -> None:
+    """Save a model as version 1 of the format did: a JSON file beside the safetensors file."""
+    tensors = {name: tensor.detach().contiguous() for name, tensor in tensors_of(model).items()}
+    save_file(tensors, path.with_suffix(".safetensors"), {"format": "pt"})
+    info = info_of(model)
+    document = {
+        "format": "peel-model",
+        "version": 1,
+        "model": info.source,
+        "widths": info.widths,
+        "modules": info.modules,
+        "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
+        "costs": info.costs,
+        "input": info.input or {},
+        "weights": {"file": f"{path.name}.safetensors", "sha256": ""},
+        "checksum": "",
+    }
+    path.with_suffix(".json").write_text(json.dumps(document))

@@ -86,7 +86,7 @@ def result(**top1: float) -> dict[str, Any]:
             "params": network.params,
             "seconds": 61.0,
             "image_passes": 10**6,
-            "file": f"{name}.json",
+            "file": f"{name}.safetensors",
         }
         for name, network in networks.items()
     ]

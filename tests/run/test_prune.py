@@ -33,9 +33,9 @@ def test_the_run_folder_holds_the_documented_files(finished: tuple[Path, Result]
     stages = {
         f"stages/{name}.{suffix}"
         for name in ("original", "backbone", "uniform", "peel")
-        for suffix in ("json", "safetensors", "record.json")
+        for suffix in ("safetensors", "record.json")
     }
-    top = "config.toml state.json environment.json plan.json metrics.jsonl slim.json slim.safetensors"
+    top = "config.toml state.json environment.json plan.json metrics.jsonl slim.safetensors"
     assert set(content(folder)) == stages | {*top.split(), "result.json", "report.html", ".lock"}
     assert not list((folder / "checkpoints").iterdir()), "finished stages need no checkpoints"
     assert read(folder / "environment.json")["torch"] == torch.__version__

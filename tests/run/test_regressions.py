@@ -133,7 +133,7 @@ def test_the_state_file_says_how_to_feed_the_network(tmp_path: Path) -> None:
 def test_the_saved_input_spec_gives_the_reported_accuracy(tmp_path: Path) -> None:
     result = small_run(output=tmp_path / "run")
     network = peel.load(tmp_path / "run" / "slim", model=Small()).eval()
-    told = network.peel_info.input
+    told = network.peel_info["input"]
     assert told["classes"] == list(few_digits().classes)
     test = few_digits().test
     assert isinstance(test, InMemoryImages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,13 +50,13 @@ def test_settings_that_do_not_change_the_result_may_change(own: Path) -> None:
 
 def test_finished_stages_are_kept_when_a_later_one_is_lost(own: Path) -> None:
     before = content(own)
-    for name in ("stages/peel.record.json", "result.json", "slim.json"):
+    for name in ("stages/peel.record.json", "result.json", "slim.safetensors"):
         (own / name).unlink()
     counting = Counting()
     small_run(output=own, seed=3, callbacks=[counting])
     assert counting.steps == {"peel": 6}
     after = content(own)
-    for name in ("stages/peel.safetensors", "slim.json", "slim.safetensors"):
+    for name in ("stages/peel.safetensors", "slim.safetensors"):
         assert after[name][1] == before[name][1]
     for name in before:
         if name.startswith(("stages/original", "stages/backbone", "stages/uniform")):
@@ -95,11 +96,11 @@ def test_an_unexpected_error_is_stored_until_the_run_resumes(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("stages", [["original"], ["backbone", "plan"]])
 def test_a_start_with_fewer_stages_loses_nothing(stages: list[str], own: Path) -> None:
-    before = {name: read(own / name) for name in ("result.json", "slim.json")}
+    before = {name: (own / name).read_bytes() for name in ("result.json", "slim.safetensors")}
     counting = Counting()
     result = small_run(output=own, seed=3, stages=stages, callbacks=[counting])
     assert counting.steps == {}
-    assert {name: read(own / name) for name in before} == before
+    assert {name: (own / name).read_bytes() for name in before} == before
     assert [row.name for row in result.rows] == ["original", "uniform", "peel"]
 
 
@@ -134,9 +135,8 @@ def test_callbacks_hear_of_finished_stages_too(own: Path) -> None:
 
 
 def test_a_stage_with_the_network_of_another_is_named(own: Path) -> None:
-    for suffix in ("json", "safetensors"):
-        (own / "stages" / f"peel.{suffix}").write_bytes((own / "stages" / f"original.{suffix}").read_bytes())
-    message = r"stages/peel.json has other widths than the plan. Restore"
+    shutil.copy(own / "stages" / "original.safetensors", own / "stages" / "peel.safetensors")
+    message = r"stages/peel.safetensors has other widths than the plan. Restore"
     with pytest.raises(CorruptFileError, match=message):
         small_run(output=own, seed=3)
 
@@ -144,9 +144,7 @@ def test_a_stage_with_the_network_of_another_is_named(own: Path) -> None:
 def test_corrupt_weights_and_records_are_named(own: Path) -> None:
     (own / "result.json").unlink()
     weights = own / "stages" / "uniform.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
+    weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(CorruptFileError, match=r"uniform.safetensors is corrupt"):
         small_run(output=own, seed=3)
     (own / "stages" / "original.record.json").write_text("{")

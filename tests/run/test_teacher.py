@@ -195,7 +195,7 @@ def test_a_corrupt_record_of_a_teacher_is_named(content: str, own: Path, tmp_pat
         small_run(weights=own, output=tmp_path / "other")
 
 
-@pytest.mark.parametrize("name", ["slim.json", "stages/uniform.json"])
+@pytest.mark.parametrize("name", ["slim.safetensors", "stages/uniform"])
 def test_a_slim_network_is_refused_as_teacher(
     name: str, finished: tuple[Path, Result], tmp_path: Path
 ) -> None:
@@ -300,13 +300,13 @@ def test_infinite_values_of_an_untrained_model_may_be_in_its_file(tmp_path: Path
         network.register_buffer("mask", torch.full((2,), float("-inf")))
     peel.save(trained, tmp_path / "own")
     torch.save(trained.state_dict(), tmp_path / "plain.pt")
-    for name in ("own.json", "plain.pt"):
+    for name in ("own.safetensors", "plain.pt"):
         assert same_weights(load_weights(tmp_path / name, model), trained)
     with torch.no_grad():
         trained.fc.bias[3] = float("inf")
     peel.save(trained, tmp_path / "own")
-    with pytest.raises(StoreError, match=r"own.json: fc.bias holds 1 values that are not finite"):
-        load_weights(tmp_path / "own.json", model)
+    with pytest.raises(StoreError, match=r"own.safetensors: fc.bias holds 1 values that are not finite"):
+        load_weights(tmp_path / "own.safetensors", model)
 
 
 def test_a_teacher_of_rare_classes_need_not_beat_the_most_frequent_class() -> None:
@@ -365,8 +365,8 @@ def test_a_teacher_brings_its_mean_and_std_and_the_slim_network_keeps_them(tmp_p
     run = tmp_path / "run"
     small_run(data=digits(), weights=tmp_path / "teacher", output=run)
     for name in ("slim", "stages/uniform"):
-        info = peel.load(run / name, model=Small()).peel_info
-        assert (info.input["mean"], info.input["std"]) == ([0.25] * 3, [0.75] * 3)
+        told = peel.load(run / name, model=Small()).peel_info["input"]
+        assert (told["mean"], told["std"]) == ([0.25] * 3, [0.75] * 3)
     assert read(run / "state.json")["identity"]["data"]["mean"] == [0.25] * 3
     with pytest.raises(RunError, match=r"data.mean: \[0.25, 0.25, 0.25\] -> \[0.3"):
         small_run(data=digits(), weights=tmp_path / "teacher", output=run, mean=(0.3,))
@@ -403,7 +403,7 @@ def test_pretrained_weights_of_other_classes_get_a_new_classifier_and_are_traine
     trained = peel.load(tmp_path / "run" / "stages" / "original")
     assert torch.allclose(trained.conv1.weight, hub.conv1.weight, atol=1e-4), "it started from them"
     assert trained.fc.weight.shape == (10, 512)
-    assert trained.peel_info.input["mean"] == [0.485, 0.456, 0.406]
+    assert trained.peel_info["input"]["mean"] == [0.485, 0.456, 0.406]
     counting = Counting()
     small_run("resnet18", few_digits(64), train=short, callbacks=[counting], **settings)
     assert counting.steps == {}, "it resumes"

@@ -26,7 +26,7 @@ def bench(
     Parameters
     ----------
     networks
-        Run folders and saved models (slim.json), each with its original; files .onnx; names of models.
+        Run folders and saved models (slim.safetensors), each with its original; files .onnx; names of models.
     batch
         Samples per batch.
     threads

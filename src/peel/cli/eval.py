@@ -40,7 +40,7 @@ def evaluate(
     Parameters
     ----------
     network
-        A run folder (its slim network), a saved model (slim.json), or a file .onnx.
+        A run folder (its slim network), a saved model (slim.safetensors), or a file .onnx.
     data
         digits, cifar10, cifar100, fashion-mnist, or a folder of images.
     data_root

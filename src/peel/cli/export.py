@@ -57,9 +57,9 @@ def export(
     Parameters
     ----------
     network
-        A run folder (its slim network), a saved model (slim.json), or the name or reference of a model.
+        A run folder (its slim network), a saved model (slim.safetensors), or a model by name or reference.
     to
-        The file: .onnx, .pt2 (torch.export), .safetensors with .json, or .py with both.
+        The file: .onnx, .pt2 (torch.export) or .safetensors.
     model
         What builds your own model before slimming: path/to/file.py:callable. Default: what the run used.
     input
@@ -120,7 +120,7 @@ def _export(network: Network, to: Path, batch: int | None, verbose: bool) -> Exp
         raise ExportError(f"{network.name} is an ONNX file already; --int8 can quantize it.")
     example = torch.zeros(1, *network.shape)
     try:
-        return run_export(network.model, to, example, batch=batch, build=network.build)
+        return run_export(network.model, to, example, batch=batch)
     except ExportError as error:
         if verbose and error.__cause__ is not None:
             print(error.__cause__, file=sys.stderr)

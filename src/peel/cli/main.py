@@ -71,7 +71,7 @@ app.command(
 app.command(
     "peel.cli.export:export",
     name="export",
-    help="A network as .onnx, .pt2, .safetensors or .py, checked by running it; int8 with --int8.",
+    help="A network as .onnx, .pt2 or .safetensors, checked by running it; int8 with --int8.",
 )
 app.command(
     "peel.cli.eval:evaluate",

@@ -63,7 +63,7 @@ def run(
     output
         The run folder. Default: a folder in runs/ named after the settings.
     export
-        Also export the slim network to this file, as `peel export` does: .onnx, .pt2, .safetensors or .py.
+        Also export the slim network to this file, as `peel export` does: .onnx, .pt2 or .safetensors.
     gpus
         Train with this many processes on this machine, one per GPU, started by torchrun's launcher.
     dry_run

@@ -1,13 +1,12 @@
 """The end of a run on the terminal: the table, the notes, the files."""
 
-import json
-
 from rich.console import Console
 
 from ..report.summary import draw_rows
 from ..run.result import Result
+from ..surgery.serialization import read_info
 
-_FILES = ("report.html", "slim.json", "plan.json", "metrics.jsonl", "result.json")
+_FILES = ("report.html", "slim.safetensors", "plan.json", "metrics.jsonl", "result.json")
 
 
 def draw_result(result: Result, console: Console, *, with_notes: bool = False) -> None:
@@ -20,7 +19,7 @@ def draw_result(result: Result, console: Console, *, with_notes: bool = False) -
         return
     files = [name for name in _FILES if (folder / name).exists()]
     console.print(f"\nfiles in {folder}: {', '.join(files)}", markup=False)
-    if "slim.json" in files:
-        is_own = "class" in json.loads((folder / "slim.json").read_text())["model"]
+    if "slim.safetensors" in files:
+        is_own = "zoo" not in read_info(folder / "slim").source
         load = f'peel.load("{folder / "slim"}"{", model=..." if is_own else ""})'
         console.print(f"the slim network: {load}", markup=False)

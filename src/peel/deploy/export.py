@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from ..surgery.serialization import load, save
 from ..version import __version__
 from .networks import shape_of
 from .onnx_model import OnnxModel, first_line, write_onnx
-from .python_file import check_python_path, run_python, write_python
 
 #: Batches that an exported file is run with.
 BATCHES = (1, 5)
@@ -53,7 +51,6 @@ class Job:
     """How many tensors it returns."""
     batch: int | None = None
     """None: any batch."""
-    build: str | None = None
 
     def examples(self, batch: int) -> tuple[Tensor, ...]:
         """Random inputs with this batch; what is no floating-point number is repeated."""
@@ -84,14 +81,12 @@ def export(
     example_input: Tensor | tuple[Tensor, ...] | None = None,
     *,
     batch: int | None = None,
-    build: str | None = None,
 ) -> Exported:
-    """Write a model as `.onnx`, `.pt2` (torch.export), `.safetensors` with JSON, or `.py` with both.
+    """Write a model as `.onnx`, `.pt2` (torch.export), or `.safetensors` as `peel.save` does.
 
     The file takes any batch; with `batch`, only this one. Before it gets its name it is run at the batches 1
     and 5: it must agree with torch to 1e-4, with the same best class. On any failure nothing is left behind.
-    `example_input` is by default of the shape that the model was trained or traced with. `build` names the
-    callable, `package.module:callable`, with which a `.py` file builds your own model before it was slimmed.
+    `example_input` is by default of the shape that the model was trained or traced with.
 
     >>> peel.export(result.model, "slim.onnx").difference
     """
@@ -99,7 +94,7 @@ def export(
     check_path(path)
     writer = WRITERS[path.suffix]
     name = type(model).__name__
-    job = _prepare(model, example_input, batch, build)
+    job = _prepare(model, example_input, batch)
     with temporary_folder(path) as folder:
         try:
             with untouched():
@@ -118,8 +113,6 @@ def check_path(path: Path) -> None:
     if path.suffix not in WRITERS:
         kinds = ", ".join(WRITERS)
         raise ExportError(f"{path} has no format that peel can export: end its name in one of {kinds}.")
-    if path.suffix == ".py":
-        check_python_path(path)
 
 
 @contextlib.contextmanager
@@ -145,9 +138,7 @@ def publish(folder: Path, path: Path) -> tuple[Path, ...]:
         raise ExportError(f"cannot write {path}: {error.strerror}.") from error
 
 
-def _prepare(
-    model: nn.Module, example: Tensor | tuple[Tensor, ...] | None, batch: int | None, build: str | None
-) -> Job:
+def _prepare(model: nn.Module, example: Tensor | tuple[Tensor, ...] | None, batch: int | None) -> Job:
     name = type(model).__name__
     if not isinstance(model, nn.Module):
         raise ExportError(f"only a torch.nn.Module can be exported, not a {name}.")
@@ -161,7 +152,7 @@ def _prepare(
     if not all(isinstance(value, Tensor) and value.ndim > 0 for value in inputs):
         raise ExportError("example_input must be a tensor, or a tuple of tensors, with the batch axis first.")
     twin = copy.deepcopy(model, dict(computed_tensors(model))).cpu().eval()
-    job = Job(twin, tuple(value.detach().cpu() for value in inputs), batch=batch, build=build)
+    job = Job(twin, tuple(value.detach().cpu() for value in inputs), batch=batch)
     try:
         return replace(job, outputs=len(_call(twin, job.examples(2))))
     except Exception as error:
@@ -273,16 +264,9 @@ def _to_safetensors(job: Job, path: Path) -> Run:
     return _in_process(load(path, model=original).eval())
 
 
-def _to_python(job: Job, path: Path) -> Run:
-    write_python(job.model, path, job.build)
-    return partial(run_python, path, job.build)
-
-
 #: Suffix -> function that writes a file and returns what runs it.
 WRITERS: dict[str, Callable[[Job, Path], Run]] = {
     ".onnx": _to_onnx,
     ".pt2": _to_pt2,
     ".safetensors": _to_safetensors,
-    ".json": _to_safetensors,
-    ".py": _to_python,
 }

@@ -15,7 +15,7 @@ from ..errors import ModelError, RunError, StoreError
 from ..graph.capture import computed_tensors, with_batch
 from ..report.record import RunRecord
 from ..surgery.info import SlimInfo, info_of
-from ..surgery.serialization import build_original, load, read_info
+from ..surgery.serialization import build_original, load, read_info, saved_path
 from .onnx_model import OnnxModel
 
 #: Files that hold weights or programs, but not a network that peel can build.
@@ -35,8 +35,6 @@ class Network:
     """Of a trained network: its classes, mean, std and resize."""
     macs: int | None = None
     params: int | None = None
-    build: str | None = None
-    """The user's callable that builds the original, where it is not a network of the zoo."""
     key: str = ""
     """Equal for networks that are the same: the original of several runs."""
     baseline: str | None = None
@@ -114,12 +112,12 @@ def load_networks(
         if shape is not None:
             raise ModelError(f"{path} has an input shape of its own: leave --input out.")
         return [_of_onnx(path, threads)]
-    if path.suffix in (".json", ".safetensors") or path.with_name(path.name + ".json").is_file():
+    if path.suffix in (".json", ".safetensors") or saved_path(path).is_file():
         return _of_saved(path, path, model, with_original, shape)
     if path.suffix in FOREIGN:
         raise StoreError(
             f"{reference} is no network that peel can run: give a run folder, a model saved by peel "
-            "(slim.json), a file .onnx, or the name of a model."
+            "(slim.safetensors), a file .onnx, or the name of a model."
         )
     shape = shape or known_shape(reference)
     network = zoo.create(reference)
@@ -141,10 +139,11 @@ def _of_run(
     folder: Path, model: str | None, with_original: bool, shape: tuple[int, ...] | None
 ) -> list[Network]:
     record = RunRecord.read(folder)
-    if not (folder / "slim.json").is_file():
+    file = folder / "slim.safetensors"
+    if not file.is_file():
         reason = f" It ended with: {record.error}" if record.error else ""
         raise RunError(f"{folder} has no slim network yet: finish the run with its own command.{reason}")
-    return _of_saved(folder, folder / "slim.json", model or record.config.get("model"), with_original, shape)
+    return _of_saved(folder, file, model or record.config.get("model"), with_original, shape)
 
 
 def _of_saved(
@@ -158,22 +157,20 @@ def _of_saved(
     else:
         original = build_original(info.source, file)
     slim = load(file, model=original)
-    build = reference if is_own else None
     shape = shape or shape_of(info)
-    key = f"{info.source} {build} {shape}"
+    key = f"{info.source} {reference if is_own else None} {shape}"
     is_slim = bool(info.modules)
     networks = [
         make_network(
             f"{place} slim" if place.is_dir() else str(place),
             slim,
             shape,
-            build=build,
             key=str(place) if is_slim else key,
             baseline=key if is_slim else None,
         )
     ]
     if with_original and is_slim:
-        networks.insert(0, make_network(f"{place} original", original, shape, build=build, key=key))
+        networks.insert(0, make_network(f"{place} original", original, shape, key=key))
     return networks
 
 

@@ -5,7 +5,7 @@ state.json, environment.json         what identifies the run (settings, fingerpr
 plan.json                            what each step decided
 metrics.jsonl                        one line per epoch
 checkpoints/                         the state of the running stage
-stages/NAME.json, NAME.safetensors   the model of a finished stage
+stages/NAME.safetensors              the model of a finished stage
 stages/NAME.record.json              how it was trained
 result.json, report.html             the result
 error.json                           the error that ended the last start

@@ -58,7 +58,7 @@ class Pipeline:
     state: RunState | None = None
     loaded_teacher: Teacher | None = None
     teacher_metrics: Metrics | None = None
-    teacher_file: str = "stages/original.json"
+    teacher_file: str = "stages/original.safetensors"
     logit_cache: LogitCache | None = None
     starts: dict[str, Start] = field(default_factory=dict)
     """The networks that are ready to be trained, where weights are inherited."""
@@ -517,7 +517,7 @@ class Pipeline:
     def _add_row(self, name: str, widths: Widths, metrics: Metrics | None = None) -> None:
         """`metrics` are by default those of the last epoch."""
         graph, record = self.problem.graph, self.trainer.records[name]
-        files = {self.config.method_name: "slim.json", "original": self.teacher_file}
+        files = {self.config.method_name: "slim.safetensors", "original": self.teacher_file}
         last = (record.history[-1].test if record.history else None) or {}
         known = record.kept_metrics or last if metrics is None else metrics.to_dict()
         self.rows[name] = Row(
@@ -529,7 +529,7 @@ class Pipeline:
             memory=graph.activation_bytes(widths),
             seconds=record.seconds,
             image_passes=record.image_passes,
-            file=files.get(name, f"stages/{name}.json"),
+            file=files.get(name, f"stages/{name}.safetensors"),
             before_training=record.before_training,
         )
 

@@ -24,7 +24,7 @@ from ..data.datasets import IMAGENET_MEAN, IMAGENET_STD, Data
 from ..errors import ConfigError, DataError, StoreError
 from ..methods.problem import Problem
 from ..surgery.info import info_of
-from ..surgery.serialization import load, read_info
+from ..surgery.serialization import is_saved, load, read_info, saved_path
 from ..train.engine import Engine, eval_batch_size
 from ..train.objective import get_logits, main_output
 from ..utils.files import parse_object, read_file
@@ -55,7 +55,7 @@ class Teacher:
     """A trained original."""
 
     model: nn.Module
-    file: str = "stages/original.json"
+    file: str = "stages/original.safetensors"
     record: StageRecord | None = None
     """How it was trained, where that is known."""
 
@@ -74,7 +74,7 @@ def find_teacher(reference: nn.Module | Mapping[str, Tensor] | str, problem: Pro
         file = saved_file(Path(reference))
         record = file.with_name("original.record.json")
         known = None
-        if file.name == "original.json" and record.is_file():
+        if file.stem == "original" and record.is_file():
             known = read_file(record, lambda data: msgspec.convert(parse_object(data), StageRecord))
         teacher = Teacher(load_weights(file, problem.model), str(file), known)
         _refuse_slim(teacher, problem)
@@ -93,8 +93,8 @@ def input_of(reference: nn.Module | Mapping[str, Tensor] | str) -> Mapping[str, 
     if isinstance(reference, Mapping):
         return {}
     path = Path(reference)
-    file = path / "stages" / "original.json" if path.is_dir() else path
-    return (read_info(file).input or {}) if file.suffix == ".json" and file.is_file() else {}
+    file = path / "stages" / "original.safetensors" if path.is_dir() else path
+    return (read_info(file).input or {}) if is_saved(file) else {}
 
 
 def check_accuracy(teacher: Teacher, top1: float, problem: Problem, is_chosen: bool) -> None:
@@ -247,8 +247,8 @@ def _check(teacher: nn.Module, problem: Problem) -> None:
 
 def saved_file(path: Path) -> Path:
     """The teacher in a run folder, a model saved by peel, or a state dict."""
-    inside = path / "stages" / "original.json"
-    candidates = (inside,) if path.is_dir() else (path, path.with_name(path.name + ".json"))
+    inside = path / "stages" / "original.safetensors"
+    candidates = (inside,) if path.is_dir() else (path, saved_path(path))
     for candidate in candidates:
         if candidate.is_file():
             return candidate
@@ -277,13 +277,13 @@ def _given_weights(run: Path) -> str | None:
 
 def load_weights(path: Path, original: nn.Module) -> nn.Module:
     """A copy of the original with the weights stored at `path`."""
-    is_plain = path.suffix == ".safetensors" and not path.with_suffix(".json").exists()
-    if path.suffix in (".json", ".safetensors") and not is_plain:
+    if is_saved(path):
         loaded = load(path, model=original)
         _refuse_not_finite(loaded.state_dict(), original, str(path))
         return loaded
     try:
-        stored: Any = load_file(path) if is_plain else torch.load(path, map_location="cpu", weights_only=True)
+        is_safe = path.suffix == ".safetensors"
+        stored: Any = load_file(path) if is_safe else torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = "without running code from it" if "weights_only" in str(error) else "by torch"
         raise StoreError(

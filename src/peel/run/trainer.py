@@ -232,15 +232,15 @@ class Trainer:
         if self.folder is not None:
             loaded = load(self.folder.path(f"stages/{stage}"), problem.model)
             if _widths_of(loaded) != widths:
-                raise CorruptFileError(
-                    f"{self.folder.folder}/stages/{stage}.json has other widths than the plan. {WAY_OUT}"
-                )
-            stored = loaded.state_dict(), non_persistent_buffers(loaded)
-        weights, buffers = problem.engine.world.broadcast(stored)
+                file = self.folder.path(f"stages/{stage}.safetensors")
+                raise CorruptFileError(f"{file} has other widths than the plan. {WAY_OUT}")
+            stored = loaded.state_dict(), non_persistent_buffers(loaded), info_of(loaded)
+        weights, buffers, info = problem.engine.world.broadcast(stored)
         network = slim(problem.model, widths, graph=problem.graph).requires_grad_(True)
         network.load_state_dict(weights)
         for name, buffer in non_persistent_buffers(network).items():
             buffer.copy_(buffers[name])
+        attach_info(network, info)
         return network
 
     def _pad(self, network: nn.Module) -> tuple[Padded | None, list[str]]:

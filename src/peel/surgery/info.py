@@ -1,17 +1,17 @@
 """How a slim model was made. `slim` and `load` attach this to the model, `save` writes it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
-from .selection import KeptChannels
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class SlimInfo:
-    """How a model was made. All but the kept channels are plain values that can be written as JSON."""
+    """How a model was made: plain values that can be written as JSON."""
 
     source: Mapping[str, Any]
     """How to build the original: `{"zoo": name, "arguments": {...}}`, or `{"class": "module:Class"}`."""
@@ -23,18 +23,61 @@ class SlimInfo:
     """MACs, parameters, the input shapes that they were counted for, and the modules if only these were."""
     input: Mapping[str, Any] | None = None
     """Of a trained model: its classes, and the shape and normalization of the images."""
-    kept: KeptChannels | None = field(default=None, compare=False, repr=False)
-    """Which channels were kept where weights were inherited. `save` does not write it."""
+    original_shapes: Mapping[str, Sequence[int | None]] | None = field(default_factory=dict)
+    """Tensor -> the sizes of its axes before slimming; None for an axis that is as it was.
+
+    None where it is not known: files of version 1 do not have it.
+    """
+    kept: Mapping[str, Sequence[Sequence[int] | None]] | None = field(default=None, compare=False, repr=False)
+    """Tensor -> for each axis, which places of the network that was slimmed are kept (-1: a new one).
+
+    None for an axis that is as it was. Tensors that are as they were are left out. None for fresh weights.
+    """
+
+    def after(self, earlier: "SlimInfo") -> "SlimInfo":
+        """That of a network that was slimmed again. `kept` holds places of the network in between."""
+        shapes = dict(self.original_shapes or {})
+        for name, first in (earlier.original_shapes or {}).items():
+            sizes = zip(first, shapes.get(name, first), strict=True)
+            shapes[name] = [now if was is None else was for was, now in sizes]
+        modules = {
+            name: {**earlier.modules.get(name, {}), **self.modules.get(name, {})}
+            for name in (*earlier.modules, *self.modules)
+        }
+        widths = {**earlier.widths, **self.widths}
+        return replace(self, source=earlier.source, widths=widths, modules=modules, original_shapes=shapes)
+
+    def without_prefix(self, name: str) -> "SlimInfo":
+        """The same for the module `name` of the model alone."""
+
+        def strip(values: Mapping[str, T]) -> dict[str, T]:
+            return {f"{key}.".removeprefix(f"{name}.")[:-1]: value for key, value in values.items()}
+
+        return replace(
+            self,
+            widths=strip(self.widths),
+            modules=strip(self.modules),
+            original_shapes=strip(self.original_shapes or {}),
+            kept=None if self.kept is None else strip(self.kept),
+        )
+
+
+def changed_sizes(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, list[int | None]]:
+    """The `original_shapes` of a network with new tensors."""
+    sizes = {name: zip(tensor.shape, new[name].shape, strict=True) for name, tensor in old.items()}
+    shapes = {name: [was if was != now else None for was, now in pairs] for name, pairs in sizes.items()}
+    return {name: shape for name, shape in shapes.items() if any(size is not None for size in shape)}
 
 
 def info_of(model: nn.Module) -> SlimInfo:
     """How a model was made. A model that was never slimmed has only a source."""
     info = getattr(model, "peel_info", None)
-    if isinstance(info, SlimInfo):
-        return info
+    if isinstance(info, dict):
+        return SlimInfo(**info)
     named = getattr(model, "peel_source", None)  # zoo.create sets it
     return SlimInfo(named or {"class": f"{type(model).__module__}:{type(model).__qualname__}"})
 
 
 def attach_info(model: nn.Module, info: SlimInfo) -> None:
-    model.peel_info = info  # type: ignore[assignment]
+    """Attach plain values, of no class of peel: a pickled model opens without peel."""
+    vars(model)["peel_info"] = dict(vars(info))

@@ -81,10 +81,9 @@ def repair(
     >>> print(peel.repair(small, model, images, graph=graph))
     20 layers refitted on 1000 images
     """
-    kept = _kept_channels(slim)
     if graph is None:
         graph = trace(original, _example(images))
-    _check_fits(slim, original, graph, kept)
+    _check_fits(original, graph)
     repairer = Repairer(original, images, graph, memory, only=slim)
     before = {name: tensor.detach().clone() for name, tensor in tensors_of(slim).items()}
     try:
@@ -114,7 +113,7 @@ class Repairer:
 
     def repair(self, slim: nn.Module) -> RepairReport:
         """Refit the layers of a cut network in place. After an error it is of no use."""
-        graph, kept = self.graph, _kept_channels(slim)
+        graph, kept = self.graph, _kept_channels(slim, self.graph)
         is_cut = {name: _is_cut(layout, kept) for name, layout in graph.layouts.items()}
         with evaluating(slim, self.original):
             if self.record is None:
@@ -137,14 +136,30 @@ class Repairer:
         )
 
 
-def _kept_channels(slim: nn.Module) -> KeptChannels:
-    kept = info_of(slim).kept
-    if kept is None:
+def _kept_channels(slim: nn.Module, graph: ChannelGraph) -> KeptChannels:
+    info = info_of(slim)
+    if info.kept is None:
         raise WidthsError(
-            "repair needs a network that peel.slim just made with weights='inherit': the channels that this "
-            "one kept are not known. A saved file does not hold them; cut the original again."
+            "repair needs a network that peel.slim made with weights='inherit': the channels that this one "
+            "kept are not known. Cut the original again."
         )
+    try:
+        units = graph.units({tie: info.widths[tie] for tie in graph.widths})
+        kept = KeptChannels.from_axes(graph, units, info.kept)
+    except (KeyError, ValueError, WidthsError) as error:
+        raise _not_cut_from(str(error)) from error
+    tensors = tensors_of(slim)
+    for name, shape in new_shapes(graph, units).items():
+        if name not in tensors or tuple(tensors[name].shape) != shape:
+            raise _not_cut_from(f"{name} does not fit")
     return kept
+
+
+def _not_cut_from(reason: str) -> WidthsError:
+    return WidthsError(
+        f"the slim network was not cut from this original: {reason}. Give repair the model and the graph "
+        "that peel.slim was called with."
+    )
 
 
 def _layer(tensor: str) -> str:
@@ -162,22 +177,13 @@ def _example(images: Images) -> Any:
     return images[:1]
 
 
-def _check_fits(slim: nn.Module, original: nn.Module, graph: ChannelGraph, kept: KeptChannels) -> None:
-    shapes, sizes = new_shapes(graph, graph.units()), tensors_of(slim)
+def _check_fits(original: nn.Module, graph: ChannelGraph) -> None:
+    shapes = new_shapes(graph, graph.units())
     for name, tensor in tensors_of(original).items():
         if shapes.get(name) != tensor.shape:
             raise WidthsError(
                 f"the graph was not traced from this original: {name} has shape {tuple(tensor.shape)}, not "
                 f"{shapes.get(name)}. Trace it and use its own graph."
-            )
-        try:
-            shape = tuple(len(kept.positions(runs)) for runs in graph.layouts[name])
-        except KeyError:
-            shape = ()
-        if name not in sizes or tuple(sizes[name].shape) != shape:
-            raise WidthsError(
-                f"the slim network was not cut from this original: {name} does not fit. Give repair the "
-                "model and the graph that peel.slim was called with."
             )
 
 

@@ -48,6 +48,33 @@ class KeptChannels:
             self.indices[key] = None if is_whole else positions.to(device)
         return self.indices[key]
 
+    def axes(self, graph: ChannelGraph) -> dict[str, list[list[int] | None]]:
+        """The same in plain values, by tensor: for each axis its positions, or None where it keeps all.
+
+        Axes that keep the same share one list.
+        """
+        plain: dict[tuple[Run, ...], list[int] | None] = {}
+        for runs in {runs for layout in graph.layouts.values() for runs in layout}:
+            is_whole = self.index(runs, torch.device("cpu")) is None
+            plain[runs] = None if is_whole else self.positions(runs).tolist()
+        axes = {name: [plain[runs] for runs in layout] for name, layout in graph.layouts.items()}
+        return {name: found for name, found in axes.items() if any(axis is not None for axis in found)}
+
+    @classmethod
+    def from_axes(
+        cls, graph: ChannelGraph, units: Sequence[int], axes: Mapping[str, Sequence[Sequence[int] | None]]
+    ) -> "KeptChannels":
+        """Read back what `axes` gave; a ValueError where it does not fit the graph."""
+        channels: dict[int, Tensor] = {}
+        for name, layout in graph.layouts.items():
+            for runs, given in zip(layout, axes.get(name, [None] * len(layout)), strict=True):
+                places = range(sum(run.length for run in runs)) if given is None else given
+                channels = _channels_at(runs, units, places) | channels
+        kept = cls(channels)
+        if kept.axes(graph) != {name: list(found) for name, found in axes.items()}:
+            raise ValueError("layers that share channels keep different ones")
+        return kept
+
     def _positions(self, runs: tuple[Run, ...]) -> Tensor:
         pieces = [torch.zeros(0, dtype=torch.long)]
         for run, span in spans(runs):
@@ -58,6 +85,20 @@ class KeptChannels:
                 places = span.start + chosen * run.inner + torch.arange(run.inner)
                 pieces.append(torch.where(chosen >= 0, places, -1).flatten())
         return torch.cat(pieces)
+
+
+def _channels_at(runs: tuple[Run, ...], units: Sequence[int], places: Sequence[int]) -> dict[int, Tensor]:
+    """Atom -> the channels that an axis keeps of it, from the positions that the axis keeps."""
+    channels, start = {}, 0
+    for run, span in spans(runs):
+        stop = start + (run.size if run.tie < 0 else units[run.tie]) * run.inner
+        if run.tie >= 0 and run.atom not in channels:
+            kept = torch.tensor(places[start : stop : run.inner], dtype=torch.long)
+            if (kept >= span.stop).any():
+                raise ValueError(f"an axis of {span.stop} channels has no channel {int(kept.max())}")
+            channels[run.atom] = torch.where(kept < 0, -1, (kept - span.start) // run.inner)
+        start = stop
+    return channels
 
 
 @dataclass(frozen=True)

@@ -1,98 +1,169 @@
-"""`save` and `load`: weights in safetensors, the rest in JSON, with checksums. Nothing is unpickled.
+"""`save` and `load`: one safetensors file, with the description in its metadata. Nothing is unpickled.
 
-`slim.json` holds how to build the model, attributes that differ from the original, tensor shapes, widths and
-checksums; `slim.safetensors` holds the tensors. `docs/format.md` has a reader that does not need `peel`.
+The description holds how to build the original, attributes and shapes that differ from it, widths, and which
+channels were kept. `docs/format.md` has it key by key, and a reader that does not need `peel`.
 """
 
 import copy
-import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict, TypeVar
 
+import msgspec
 import safetensors
 import torch
-from safetensors.torch import load as load_tensors
+from msgspec import Meta
 from safetensors.torch import save as dump_tensors
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from ..errors import CorruptFileError, StoreError
 from ..graph.capture import computed_tensors
 from ..graph.rebuild import set_attributes, tensors_of
 from ..utils.files import parse_object, write_bytes
 from ..version import __version__
-from .info import SlimInfo, attach_info, info_of
+from .info import SlimInfo, attach_info, changed_sizes, info_of
 
 FORMAT = "peel-model"
-VERSION = 1
+VERSION = 2
+
+#: The key of the metadata that holds the description.
+KEY = "peel"
 
 #: Attributes of layers that are whole numbers but no widths.
 NO_WIDTHS = ("stride", "padding", "dilation", "kernel_size", "output_padding")
 
+T = TypeVar("T")
+
+Size = Annotated[int, Meta(ge=0, lt=2**31)]
+Place = Annotated[int, Meta(ge=-1, lt=2**31)]
+
+Source = TypedDict("Source", {"zoo": str, "arguments": dict[str, Any], "class": str}, total=False)
+
+
+class Costs(TypedDict, total=False):
+    macs: int
+    params: int
+    input_shapes: list[list[Size]]
+    modules: list[str]
+
+
+class Input(TypedDict, total=False):
+    classes: list[str]
+    shape: list[Size]
+    mean: list[float]
+    std: list[float]
+    resize: int
+
+
+class Kept(TypedDict):
+    lists: list[list[Place]]
+    """Axes that keep the same share one."""
+    axes: dict[str, list[Size | None]]
+    """Tensor -> for each axis the index of its list."""
+
+
+class Description(TypedDict):
+    """What the metadata hold, as JSON."""
+
+    model: Source
+    widths: dict[str, Size]
+    modules: dict[str, dict[str, int | list[int]]]
+    original_shapes: NotRequired[dict[str, list[Size | None]]]
+    kept: NotRequired[Kept]
+    costs: Costs
+    input: NotRequired[Input]
+
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
-    """Write `PATH.safetensors` and `PATH.json`, each atomically. Returns the path of the JSON file.
+    """Write `PATH.safetensors`, atomically. Returns its path.
 
     >>> peel.save(small, "slim")
-    PosixPath('slim.json')
+    PosixPath('slim.safetensors')
     """
-    weights_path, json_path = _paths(path)
-    model = _unwrapped(model)
-    info = info_of(model)
-    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors_of(model).items()}
-    data = dump_tensors(tensors, metadata={"format": "pt"})
-    document: dict[str, Any] = {
+    file = saved_path(path)
+    model, info = _unwrapped(model)
+    tensors = {name: _plain(name, tensor) for name, tensor in tensors_of(model).items()}
+    description: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "model": info.source,
         "widths": dict(info.widths),
         "modules": info.modules,
-        "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
+        "original_shapes": info.original_shapes,
+        **({"kept": _share_lists(info.kept)} if info.kept is not None else {}),
         "costs": info.costs,
         **({"input": info.input} if info.input is not None else {}),
-        "weights": {"file": weights_path.name, "sha256": hashlib.sha256(data).hexdigest()},
         "made_by": {"peel": __version__, "torch": torch.__version__.split("+")[0]},
     }
     try:
-        document["checksum"] = _checksum(document)
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(weights_path, data)
-        write_bytes(json_path, json.dumps(document, indent=1).encode())
+        # One key: safetensors writes several in any order, and equal networks are to give equal files.
+        data = dump_tensors(tensors, metadata={KEY: json.dumps(description)})
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(file, data)
     except TypeError as error:
         raise StoreError(f"{info.source} cannot be written as JSON: {error}.") from error
     except OSError as error:
-        raise StoreError(f"cannot write {error.filename or json_path}: {error.strerror}.") from error
-    return json_path
+        raise StoreError(f"cannot write {error.filename or file}: {error.strerror}.") from error
+    return file
 
 
 def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
     """The model saved at `path`. No tracing is needed.
 
-    A model of `peel.zoo` is built by its name. For a model of your own, give an instance as `model`.
+    A model of `peel.zoo` is built by its name. For a model of your own, give an instance as `model`: as it
+    was before slimming.
     """
-    json_path = _paths(path)[1]
-    document = _read_document(json_path)
-    try:
-        tensors = _read_weights(json_path, document["weights"]["file"], document["weights"]["sha256"])
-        original = build_original(document["model"], json_path) if model is None else model
-        built = _build(original, document, tensors, json_path)
-        kept = {key: document[key] for key in ("widths", "modules", "costs")}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CorruptFileError(f"{json_path} is malformed: {type(error).__name__}: {error}.") from error
-    attach_info(built, SlimInfo(info_of(original).source, **kept, input=document.get("input")))
+    file, info = saved_path(path), read_info(path)
+    original = build_original(info.source, file) if model is None else model
+    built = _build(original, info, _read_tensors(file), file)
+    shapes = info.original_shapes
+    if shapes is None:
+        shapes = changed_sizes(tensors_of(original), tensors_of(built))
+    attach_info(built, replace(info, source=info_of(original).source, original_shapes=shapes))
     return built
 
 
 def read_info(path: str | os.PathLike[str]) -> SlimInfo:
     """How the model saved at `path` was made and is fed, without its weights."""
-    document = _read_document(_paths(path)[1])
+    file = saved_path(path)
+    document = _read_document(file)
+    if document is None or document.get("format") != FORMAT:
+        raise StoreError(f"{file} is not a model saved by peel.")
+    if document.get("version") not in (1, VERSION):
+        raise StoreError(f"{file} has format version {document.get('version')!r}, not {VERSION}.")
     try:
-        kept = {key: document[key] for key in ("widths", "modules", "costs")}
-        return SlimInfo(document["model"], **kept, input=document.get("input"))
-    except KeyError as error:
-        raise StoreError(f"{path} is malformed: it has no {error}.") from error
+        found = msgspec.convert(document, Description)
+        kept = _spread_lists(found["kept"]) if "kept" in found else None
+    except (msgspec.ValidationError, IndexError) as error:
+        raise CorruptFileError(f"{file} is malformed: {error}.") from error
+    return SlimInfo(
+        found["model"],
+        found["widths"],
+        found["modules"],
+        found["costs"],
+        found.get("input"),
+        found.get("original_shapes"),
+        kept,
+    )
+
+
+def is_saved(file: Path) -> bool:
+    """Whether `save` wrote this file. Other safetensors files hold weights only."""
+    is_named = file.suffix in (".json", ".safetensors") and saved_path(file).is_file()
+    return is_named and _read_document(saved_path(file)) is not None
+
+
+def saved_path(path: str | os.PathLike[str]) -> Path:
+    """The safetensors file that `path` means, with or without its ending."""
+    given = Path(path)
+    if not given.name:
+        raise StoreError(f"{str(path)!r} names no file; give a path such as runs/slim.")
+    base = given.with_suffix("") if given.suffix in (".json", ".safetensors") else given
+    return base.with_name(base.name + ".safetensors")
 
 
 def build_original(source: Mapping[str, Any], path: Path) -> nn.Module:
@@ -110,30 +181,27 @@ def build_original(source: Mapping[str, Any], path: Path) -> nn.Module:
         raise StoreError(f"{path}: {name!r} is not a model of the zoo; a saved file does not run other code.")
     for key, value in arguments.items():
         loads_weights = "pretrained" in key or ("weights" in key and key != "init_weights")
-        if loads_weights or not isinstance(value, bool | int | float | None):
+        is_name = key.isidentifier() and not key.startswith("_")
+        if loads_weights or not is_name or not isinstance(value, bool | int | float | None):
             raise StoreError(
-                f"{path}: the argument {key}={value!r} is refused: a saved file does not load other files."
+                f"{path}: the argument {key}={value!r} is refused: a saved file may only give numbers to the "
+                "arguments of a model, and load no other files."
             )
     return zoo.create(name, **arguments)
 
 
-def _build(
-    model: nn.Module, document: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path
-) -> nn.Module:
+def _build(model: nn.Module, info: SlimInfo, tensors: Mapping[str, Tensor], path: Path) -> nn.Module:
     """A copy of the model with the saved tensors and attributes."""
     expected = tensors_of(model)
-    if different := sorted(set(expected) ^ set(tensors)):
-        raise StoreError(f"{path} does not fit this model: only one of them has {different[0]}.")
+    _check_shapes(expected, tensors, info, path)
     replaced: dict[int, Any] = dict(computed_tensors(model))
     for name, old in expected.items():
         new = tensors[name].to(old.device)
-        if list(new.shape) != document["shapes"].get(name) or new.ndim != old.ndim:
-            raise StoreError(f"{path} does not fit this model: the shape of {name} is {list(new.shape)}.")
         is_parameter = isinstance(old, nn.Parameter)
         replaced[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
     built = copy.deepcopy(model, replaced)
     modules = dict(built.named_modules())
-    for name, attributes in document["modules"].items():
+    for name, attributes in info.modules.items():
         if name not in modules:
             raise StoreError(f"{path} does not fit this model: it has no module {name}.")
         for attribute, value in attributes.items():
@@ -144,6 +212,28 @@ def _build(
     return built
 
 
+def _check_shapes(
+    expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], info: SlimInfo, path: Path
+) -> None:
+    """Whether a model has the shapes of the saved one before it was slimmed, or those that it has now."""
+    if different := sorted(set(expected) ^ set(tensors)):
+        raise StoreError(f"{path} does not fit this model: only one of them has {different[0]}.")
+    own, saved = ({name: list(x.shape) for name, x in of.items()} for of in (expected, tensors))
+    if own == saved:
+        return
+    for name, size in own.items():
+        now = saved[name]
+        # A file of version 1 does not say what the original was: any sizes go.
+        before = size if info.original_shapes is None else info.original_shapes.get(name, [None] * len(now))
+        original = [now if was is None else was for was, now in zip(before, now, strict=False)]
+        if size != original or len(before) != len(now):
+            raise StoreError(
+                f"{path} does not fit this model: {name} has shape {size}, and {original} in the model "
+                "that was slimmed. Build the same model with the same number of classes (change the head "
+                "before peel.load)."
+            )
+
+
 def _may_replace(old: Any, value: Any) -> bool:
     """Whether both are whole numbers, or lists of them: a file cannot put anything else into a model."""
     if isinstance(old, list | tuple) and isinstance(value, list):
@@ -151,66 +241,110 @@ def _may_replace(old: Any, value: Any) -> bool:
     return type(old) is int and type(value) is int and value > 0
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DataParallel, DistributedDataParallel and torch.compile."""
+def _unwrapped(model: nn.Module) -> tuple[nn.Module, SlimInfo]:
+    """The model inside wrappers such as DataParallel and torch.compile, and how it was made.
+
+    A model that was traced in its wrapper has the wrapper's prefix in all names; the saved file has not.
+    """
     if not isinstance(model, nn.Module):
         raise StoreError(f"only a torch.nn.Module can be saved, not a {type(model).__name__}.")
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        return _unwrapped(model.module)
-    inner = getattr(model, "_orig_mod", None)  # torch.compile has no public name for it
-    return _unwrapped(inner) if isinstance(inner, nn.Module) else model
+    outer: list[SlimInfo] = []
+    while (name := _wrapped_name(model)) is not None:
+        if "peel_info" in vars(model):
+            outer.append(info_of(model))
+        outer = [info.without_prefix(name) for info in outer]
+        model = getattr(model, name)
+    if not outer and "peel_info" not in vars(model):
+        _refuse_lost_info(model)
+    info = info_of(model)
+    for later in reversed(outer):
+        info = later.after(info)
+    return model, info
 
 
-def _paths(path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    given = Path(path)
-    if not given.name:
-        raise StoreError(f"{str(path)!r} names no file; give a path such as runs/slim.")
-    base = given.with_suffix("") if given.suffix in (".json", ".safetensors") else given
-    return base.with_name(base.name + ".safetensors"), base.with_name(base.name + ".json")
+def _wrapped_name(model: nn.Module) -> str | None:
+    """The attribute of a wrapper that holds the model."""
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel | AveragedModel):
+        return "module"
+    if type(model).__module__ == "timm.utils.model_ema":
+        return "module"
+    # torch.compile has no public name for it.
+    return "_orig_mod" if "_orig_mod" in dict(model.named_children()) else None
 
 
-def _checksum(document: Mapping[str, Any]) -> str:
-    rest = {key: value for key, value in document.items() if key != "checksum"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise StoreError(f"there is no file {path}. Restore it from a copy, or name another.") from None
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror}.") from error
-
-
-def _read_document(path: Path) -> dict[str, Any]:
-    try:
-        document = parse_object(_read(path))
-    except ValueError as error:
-        raise CorruptFileError(f"{path} is corrupt or is not a file of peel: {error}.") from error
-    if document.get("format") != FORMAT:
-        raise StoreError(f"{path} is not a model saved by peel.")
-    if document.get("version") != VERSION:
-        raise StoreError(f"{path} has format version {document.get('version')!r}, not {VERSION}.")
-    if document.get("checksum") != _checksum(document):
-        raise CorruptFileError(f"{path} is corrupt: its checksum is wrong. Use another copy of the file.")
-    return document
-
-
-def _read_weights(json_path: Path, name: str, sha256: str) -> dict[str, Tensor]:
-    if Path(name).name != name:
-        raise StoreError(f"{json_path}: the weights file {name!r} must be a plain file name beside it.")
-    path = json_path.parent / name
-    data = _read(path)
-    # A zip file or a pickle, where safetensors has the length of its header.
-    if data.startswith((b"PK", b"\x80")) and int.from_bytes(data[:8], "little") > len(data):
+def _refuse_lost_info(model: nn.Module) -> None:
+    """Refuse what may be made from a slim network, and does not say how that was slimmed."""
+    kind = type(model).__name__
+    for name, module in model.named_modules():
+        if "peel_info" in vars(module):
+            raise StoreError(
+                f"this {kind} holds a slim network as {name}, and was not slimmed itself: save that one, "
+                f"peel.save(model.get_submodule({name!r}), ...)."
+            )
+    if isinstance(model, torch.fx.GraphModule | torch.jit.ScriptModule):
+        origin = "torch.fx" if isinstance(model, torch.fx.GraphModule) else "TorchScript"
         raise StoreError(
-            f"{path} is a pickle (a .pt or .pth file), which could run code, so it is refused. Load it "
-            "yourself with torch.load(..., weights_only=True) and save the model with peel.save."
+            f"{kind} is a module of {origin}, which does not say whether and how it was slimmed: save the "
+            "module that it was made from."
         )
-    if hashlib.sha256(data).hexdigest() != sha256:
-        raise CorruptFileError(f"{path} is corrupt or belongs to another JSON file: its checksum is wrong.")
+
+
+def _plain(name: str, tensor: Tensor) -> Tensor:
+    """The tensor as a file holds it."""
+    if hasattr(tensor, "__tensor_flatten__") or tensor.is_meta or tensor.layout != torch.strided:
+        kind = "meta tensor" if tensor.is_meta else type(tensor.data).__name__
+        raise StoreError(
+            f"{name} is a {kind}, which a file cannot hold: it holds plain tensors. A sharded network "
+            "(DTensor): copy the full_tensor() of each into one that is not sharded. A quantized network: "
+            "save it before quantizing, and quantize after peel.load."
+        )
+    return tensor.detach().contiguous().cpu()
+
+
+def _share_lists(kept: Mapping[str, Sequence[Sequence[int] | None]]) -> Kept:
+    numbers: dict[tuple[int, ...], int] = {}
+    axes = {
+        name: [None if axis is None else numbers.setdefault(tuple(axis), len(numbers)) for axis in of_tensor]
+        for name, of_tensor in kept.items()
+    }
+    return {"lists": [list(axis) for axis in numbers], "axes": axes}
+
+
+def _spread_lists(kept: Kept) -> dict[str, list[list[int] | None]]:
+    lists = kept["lists"]
+    return {
+        name: [None if number is None else lists[number] for number in of_tensor]
+        for name, of_tensor in kept["axes"].items()
+    }
+
+
+def _open(file: Path, read: Callable[[Any], T]) -> T:
     try:
-        return load_tensors(data)
+        with safetensors.safe_open(file, "pt") as opened:
+            return read(opened)
+    except FileNotFoundError:
+        raise StoreError(f"there is no file {file}. Restore it from a copy, or name another.") from None
+    except OSError as error:
+        raise StoreError(f"cannot read {file}: {error}.") from error
     except safetensors.SafetensorError as error:
-        raise CorruptFileError(f"{path} is not a safetensors file: {error}.") from error
+        raise CorruptFileError(f"{file} is corrupt, or is no safetensors file: {error}.") from error
+
+
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    # Clones do not stay mapped to the file.
+    return _open(file, lambda opened: {name: opened.get_tensor(name).clone() for name in iter(opened.keys())})
+
+
+def _read_document(file: Path) -> dict[str, Any] | None:
+    """The description of a saved model, as a file of version 2 or a JSON file of version 1 has it.
+
+    None where neither does: the file holds weights only.
+    """
+    text, old = (_open(file, lambda opened: opened.metadata()) or {}).get(KEY), file.with_suffix(".json")
+    try:
+        if text is None:
+            return parse_object(old.read_bytes()) if old.is_file() else None
+        return parse_object(text.encode())
+    except (ValueError, OSError) as error:
+        place = file if text is not None else old
+        raise CorruptFileError(f"the description of the model in {place} is corrupt: {error}.") from error

@@ -6,7 +6,6 @@ set afterwards. Only the initialization of fresh weights knows about kinds of la
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ from ..errors import WidthsError, check_choice
 from ..graph.channel_graph import ChannelGraph
 from ..graph.probe import check_network
 from ..graph.rebuild import empty_as, evaluate, new_shapes, rebuild, tensors_of
-from .info import SlimInfo, attach_info, info_of
+from .info import SlimInfo, attach_info, changed_sizes, info_of
 from .selection import ChannelScores, KeptChannels, select_best
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -76,20 +75,25 @@ def build_slim(
         grows = any(new > old for new, old in zip(units, graph.units(), strict=True))
         drawn = initialize(small) if is_fresh or grows else set()
         copy_weights(model, small, graph, kept, drawn)
-    attach_info(small, replace(_info(info_of(model), graph, graph.check(widths)), kept=kept))
+    attach_info(small, _info(graph, graph.check(widths), model, small, kept).after(info_of(model)))
     return small
 
 
-def _info(before: SlimInfo, graph: ChannelGraph, widths: Widths) -> SlimInfo:
-    """How the slim model was made. It keeps what an earlier `slim` noted about other ties and modules."""
-    modules = dict(before.modules)
-    for name, attributes in evaluate(graph.attributes, graph.units(widths)).items():
-        modules[name] = {**modules.get(name, {}), **attributes}
+def _info(
+    graph: ChannelGraph, widths: Widths, model: nn.Module, small: nn.Module, kept: KeptChannels | None
+) -> SlimInfo:
     macs, params = graph.macs(widths), graph.params(widths)
     costs: dict[str, Any] = {"macs": macs, "params": params, "input_shapes": graph.input_shapes}
     if graph.modules:
         costs["modules"] = graph.modules
-    return SlimInfo(before.source, {**before.widths, **widths}, modules, costs)
+    return SlimInfo(
+        source={},
+        widths=dict(widths),
+        modules=evaluate(graph.attributes, graph.units(widths)),
+        costs=costs,
+        original_shapes=changed_sizes(tensors_of(model), tensors_of(small)),
+        kept=None if kept is None else kept.axes(graph),
+    )
 
 
 def _check_fits(model: nn.Module, graph: ChannelGraph) -> None:

@@ -139,7 +139,7 @@ def pretrained(reference: str) -> Pretrained:
 
 
 def create(
-    reference: str, *, num_classes: int | None = None, pretrained: bool = False, **arguments: Any
+    reference: str, /, *, num_classes: int | None = None, pretrained: bool = False, **arguments: Any
 ) -> nn.Module:
     """Build the model of a name or reference. It keeps its source, so that `peel.load` can build it again.
 
