@@ -76,7 +76,7 @@ app.command(
 app.command(
     "peel.cli.eval:evaluate",
     name="eval",
-    help="Accuracy of a run, a saved model or a file .onnx.",
+    help="Accuracy of a run, a saved model, a file .onnx, or a model with its weights.",
 )
 
 

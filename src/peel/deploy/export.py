@@ -71,7 +71,7 @@ class Job:
         costs = {name: info.costs[name] for name in ("macs", "params") if name in info.costs}
         made_by = {"peel": __version__, "torch": torch.__version__.split("+")[0]}
         shape = list(self.inputs[0].shape[1:])
-        return {"shape": shape, **(info.input or {}), **costs, "model": dict(info.source), "made_by": made_by}
+        return {**(info.input or {}), "shape": shape, **costs, "model": dict(info.source), "made_by": made_by}
 
 
 #: Runs what a file holds on several batches: the outputs of each.

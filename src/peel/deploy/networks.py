@@ -88,6 +88,13 @@ def known_shape(reference: str) -> tuple[int, ...]:
     return zoo.find(reference).input_size
 
 
+def is_model(reference: str) -> bool:
+    """Whether a reference names a model, which has no weights, and no folder or file."""
+    path = Path(reference)
+    is_saved = path.suffix in (".json", ".safetensors") or path.with_name(path.name + ".json").is_file()
+    return not (path.is_dir() or is_saved or path.suffix == ".onnx" or path.suffix in FOREIGN)
+
+
 def load_network(
     reference: str, *, model: str | None = None, shape: tuple[int, ...] | None = None
 ) -> Network:
