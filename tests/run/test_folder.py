@@ -115,6 +115,29 @@ def test_a_folder_with_foreign_files_is_not_changed(tmp_path: Path) -> None:
     assert content(tmp_path) == before
 
 
+@pytest.mark.parametrize("place", [".writing-abc", "stages/.writing-abc"])
+def test_what_a_killed_export_left_in_the_folder_is_removed(place: str, own: Path) -> None:
+    (own / place).mkdir()
+    (own / place / "slim.onnx").write_bytes(b"half of a")
+    with RunFolder(own):
+        assert not (own / place).exists()
+
+
+@pytest.mark.parametrize("name", ["stages", "checkpoints", "metrics.jsonl"])
+def test_a_link_out_of_the_folder_is_refused_and_not_followed(name: str, own: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / ".writing-1").write_text("precious")
+    for path in (own / "checkpoints", own / "metrics.jsonl"):
+        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+    if name == "stages":
+        (own / name).rename(own / "others")
+    (own / name).symlink_to(precious)
+    with pytest.raises(RunError, match=rf"{name} is a link.*--output"):
+        RunFolder(own).__enter__()
+    assert (precious / ".writing-1").exists()
+
+
 def test_an_existing_empty_folder_is_used(tmp_path: Path) -> None:
     assert small_run(output=tmp_path, stages=["original"]).folder == tmp_path
     assert (tmp_path / "state.json").exists()

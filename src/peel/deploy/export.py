@@ -3,8 +3,6 @@
 import contextlib
 import copy
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +17,7 @@ from ..errors import ExportError, PeelError
 from ..graph.capture import computed_tensors, untouched
 from ..surgery.info import info_of
 from ..surgery.serialization import load, save
+from ..utils.files import temporary_folder
 from ..version import __version__
 from .networks import shape_of
 from .onnx_model import OnnxModel, first_line, write_onnx
@@ -100,7 +99,7 @@ def export(
     writer = WRITERS[path.suffix]
     name = type(model).__name__
     job = _prepare(model, example_input, batch, build)
-    with temporary_folder(path) as folder:
+    with folder_beside(path) as folder:
         try:
             with untouched():
                 run = writer(job, folder / path.name)
@@ -123,24 +122,22 @@ def check_path(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def temporary_folder(path: Path) -> Iterator[Path]:
-    """A folder beside a file, in which it is written; removed with all that is left in it."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=".writing-", dir=path.parent))
-    except OSError as error:
-        raise ExportError(f"cannot write to {path.parent}: {error.strerror}.") from error
-    try:
+def folder_beside(path: Path) -> Iterator[Path]:
+    """A temporary folder beside a file, in which it is written."""
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(temporary_folder(path.parent))
+        except OSError as error:
+            raise ExportError(f"cannot write to {path.parent}: {error.strerror}.") from error
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(folder: Path, path: Path) -> tuple[Path, ...]:
     """Move all files of a folder to where `path` lies; `path` itself comes last."""
     try:
-        written = sorted(folder.iterdir(), key=lambda file: (file.name == path.name, file.name))
-        return tuple(file.replace(path.parent / file.name) for file in written)
+        files = [file for file in folder.iterdir() if file.name != ".lock"]
+        files.sort(key=lambda file: (file.name == path.name, file.name))
+        return tuple(file.replace(path.parent / file.name) for file in files)
     except OSError as error:
         raise ExportError(f"cannot write {path}: {error.strerror}.") from error
 

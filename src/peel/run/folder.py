@@ -31,7 +31,7 @@ from ..errors import RunError
 from ..surgery.serialization import save
 from ..train.checkpoint import Checkpoints
 from ..train.history import EpochRecord
-from ..utils.files import parse_object, read_file, write_bytes
+from ..utils.files import WRITING, parse_object, read_file, remove_leftovers, write_bytes
 from .result import StageRecord
 
 T = TypeVar("T")
@@ -61,15 +61,19 @@ class RunFolder:
             ) from error
         try:
             names = sorted(entry.name for entry in self.folder.iterdir())
-            foreign = [name for name in names if not name.startswith((".lock", ".writing-"))]
+            foreign = [name for name in names if not name.startswith((".lock", WRITING))]
             if foreign and "state.json" not in names:
                 raise RunError(
                     f"{self.folder} holds files that are not of a run ({', '.join(foreign[:3])}). "
                     f"Name another folder with --output."
                 )
             self._acquire()
-            for leftover in self.folder.rglob(".writing-*"):
-                leftover.unlink(missing_ok=True)
+            self._refuse_links()
+            for place in (self.folder, self.folder / "stages", self.folder / "checkpoints"):
+                remove_leftovers(place)
+                for leftover in place.glob(f"{WRITING}*"):
+                    if not leftover.is_dir():
+                        leftover.unlink(missing_ok=True)
         except Timeout:
             raise RunError(
                 f"{self.folder} is in use by another process. Wait for it to end, or name another folder "
@@ -79,6 +83,16 @@ class RunFolder:
             self._lock.release()
             raise RunError(f"cannot use the folder {self.folder}: {error.strerror}.") from error
         return self
+
+    def _refuse_links(self) -> None:
+        """What is written to, and cleaned, must lie in the folder itself."""
+        for name in ("stages", "checkpoints", "metrics.jsonl"):
+            if self.path(name).is_symlink():
+                self._lock.release()
+                raise RunError(
+                    f"{self.path(name)} is a link: a run writes to its own folder only. Copy what it points "
+                    "to in its place, or start a new run with another --output."
+                )
 
     def _acquire(self) -> None:
         """Lock the folder: with flock, or with a file that names the process where there is no flock."""
