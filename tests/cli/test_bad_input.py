@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from PIL import Image
 from torch import nn
 
 from helpers.small import Small, small_run
+from peel import zoo
 from peel.cli.main import main
 from peel.cli.progress import ProgressBar
 from peel.errors import BudgetError, ConfigError, DataError, ModelError, PeelError, WidthsError
@@ -197,6 +199,38 @@ def test_a_wrong_flag_is_explained_and_nothing_is_written(
         assert part in shown
     assert "Traceback" not in shown
     assert captured.out == "" or "╭" in captured.out
+    assert content(place) == before
+
+
+@pytest.mark.parametrize("target", ["file/out", "locked/out", "good"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["latency", "own.py:model", "--input", "3,8,8", "--output"],
+        ["curve", "own.py:model", "--weights", "w.pt", "--data", "digits", "--output"],
+        ["export", "own.py:model", "--weights", "random", "--input", "3,8,8", "--to"],
+        ["run", "own.py:model", "--data", "digits", "--output", "out", "--export"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_file_that_cannot_be_written_is_noticed_before_the_work(
+    command: list[str],
+    target: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    suffix = {"run": ".onnx", "export": ".onnx", "latency": ".json", "curve": ".csv"}[command[0]]
+    for kind in (".onnx", ".json", ".csv"):
+        (place / f"good{kind}").mkdir()
+    (place / "locked").mkdir()
+    access = os.access  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: "locked" not in str(path) and access(path, mode))
+    monkeypatch.setattr(zoo, "create", lambda *_, **__: pytest.fail("a model was built"))
+    before = content(place)
+    assert main([*command, f"{target}{suffix}"]) == 2
+    assert f"cannot write {target}" in (shown := capsys.readouterr().err)
+    assert command[-1] in shown
     assert content(place) == before
 
 

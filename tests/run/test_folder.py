@@ -18,10 +18,11 @@ from helpers.commands import line, run
 from helpers.disks import small_disk_at
 from helpers.folders import content, weights
 from helpers.killing import KILLED, command, exit_code, start, wait_for
-from helpers.small import same_weights, small_run
+from helpers.small import same_weights, small_run, taught
 from peel.errors import PeelError, RunError, StoreError
 from peel.run.folder import RunFolder
 from peel.run.result import Result
+from peel.train.callbacks import Callback
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -113,6 +114,33 @@ def test_a_folder_with_foreign_files_is_not_changed(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"holds files that are not of a run \(notes, thesis.tex\)"):
         small_run(output=tmp_path)
     assert content(tmp_path) == before
+
+
+class NoStages(Callback):
+    """Fails when something is evaluated or trained."""
+
+    def on_stage_begin(self, name: str, description: str) -> None:
+        raise AssertionError(f"{description} began")
+
+
+def test_a_folder_that_cannot_be_used_is_noticed_before_the_original_is_evaluated(
+    own: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "thesis.tex").write_text("precious")
+    given = {"model": taught(), "weights": "pretrained", "init": "inherit", "callbacks": [NoStages()]}
+    for name, message in (("file", "is a file"), ("foreign", "thesis.tex"), ("run", "other settings")):
+        with pytest.raises(RunError, match=message):
+            small_run(output=tmp_path / name, **given)
+
+
+def test_a_folder_that_nothing_was_written_to_does_not_stay(tmp_path: Path) -> None:
+    for place in ("new/run", "given"):
+        (tmp_path / "given").mkdir(exist_ok=True)
+        with pytest.raises(PeelError, match="batch of 1000"):
+            small_run(output=tmp_path / place, train={"batch_size": 1000})
+    assert content(tmp_path) == {"given": None} or not list(tmp_path.rglob("*"))[1:]
 
 
 @pytest.mark.parametrize("place", [".writing-abc", "stages/.writing-abc"])

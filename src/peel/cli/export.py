@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from ..cost.budget import format_bytes
 from ..errors import ConfigError, ExportError
+from ..utils.files import check_target
 from ..utils.tables import make_table
 from .inspect import parse_shape
 from .terminal import make_console, show_status
@@ -78,11 +79,15 @@ def export(
     verbose
         After an error of the exporter, print all of it.
     """
+    from ..deploy.export import check_path
+
     chosen = options or Int8Options()
     if int8 and chosen.data is None:
         raise ConfigError("--int8 needs images: name them with --data.")
     if int8 and batch is not None:
         raise ConfigError("--int8 takes any batch: leave --batch out.")
+    check_path(to)
+    check_target(to, "--to")
     shape = parse_shape(input)
     with show_status(make_console(stderr=True), f"loading {network}") as status:
         found = _load(network, weights, num_classes, model, shape)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 from filelock import FileLock, Timeout
 
-from ..errors import CorruptFileError, PeelError, RunError
+from ..errors import ConfigError, CorruptFileError, PeelError, RunError
 
 T = TypeVar("T")
 
@@ -34,6 +34,20 @@ def write_bytes(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+def check_target(path: Path, flag: str) -> None:
+    """Refuse a file that could not be written, before the work whose result it is to hold."""
+    place = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
+    if not path.name or path.is_dir():
+        reason = "it is a folder"
+    elif not place.is_dir():
+        reason = f"{place} is no folder"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        reason = f"nothing may be written to {place}"
+    else:
+        return
+    raise ConfigError(f"cannot write {path}: {reason}. Name another file with {flag}.")
 
 
 @contextlib.contextmanager
