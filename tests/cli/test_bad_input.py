@@ -173,6 +173,10 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     # The rest
     (["--device", "tpu"], ["tpu"]),
     (["--device", "cuda:99"], ["cuda:99"]),
+    (
+        ["--gpus", "2"],
+        ["--gpus 2: the number of GPUs", "is 0. Leave it out", "torchrun --nproc-per-node 2"],
+    ),
     (["--threads", "0"], ["threads: expected int >= 1, not 0"]),
     (["--threads", "100000"], ["threads: this machine has", "cores", "not 100000"]),
     (["--workers", "-1"], ["workers: expected int >= 0, not -1"]),
