@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -252,6 +253,54 @@ def test_a_wrong_model_is_explained_and_nothing_is_written(
     }
     assert messages[model] in capsys.readouterr().err
     assert content(place) == before
+
+
+EXITS = """
+import sys
+from torch import nn
+from peel.methods.method import Method
+
+def exits(num_classes=10):
+    sys.exit(0)
+
+class Leaves(Method):
+    def plan(self, *_):
+        raise SystemExit
+
+class Forward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x):
+        sys.exit("enough")
+"""
+
+SCRIPT = """
+import argparse
+argparse.ArgumentParser().parse_args(["--epochs", "3"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["inspect", "exits.py:exits"], r"exits.py, line 7, ended the process \(SystemExit: 0\)"),
+        (["inspect", "exits.py:Forward"], r"exits.py, line 19, ended the process \(SystemExit: enough\)"),
+        (["run", "script.py:net", "--data", "digits"], 'script.py, line 3, ended .* __name__ == "__main__"'),
+        (["run", "own.py:model", "--data", "digits", "--method", "exits.py:Leaves"], "exits.py, line 11, e"),
+    ],
+)
+def test_code_of_the_users_own_that_ends_the_process_is_named(
+    command: list[str], message: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "exits.py").write_text(EXITS)
+    (place / "script.py").write_text(SCRIPT)
+    stages = ["--stages", "plan", "--output", "out", "--quiet"] if command[0] == "run" else []
+    assert main([*command, *stages]) == 2
+    shown = capsys.readouterr().err
+    assert re.search(message, shown), shown
+    assert "Traceback" not in shown
 
 
 def test_a_module_with_another_number_of_classes_is_refused(tmp_path: Path) -> None:

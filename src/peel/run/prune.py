@@ -235,7 +235,7 @@ def _run_in_folder(folder: RunFolder, pipeline: Pipeline, config: Config, comman
     folder.path("error.json").unlink(missing_ok=True)
     try:
         return pipeline.run()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         message = str(error) if isinstance(error, PeelError) else f"{type(error).__name__}: {error}"
         with contextlib.suppress(RunError):  # the disk may be full
             folder.write_json("error.json", {"format": "peel-error", "version": 2, "error": message})
