@@ -75,10 +75,7 @@ def evaluate(
         found, images = _load(network, settings)
         status.update(f"evaluating {network} on {images.test.size} images")
         values = _as_dict(found, images, evaluate_network(found, images, device=device, workers=workers))
-    told = images.notes_for_trained()
-    if not (settings.mean and settings.std) and "mean" not in found.input:
-        told.append(f"{network} has no mean and std: those of {settings.data} are used.")
-    print_notes(told, notes)
+    print_notes(images.notes_for_trained(), notes)
     if json:
         print_json(values)
     else:

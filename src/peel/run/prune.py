@@ -192,7 +192,14 @@ def _prepare(
         callbacks=callbacks if engine.world.is_main_process else (),
     )
     resolved, method_notes = resolve_method(resolved, problem)
-    told = [*loaded.notes, *notes, *own_notes, *model_notes(model, network, config, new_classifier)]
+    normalized_by = loaded.normalization_notes(is_trained=config.weights != "train")
+    told = [
+        *loaded.notes,
+        *normalized_by,
+        *notes,
+        *own_notes,
+        *model_notes(model, network, config, new_classifier),
+    ]
     return Pipeline(
         problem,
         resolved,
