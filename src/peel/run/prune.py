@@ -22,7 +22,7 @@ from ..train.engine import Engine, make_engine
 from ..train.objective import Loss
 from ..train.task import OptimizerFactory, Task, TrainFunction
 from ..utils.environment import is_main_process
-from ..utils.process_state import preserve_process_state
+from ..utils.process_state import preserve_process_state, share_cores
 from ..utils.rng import derive_seed, seed_everything
 from .config import Config, make_config
 from .folder import RunFolder
@@ -96,9 +96,10 @@ def prune(
         pipeline.check()
         agreed = {**pipeline.identity, "teacher found": pipeline.loaded_teacher is not None}
         pipeline.world.check_equal("a setting", json.dumps(agreed, sort_keys=True))
-        if dry_run:
-            return pipeline.estimate()
         with contextlib.ExitStack() as stack:
+            stack.enter_context(share_cores())
+            if dry_run:
+                return pipeline.estimate()
             for callback in pipeline.trainer.callbacks:
                 stack.callback(callback.on_run_end)
             if folder is not None:
@@ -192,14 +193,8 @@ def _prepare(
         callbacks=callbacks if engine.world.is_main_process else (),
     )
     resolved, method_notes = resolve_method(resolved, problem)
-    normalized_by = loaded.normalization_notes(is_trained=config.weights != "train")
-    told = [
-        *loaded.notes,
-        *normalized_by,
-        *notes,
-        *own_notes,
-        *model_notes(model, network, config, new_classifier),
-    ]
+    fed = loaded.normalization_notes(is_trained=config.weights != "train")
+    told = [*loaded.notes, *fed, *notes, *own_notes, *model_notes(model, network, config, new_classifier)]
     return Pipeline(
         problem,
         resolved,
