@@ -113,6 +113,7 @@ def _as_dict(network: Network, data: Data, metrics: Metrics) -> dict[str, Any]:
 
     values = {"network": network.name, "data": data.name, "images": data.test.size, **metrics.to_dict()}
     values |= {"macs": network.macs, "params": network.params}
+    values |= {"mean": data.test.mean, "std": data.test.std}
     if metrics.top1 is not None:
         values["standard_error"] = standard_error(metrics.top1, data.test.size)
     return values
