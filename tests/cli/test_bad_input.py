@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from PIL import Image
 from torch import nn
 
 from helpers.small import Small, small_run
+from peel import zoo
 from peel.cli.main import main
 from peel.cli.progress import ProgressBar
 from peel.errors import BudgetError, ConfigError, DataError, ModelError, PeelError, WidthsError
@@ -171,6 +174,10 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     # The rest
     (["--device", "tpu"], ["tpu"]),
     (["--device", "cuda:99"], ["cuda:99"]),
+    (
+        ["--gpus", "2"],
+        ["--gpus 2: the number of GPUs", "is 0. Leave it out", "torchrun --nproc-per-node 2"],
+    ),
     (["--threads", "0"], ["threads: expected int >= 1, not 0"]),
     (["--threads", "100000"], ["threads: this machine has", "cores", "not 100000"]),
     (["--workers", "-1"], ["workers: expected int >= 0, not -1"]),
@@ -200,6 +207,38 @@ def test_a_wrong_flag_is_explained_and_nothing_is_written(
     assert content(place) == before
 
 
+@pytest.mark.parametrize("target", ["file/out", "locked/out", "good"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["latency", "own.py:model", "--input", "3,8,8", "--output"],
+        ["curve", "own.py:model", "--weights", "w.pt", "--data", "digits", "--output"],
+        ["export", "own.py:model", "--weights", "random", "--input", "3,8,8", "--to"],
+        ["run", "own.py:model", "--data", "digits", "--output", "out", "--export"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_file_that_cannot_be_written_is_noticed_before_the_work(
+    command: list[str],
+    target: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    suffix = {"run": ".onnx", "export": ".onnx", "latency": ".json", "curve": ".csv"}[command[0]]
+    for kind in (".onnx", ".json", ".csv"):
+        (place / f"good{kind}").mkdir()
+    (place / "locked").mkdir()
+    access = os.access  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: "locked" not in str(path) and access(path, mode))
+    monkeypatch.setattr(zoo, "create", lambda *_, **__: pytest.fail("a model was built"))
+    before = content(place)
+    assert main([*command, f"{target}{suffix}"]) == 2
+    assert f"cannot write {target}" in (shown := capsys.readouterr().err)
+    assert command[-1] in shown
+    assert content(place) == before
+
+
 @pytest.mark.parametrize("model", ["own.py:modell", "cifar_resnet21", "own.py:seven"])
 def test_a_wrong_model_is_explained_and_nothing_is_written(
     model: str, place: Path, capsys: pytest.CaptureFixture[str]
@@ -214,6 +253,54 @@ def test_a_wrong_model_is_explained_and_nothing_is_written(
     }
     assert messages[model] in capsys.readouterr().err
     assert content(place) == before
+
+
+EXITS = """
+import sys
+from torch import nn
+from peel.methods.method import Method
+
+def exits(num_classes=10):
+    sys.exit(0)
+
+class Leaves(Method):
+    def plan(self, *_):
+        raise SystemExit
+
+class Forward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x):
+        sys.exit("enough")
+"""
+
+SCRIPT = """
+import argparse
+argparse.ArgumentParser().parse_args(["--epochs", "3"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["inspect", "exits.py:exits"], r"exits.py, line 7, ended the process \(SystemExit: 0\)"),
+        (["inspect", "exits.py:Forward"], r"exits.py, line 19, ended the process \(SystemExit: enough\)"),
+        (["run", "script.py:net", "--data", "digits"], 'script.py, line 3, ended .* __name__ == "__main__"'),
+        (["run", "own.py:model", "--data", "digits", "--method", "exits.py:Leaves"], "exits.py, line 11, e"),
+    ],
+)
+def test_code_of_the_users_own_that_ends_the_process_is_named(
+    command: list[str], message: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "exits.py").write_text(EXITS)
+    (place / "script.py").write_text(SCRIPT)
+    stages = ["--stages", "plan", "--output", "out", "--quiet"] if command[0] == "run" else []
+    assert main([*command, *stages]) == 2
+    shown = capsys.readouterr().err
+    assert re.search(message, shown), shown
+    assert "Traceback" not in shown
 
 
 def test_a_module_with_another_number_of_classes_is_refused(tmp_path: Path) -> None:

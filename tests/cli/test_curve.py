@@ -119,6 +119,33 @@ def test_mean_and_std_are_lists_as_in_a_run(weights: Path, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out)["original"] > 0.5
 
 
+@pytest.mark.parametrize("command", ["curve", "eval", "run"])
+def test_the_normalization_is_told_with_its_source(
+    command: str, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["helpers.small:Small", "--weights", str(weights), "--data", "digits"]
+    others = {
+        "curve": ["--budgets", "0.5", "--images", "64", "--test-images", "64"],
+        "run": ["--stages", "original", "--train.epochs", "0", "--output"],
+    }
+    for number, (flags, expected) in enumerate(
+        (
+            (
+                [],
+                "by mean 0.3057 0.3057 0.3057 and std 0.3766 0.3766 0.3766 (of the training images); give --",
+            ),
+            (
+                ["--mean", "0.3"],
+                "by mean 0.3 0.3 0.3 (given) and std 0.3766 0.3766 0.3766 (of the training i",
+            ),
+            (["--mean", "0.3", "--std", "0.4"], "by mean 0.3 0.3 0.3 and std 0.4 0.4 0.4 (given).\n"),
+        )
+    ):
+        place = [str(tmp_path / str(number))] if command == "run" else []
+        assert main([command, *given, *flags, *others.get(command, []), *place]) == 0
+        assert f"note: Images are normalized {expected}" in capsys.readouterr().err
+
+
 def test_without_matplotlib_the_table_is_printed_and_written(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

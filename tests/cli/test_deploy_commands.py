@@ -7,15 +7,18 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 import peel
 from helpers.deploy import OWN, slim_small
 from helpers.small import SHORT, few_digits, taught
+from peel import zoo
 from peel.cli.main import main
 from peel.deploy.networks import load_network
 from peel.run.prune import prune
 from peel.run.result import Result
+from peel.surgery.info import SlimInfo, attach_info
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -59,9 +62,68 @@ def test_a_model_of_the_users_own_is_exported_with_its_input(
     shape: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, text = str(tmp_path / "own.onnx"), ",".join(map(str, shape))
-    assert main(["export", "helpers.small:Small", "--to", file, "--input", text]) == 0
+    line = ["export", "helpers.small:Small", "--to", file, "--input", text, "--weights", "random"]
+    assert main(line) == 0
     assert f"exported {file}" in capsys.readouterr().out
     assert load_network(file).shape == shape
+
+
+@pytest.mark.parametrize("source", ["small.pt", "trained"])
+def test_a_model_with_its_trained_weights_is_evaluated_and_exported(
+    source: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The accuracy is that of `peel curve`; the images say their size, a model saved by peel its shape."""
+    given, file = ["helpers.small:Small", "--weights", str(place / source)], str(tmp_path / "net.onnx")
+    images = ["--data", "digits", "--mean", "0.3", "--std", "0.4"]
+    curve = ["--budgets", "0.5", "--images", "64", "--test-images", "360"]
+    found = []
+    for line in (["curve", *given, *images, *curve], ["eval", *given, *images]):
+        assert main([*line, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["original"] == found[1]["top1"] > 0.5
+    shape = [] if source == "trained" else ["--input", "3,8,8"]
+    assert main(["export", *given, "--to", file, *shape]) == 0
+    capsys.readouterr()
+    assert main(["eval", file, *images, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["top1"] == found[1]["top1"]
+
+
+def test_random_weights_are_asked_for_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(tmp_path / "net.onnx")
+    lines = [
+        ["export", "helpers.small:Small", "--to", file, "--input", "3,8,8"],
+        ["eval", "helpers.small:Small", "--data", "digits"],
+    ]
+    for line in lines:
+        assert main(line) == 2
+        shown = capsys.readouterr().err
+        assert "helpers.small:Small is a model without weights" in shown
+        assert "--weights FILE, --weights pretrained" in shown and "--weights random" in shown
+        assert list(tmp_path.iterdir()) == []
+    random = ["--weights", "random"]
+    assert main([*lines[0], *random, "--num-classes", "7"]) == 0
+    assert load_network(file).model(torch.zeros(1, 3, 8, 8)).shape == (1, 7)
+    capsys.readouterr()
+    assert main([*lines[1], *random, "--image-size", "12", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["top1"] < 0.5
+
+
+def test_pretrained_weights_are_exported_with_what_feeds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = zoo.create("squeezenet1_1").state_dict()
+    monkeypatch.setattr(zoo, "_pretrained_weights", lambda spec: weights)
+    line = ["export", "squeezenet1_1", "--weights", "pretrained", "--to", str(tmp_path / "net.pt2")]
+    assert main([*line, "--num-classes", "10"]) == 2
+    assert "know 1000 classes, but --num-classes is 10" in capsys.readouterr().err
+    assert main(line) == 0
+    extra = {"peel.json": ""}
+    program = torch.export.load(tmp_path / "net.pt2", extra_files=extra)
+    assert torch.equal(program.state_dict["features.0.weight"], weights["features.0.weight"])
+    spec = json.loads(extra["peel.json"])
+    assert (spec["shape"], spec["resize"], spec["mean"]) == ([3, 224, 224], 256, [0.485, 0.456, 0.406])
+    assert main(["eval", "squeezenet1_1", "--weights", "pretrained", "--data", "digits"]) == 3
+    assert "know 1000 classes, but digits has 10" in capsys.readouterr().err
 
 
 def test_bench_of_a_model_of_ones_own_needs_its_input(
@@ -149,7 +211,15 @@ def test_a_run_of_your_own_network_is_exported_by_what_built_it(
         (["export", "small.onnx", "--to", "x.onnx"], 2, "an ONNX file already"),
         (["export", "empty", "--to", "x.onnx"], 2, "not a run folder"),
         (["export", "saved.safetensors"], 2, "--to"),
-        (["export", "helpers.small:Small", "--to", "x.onnx"], 2, "give --input channels,height,width"),
+        (
+            ["export", "helpers.small:Small", "--to", "x.onnx", "--weights", "small.pt"],
+            2,
+            "give --input channels,height,width",
+        ),
+        (["export", "helpers.small:Small", "--to", "x.onnx", "--weights", "no.pt"], 3, "no weights at no.pt"),
+        (["export", "no_such_net", "--to", "x.onnx"], 2, "no model is called"),
+        (["export", "small.onnx", "--to", "x.onnx", "--weights", "small.pt"], 2, "leave it out: small.onnx"),
+        (["eval", "small.onnx", "--data", "digits", "--image-size", "9"], 2, "--image-size is for models"),
         (["eval", "small.onnx"], 2, "--data"),
         (["eval", "small.onnx", "--data", "nowhere"], 3, "neither a dataset nor a folder"),
         (["eval", "broken.onnx", "--data", "digits"], 3, "cannot load broken.onnx"),
@@ -178,8 +248,11 @@ def place(small_onnx: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with networks of many kinds."""
     from helpers.deploy import Branching
 
-    folder = tmp_path_factory.mktemp("networks")
+    folder, network = tmp_path_factory.mktemp("networks"), taught()
     peel.save(slim_small(), folder / "saved")
+    torch.save(network.state_dict(), folder / "small.pt")
+    attach_info(network, SlimInfo({"class": "Small"}, input=few_digits().input_spec()))
+    peel.save(network, folder / "trained")
     shutil.copy(small_onnx, folder)
     odd = slim_small()
     odd.__class__ = Branching

@@ -18,13 +18,14 @@ from helpers.killing import wait_for
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 #: Ways to start two processes: arguments before and after the command.
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "peel"]
+GPUS = ["-m", "helpers.gpus"]
 LAUNCHERS: dict[str, tuple[list[str], list[str]]] = {
-    "gpus": ([], ["--gpus", "2"]),
+    "gpus": (GPUS, ["--gpus", "2"]),
     "torchrun": (TORCHRUN, []),
-    "torchrun that restarts": ([*TORCHRUN, "--max-restarts=1"], []),
+    "torchrun that restarts": ([*TORCHRUN[:2], "--max-restarts=1", *TORCHRUN[2:]], []),
     "torchrun and gpus": (TORCHRUN, ["--gpus", "2"]),
-    "gpus with sync-bn": ([], ["--gpus", "2", "--sync-bn"]),
+    "gpus with sync-bn": (GPUS, ["--gpus", "2", "--sync-bn"]),
 }
 
 RESUME = "Resume with the same command"
@@ -34,7 +35,7 @@ def start(launcher: str, output: Path, *options: str, model: str, **variables: s
     before, after = LAUNCHERS[launcher]
     path = os.pathsep.join(os.path.abspath(part) for part in sys.path if part)
     return subprocess.Popen(
-        [sys.executable, *before, "-m", "peel", *line(output, *options, model=model), *after],
+        [sys.executable, *before, *line(output, *options, model=model), *after],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -63,6 +63,8 @@ def test_a_folder_of_large_images_is_streamed_at_224_or_at_image_size(tmp_path: 
     small = load_data(str(tmp_path), image_size=32)
     assert isinstance(small.train, InMemoryImages)
     assert small.shape == (3, 32, 32)
+    notes = [one.normalization_notes(is_trained=False)[0] for one in (data, small)]
+    assert [note.partition("(")[2] for note in notes] == ["of ImageNet).", "of the training images)."]
 
 
 def test_images_of_different_sizes_are_streamed(tmp_path: Path) -> None:

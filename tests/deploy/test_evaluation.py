@@ -46,6 +46,8 @@ def test_images_are_normalized_as_the_network_was_trained() -> None:
     assert data.shape == (3, 8, 8)
     chosen = load_data_for(network, "digits", mean=[0.5], std=[0.25])
     assert (chosen.test.mean, chosen.test.std) == ((0.5,) * 3, (0.25,) * 3)
+    told = [one.normalization_notes(is_trained=True)[0] for one in (data, chosen)]
+    assert [note.partition("(")[2] for note in told] == ["of the network).", "given)."]
     unknown = replace(network, input={})
     assert load_data_for(unknown, "digits").test.mean == load_data_for(unknown, "digits").train.mean
 

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 import peel
 from helpers.deploy import Branching, OnlyTwo, slim_small
+from helpers.killing import KILLED, die, exit_code, start
 from helpers.small import Small, fresh
 from peel.deploy import export as export_module
 from peel.deploy import onnx_model
-from peel.deploy.export import TOLERANCE
+from peel.deploy.export import TOLERANCE, folder_beside
 from peel.errors import ExportError, PeelError
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -103,6 +104,30 @@ def test_a_file_that_disagrees_is_not_written(tmp_path: Path, monkeypatch: pytes
         peel.export(fresh(), tmp_path / "x.onnx", torch.randn(1, 3, 8, 8))
     assert names(tmp_path) == ["x.onnx"]
     assert (tmp_path / "x.onnx").read_text() == "the file of yesterday"
+
+
+def export_until_killed(path: Path) -> None:
+    torch.export.save = lambda *_, **__: die()
+    peel.export(slim_small(), path)
+
+
+def test_the_next_export_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    path = tmp_path / "small.pt2"
+    assert exit_code(start(export_until_killed, path)) == KILLED
+    assert [name[:9] for name in names(tmp_path)] == [".writing-"]
+    with folder_beside(tmp_path / "other.onnx") as folder:
+        assert names(tmp_path) == [folder.name]
+        peel.export(slim_small(), path)
+        assert names(tmp_path) == [folder.name, "small.pt2"], "an export that is running keeps its folder"
+    assert names(tmp_path) == ["small.pt2"]
+
+
+def test_a_file_says_the_shape_that_it_was_exported_with(tmp_path: Path) -> None:
+    """Not that of the images of the training."""
+    extra = {"peel.json": ""}
+    peel.export(slim_small(), tmp_path / "wide.pt2", torch.zeros(1, 3, 8, 12))
+    torch.export.load(tmp_path / "wide.pt2", extra_files=extra)
+    assert json.loads(extra["peel.json"])["shape"] == [3, 8, 12]
 
 
 def test_code_that_depends_on_the_batch_is_refused_and_a_fixed_batch_is_not(tmp_path: Path) -> None:

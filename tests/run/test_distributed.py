@@ -35,7 +35,8 @@ def start(
     launcher: tuple[str, ...] = (),
     **environment: str,
 ) -> subprocess.Popen[str]:
-    command = [sys.executable, *launcher, "-m", "peel", "run", model, *SHORT, *options]
+    module = "helpers.gpus" if "--gpus" in options else "peel"
+    command = [sys.executable, *launcher, "-m", module, "run", model, *SHORT, *options]
     path = os.pathsep.join(os.path.abspath(part) for part in sys.path if part)
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
     return subprocess.Popen(

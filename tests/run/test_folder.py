@@ -18,10 +18,11 @@ from helpers.commands import line, run
 from helpers.disks import small_disk_at
 from helpers.folders import content, weights
 from helpers.killing import KILLED, command, exit_code, start, wait_for
-from helpers.small import same_weights, small_run
+from helpers.small import same_weights, small_run, taught
 from peel.errors import PeelError, RunError, StoreError
 from peel.run.folder import RunFolder
 from peel.run.result import Result
+from peel.train.callbacks import Callback
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -113,6 +114,56 @@ def test_a_folder_with_foreign_files_is_not_changed(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"holds files that are not of a run \(notes, thesis.tex\)"):
         small_run(output=tmp_path)
     assert content(tmp_path) == before
+
+
+class NoStages(Callback):
+    """Fails when something is evaluated or trained."""
+
+    def on_stage_begin(self, name: str, description: str) -> None:
+        raise AssertionError(f"{description} began")
+
+
+def test_a_folder_that_cannot_be_used_is_noticed_before_the_original_is_evaluated(
+    own: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "thesis.tex").write_text("precious")
+    given = {"model": taught(), "weights": "pretrained", "init": "inherit", "callbacks": [NoStages()]}
+    for name, message in (("file", "is a file"), ("foreign", "thesis.tex"), ("run", "other settings")):
+        with pytest.raises(RunError, match=message):
+            small_run(output=tmp_path / name, **given)
+
+
+def test_a_folder_that_nothing_was_written_to_does_not_stay(tmp_path: Path) -> None:
+    (tmp_path / "given").mkdir()
+    for place in ("new/run", "given"):
+        with pytest.raises(PeelError, match="batch of 1000"):
+            small_run(output=tmp_path / place, train={"batch_size": 1000})
+    assert list(tmp_path.rglob("*")) == [tmp_path / "given"]
+
+
+@pytest.mark.parametrize("place", [".writing-abc", "stages/.writing-abc"])
+def test_what_a_killed_export_left_in_the_folder_is_removed(place: str, own: Path) -> None:
+    (own / place).mkdir()
+    (own / place / "slim.onnx").write_bytes(b"half of a")
+    with RunFolder(own):
+        assert not (own / place).exists()
+
+
+@pytest.mark.parametrize("name", ["stages", "checkpoints", "metrics.jsonl"])
+def test_a_link_out_of_the_folder_is_refused_and_not_followed(name: str, own: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / ".writing-1").write_text("precious")
+    for path in (own / "checkpoints", own / "metrics.jsonl"):
+        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+    if name == "stages":
+        (own / name).rename(own / "others")
+    (own / name).symlink_to(precious)
+    with pytest.raises(RunError, match=rf"{name} is a link.*--output"):
+        RunFolder(own).__enter__()
+    assert (precious / ".writing-1").exists()
 
 
 def test_an_existing_empty_folder_is_used(tmp_path: Path) -> None:

@@ -363,7 +363,10 @@ def test_a_teacher_brings_its_mean_and_std_and_the_slim_network_keeps_them(tmp_p
     data = digits(mean=(0.25,), std=(0.75,))
     small_run(data=data, stages=["original"], output=tmp_path / "teacher")
     run = tmp_path / "run"
-    small_run(data=digits(), weights=tmp_path / "teacher", output=run)
+    result = small_run(data=digits(), weights=tmp_path / "teacher", output=run)
+    told = "Images are normalized by mean 0.25 0.25 0.25 and std 0.75 0.75 0.75 (of the weights)."
+    assert told in result.notes
+    assert told in read(run / "result.json")["notes"]
     for name in ("slim", "stages/uniform"):
         told = peel.load(run / name, model=Small()).peel_info["input"]
         assert (told["mean"], told["std"]) == ([0.25] * 3, [0.75] * 3)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ import peel
 from helpers.small import Small, small_run
 from peel.train.callbacks import Callback
 from peel.train.engine import make_engine
+from peel.utils.environment import count_cores
 from peel.utils.process_state import preserve_process_state
 
 
@@ -101,3 +105,35 @@ def test_the_given_model_is_left_as_it_was(one_thread: None) -> None:
     assert model.training
     assert not model.norm1.training
     assert any("weights of the given model are not used" in note for note in result.notes)
+
+
+class ThreadCount(Callback):
+    """Counts the threads of this process while a network is trained."""
+
+    def __init__(self) -> None:
+        self.found = 0
+
+    def on_step_end(self, step: int, total_steps: int, batch_size: int) -> None:
+        self.found = max(self.found, count_threads())
+
+
+def count_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_waiting_threads_leave_the_cores_to_others_where_torch_was_loaded_before_peel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """GNU's OpenMP library does not spin while it has more threads than cores."""
+    settings: dict[str, Any] = {"stages": ["original"], "threads": 2}
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    small_run(**settings, callbacks=[passive := ThreadCount()])
+    before = count_threads()
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    small_run(**settings, callbacks=[spinning := ThreadCount()])
+    assert spinning.found >= passive.found + max(2, count_cores())
+    end = time.monotonic() + 10
+    while count_threads() > before:
+        assert time.monotonic() < end, "the threads stay"
+        time.sleep(0.01)

@@ -12,7 +12,7 @@ from ..cost.budget import format_count
 from ..errors import PeelError
 from ..run.curve import Curve, CurveConfig
 from ..run.curve import curve as run_curve
-from ..utils.files import write_bytes
+from ..utils.files import check_target, write_bytes
 from .terminal import make_console, print_json, print_notes, show_status
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ COLUMNS = {
     "repaired": "repaired",
     "repaired, by sensitivity": "repaired_by_sensitivity",
 }
+
+
+SUFFIXES = (".json", ".csv", ".png")
 
 
 def curve(
@@ -46,6 +49,9 @@ def curve(
     json
         Print JSON instead of a table.
     """
+    if output is not None:
+        for file in _files(output) if output.name else [output]:
+            check_target(file, "--output")
     console, notes = make_console(), make_console(stderr=True)
     with show_status(notes, f"loading {model}") as status:
         found = run_curve(
@@ -95,12 +101,9 @@ def _draw(found: Curve, console: Console) -> None:
 
 def _write(found: Curve, output: Path) -> list[Path]:
     """The table, and then a picture, which needs matplotlib. The files that were written."""
-    base = output.with_suffix("") if output.suffix in (".json", ".csv", ".png") else output
-    json_file, csv_file, picture_file = (
-        base.with_name(base.name + suffix) for suffix in (".json", ".csv", ".png")
-    )
+    json_file, csv_file, picture_file = files = _files(output)
     try:
-        base.parent.mkdir(parents=True, exist_ok=True)
+        json_file.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(json_file, json_library.dumps(found.to_dict(), indent=1).encode())
         write_bytes(csv_file, found.to_csv().encode())
         from ..report.charts import budget_chart
@@ -111,8 +114,14 @@ def _write(found: Curve, output: Path) -> list[Path]:
             f'the picture needs matplotlib: pip install "peel-pruning[report]". The table is in {csv_file}.'
         ) from error
     except OSError as error:
-        raise PeelError(f"cannot write {error.filename or base}: {error.strerror}.") from error
-    return [json_file, csv_file, picture_file]
+        raise PeelError(f"cannot write {error.filename or json_file}: {error.strerror}.") from error
+    return files
+
+
+def _files(output: Path) -> list[Path]:
+    """The table as JSON and CSV, and the picture."""
+    base = output.with_suffix("") if output.suffix in SUFFIXES else output
+    return [base.parent / f"{base.name}{suffix}" for suffix in SUFFIXES]
 
 
 def _points(found: Curve) -> dict[str, list[tuple[float, float]]]:

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from ..cost.budget import format_bytes
 from ..errors import ConfigError, ExportError
+from ..utils.files import check_target
 from ..utils.tables import make_table
 from .inspect import parse_shape
 from .terminal import make_console, show_status
@@ -45,6 +46,8 @@ def export(
     /,
     *,
     to: Path,
+    weights: str | None = None,
+    num_classes: int | None = None,
     model: str | None = None,
     input: str | None = None,
     batch: int | None = None,
@@ -60,6 +63,11 @@ def export(
         A run folder (its slim network), a saved model (slim.safetensors), or a model by name or reference.
     to
         The file: .onnx, .pt2 (torch.export) or .safetensors.
+    weights
+        Of a model by name or reference: a file, a run folder (its trained original), pretrained
+        (torchvision's or timm's), or random (as its code builds it).
+    num_classes
+        Number of classes, where the model takes that argument. Default: what the weights say.
     model
         What builds your own model before slimming: path/to/file.py:callable. Default: what the run used.
     input
@@ -71,16 +79,18 @@ def export(
     verbose
         After an error of the exporter, print all of it.
     """
-    from ..deploy.networks import load_network
+    from ..deploy.export import check_path
 
     chosen = options or Int8Options()
     if int8 and chosen.data is None:
         raise ConfigError("--int8 needs images: name them with --data.")
     if int8 and batch is not None:
         raise ConfigError("--int8 takes any batch: leave --batch out.")
+    check_path(to)
+    check_target(to, "--to")
     shape = parse_shape(input)
     with show_status(make_console(stderr=True), f"loading {network}") as status:
-        found = load_network(network, model=model, shape=shape)
+        found = _load(network, weights, num_classes, model, shape)
         status.update(f"exporting {network}")
         if int8:
             quantized = _export_int8(found, to, chosen, status.update)
@@ -91,6 +101,24 @@ def export(
     else:
         draw(made, make_console())
     return 0
+
+
+def _load(
+    reference: str,
+    weights: str | None,
+    num_classes: int | None,
+    model: str | None,
+    shape: tuple[int, ...] | None,
+) -> Network:
+    from ..deploy.networks import known_shape, load_network, make_network, shape_of
+    from ..run.trained import check_weights, load_trained
+    from ..surgery.info import info_of
+
+    check_weights(reference, weights, num_classes=num_classes)
+    if weights is None:
+        return load_network(reference, model=model, shape=shape)
+    found = load_trained(reference, weights, num_classes)
+    return make_network(reference, found, shape or shape_of(info_of(found)) or known_shape(reference))
 
 
 def _export_int8(

@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 from ..cost.budget import format_latency
 from ..cost.rounding import Divisor
+from ..utils.files import check_target
 from .inspect import parse_shape
 from .terminal import make_console, print_json, show_status
 
@@ -73,6 +74,7 @@ def latency(
     from ..deploy.latency import measure_latency
     from ..deploy.networks import known_shape
 
+    check_target(output, "--output")
     console, notes = make_console(), make_console(stderr=True)
     shape = parse_shape(input) or known_shape(model)
     with show_status(notes, f"building {model}") as status:

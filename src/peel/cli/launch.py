@@ -28,6 +28,7 @@ def command_line() -> str:
 
 def launch(count: int) -> int:
     """Run this command in `count` processes. The exit code is that of the first that failed."""
+    from torch.cuda import device_count
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -36,6 +37,12 @@ def launch(count: int) -> int:
         raise PeelError("torchrun has already started the processes: leave --gpus out.")
     if count < 1:
         raise PeelError(f"--gpus must be at least 1, not {count}.")
+    if count > (found := device_count()):
+        way_out = f"Give --gpus {found}" if found else "Leave it out"
+        raise PeelError(
+            f"--gpus {count}: the number of GPUs that torch finds here is {found}. {way_out}, or start "
+            f"processes on the CPU: torchrun --nproc-per-node {count} -m peel run ..."
+        )
     place = next(i for i, argument in enumerate(_arguments) if argument.partition("=")[0] == "--gpus")
     own = [*_arguments[:place], *_arguments[place + (1 if "=" in _arguments[place] else 2) :]]
     os.environ[COMMAND] = command_line()

@@ -8,8 +8,11 @@ import os
 import re
 import signal
 import sys
+import sysconfig
 import time
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 from cyclopts import App, CycloptsError, Parameter, Token, convert
@@ -76,7 +79,7 @@ app.command(
 app.command(
     "peel.cli.eval:evaluate",
     name="eval",
-    help="Accuracy of a run, a saved model or a file .onnx.",
+    help="Accuracy of a run, a saved model, a file .onnx, or a model with its weights.",
 )
 
 
@@ -101,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_main_process():
             print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    except SystemExit as error:
+        return _report(PeelError(_place_of_exit(error)))
     except BaseException as error:
         return _report_other(error, arguments)
     return code if isinstance(code, int) else OK
@@ -127,6 +132,21 @@ def _report(error: PeelError) -> int:
     if isinstance(error, OutOfMemoryError):
         return OUT_OF_MEMORY
     return BAD_FILES if isinstance(error, DataError | StoreError) else WRONG_INPUT
+
+
+def _place_of_exit(error: SystemExit) -> str:
+    """Where a user's code has ended the process. An exit of the terminal's library is raised again."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<"
+    own = [
+        frame for frame in frames if "site-packages" in frame.filename or not frame.filename.startswith(ours)
+    ]
+    if not own or "rich" in Path(frames[-1].filename).parts:  # the output is a closed pipe
+        raise error
+    place = f"{own[-1].filename}, line {own[-1].lineno}, ended the process (SystemExit: {error.code})."
+    if own[-1].name == "<module>":
+        return f'{place} Put what a script does below: if __name__ == "__main__".'
+    return f"{place} Return, or raise an error, instead."
 
 
 def _report_other(error: BaseException, arguments: Sequence[str]) -> int:

@@ -20,6 +20,7 @@ from ..train.callbacks import Callback
 from ..train.distributed import shutdown_distributed
 from ..train.signals import handle_signals
 from ..utils.environment import is_main_process
+from ..utils.files import check_target
 from .export import export_slim
 from .launch import command_line, launch
 from .progress import ProgressBar
@@ -107,6 +108,7 @@ def _check_export(path: Path, config: Config, dry_run: bool) -> None:
     if dry_run or "final" not in config.stages:
         raise ConfigError("--export needs the slim network: leave out --dry-run, and have final in --stages.")
     check_path(path)
+    check_target(path, "--export")
 
 
 def _show(result: Result, *, json: bool, with_notes: bool) -> None:

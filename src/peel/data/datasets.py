@@ -37,6 +37,9 @@ HELD_OUT = 0.1
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
+#: Whose mean and standard deviation are taken where nobody names others.
+OF_TRAINING, OF_IMAGENET = "of the training images", "of ImageNet"
+
 #: Images (uint8, images x height x width x channels) and their labels.
 Labeled = tuple[Tensor, Tensor]
 
@@ -81,11 +84,25 @@ class Data:
     """The default augmentation: none, crop, crop-flip or imagenet."""
     notes: tuple[str, ...] = ()
     """What a user should know about the data; a run shows it."""
+    mean_source: str = "of the data"
+    """Whose the mean is, and the standard deviation: of the training images, of ImageNet, given, ..."""
+    std_source: str = "of the data"
 
     def notes_for_trained(self) -> list[str]:
         """The notes, for a network that was trained elsewhere: maybe on images that are held out here."""
         text = "A network that peel did not train on this folder may have been trained on these images."
-        return [f"{note} {text}" for note in self.notes]
+        return [*(f"{note} {text}" for note in self.notes), *self.normalization_notes(is_trained=True)]
+
+    def normalization_notes(self, *, is_trained: bool) -> list[str]:
+        """One line: mean and standard deviation, and whose they are. `is_trained`: the network has been."""
+        if self.is_own:
+            return []
+        mean, std = (" ".join(f"{x:g}" for x in given) for given in (self.train.mean, self.train.std))
+        sources = {self.mean_source, self.std_source}
+        first = f" ({self.mean_source})" if len(sources) == 2 else ""
+        is_guess = is_trained and not sources.isdisjoint((OF_TRAINING, OF_IMAGENET))
+        hint = "; give --mean and --std if it was trained with others" if is_guess else ""
+        return [f"Images are normalized by mean {mean}{first} and std {std} ({self.std_source}){hint}."]
 
     @staticmethod
     def from_tensors(
@@ -102,7 +119,7 @@ class Data:
                 raise DataError(f"the images of {name} are {given}; they must be {wanted}.")
         mean, std = _mean_and_std(train[0])
         split, test_split = (InMemoryImages(p, labels.long(), mean, std) for p, labels in (train, test))
-        return Data(name, classes, split, test_split, augment)
+        return Data(name, classes, split, test_split, augment, (), OF_TRAINING, OF_TRAINING)
 
     @staticmethod
     def from_torch(
@@ -146,10 +163,12 @@ class Data:
         rest = {} if resize is None else {"resize": resize}
         return {name: list(values) for name, values in spec.items()} | rest
 
-    def normalized(self, mean: Sequence[float] | None, std: Sequence[float] | None) -> Data:
+    def normalized(
+        self, mean: Sequence[float] | None, std: Sequence[float] | None, source: str = "given"
+    ) -> Data:
         """The same images with another mean and standard deviation (None: unchanged), for pixels from 0 to 1.
 
-        One number holds for all channels.
+        One number holds for all channels. `source` says whose they are.
         """
         if self.is_own:
             if mean or std:
@@ -162,12 +181,17 @@ class Data:
                 kind = "positive numbers" if name == "std" else "numbers"
                 raise ConfigError(f"{name} must be 1 or {count} {kind}, one per channel, not {list(given)}.")
             values.append(tuple(given) * (count // len(given)))
+        told = replace(
+            self,
+            mean_source=source if mean else self.mean_source,
+            std_source=source if std else self.std_source,
+        )
         if values == [train.mean, train.std]:
-            return self
+            return told
         if not isinstance(train, InMemoryImages | ImageFolder) or not isinstance(test, type(train)):
             raise ConfigError(f"mean and std of {self.name} are those of its own splits: change them there.")
         parts = (replace(part, mean=values[0], std=values[1]) for part in (train, test))
-        return replace(self, train=next(parts), test=next(parts))
+        return replace(told, train=next(parts), test=next(parts))
 
     def to(self, device: torch.device) -> Data:
         return replace(self, train=self.train.to(device), test=self.test.to(device))
@@ -314,7 +338,8 @@ def _folder(
     mean, std = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((0.45,) * channels, (0.225,) * channels)
     whole = ImageFolder([str(paths[i]) for i in readable], found, shape, mean, std, resize)
     splits = (whole.subset(part) for part in index.values())
-    return Data(str(folder), tuple(classes), next(splits), next(splits), "imagenet", notes)
+    parts = (next(splits), next(splits))
+    return Data(str(folder), tuple(classes), *parts, "imagenet", notes, OF_IMAGENET, OF_IMAGENET)
 
 
 def _split_folders(folder: Path) -> tuple[Path, Path | None]:

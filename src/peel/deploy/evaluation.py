@@ -41,7 +41,8 @@ def load_data_for(
     if data.shape != network.shape:
         raise DataError(f"{network.name} takes images of shape {network.shape}, {name} has {data.shape}.")
     check_classes(network, data)
-    return data.normalized(mean or network.input.get("mean"), std or network.input.get("std"))
+    own = (None if mean else network.input.get("mean"), None if std else network.input.get("std"))
+    return data.normalized(*own, "of the network").normalized(mean, std)
 
 
 def check_classes(network: Network, data: Data) -> None:

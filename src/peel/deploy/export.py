@@ -3,8 +3,6 @@
 import contextlib
 import copy
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from ..errors import ExportError, PeelError
 from ..graph.capture import computed_tensors, untouched
 from ..surgery.info import info_of
 from ..surgery.serialization import load, save
+from ..utils.files import temporary_folder
 from ..version import __version__
 from .networks import shape_of
 from .onnx_model import OnnxModel, first_line, write_onnx
@@ -68,7 +67,7 @@ class Job:
         costs = {name: info.costs[name] for name in ("macs", "params") if name in info.costs}
         made_by = {"peel": __version__, "torch": torch.__version__.split("+")[0]}
         shape = list(self.inputs[0].shape[1:])
-        return {"shape": shape, **(info.input or {}), **costs, "model": dict(info.source), "made_by": made_by}
+        return {**(info.input or {}), "shape": shape, **costs, "model": dict(info.source), "made_by": made_by}
 
 
 #: Runs what a file holds on several batches: the outputs of each.
@@ -95,7 +94,7 @@ def export(
     writer = WRITERS[path.suffix]
     name = type(model).__name__
     job = _prepare(model, example_input, batch)
-    with temporary_folder(path) as folder:
+    with folder_beside(path) as folder:
         try:
             with untouched():
                 run = writer(job, folder / path.name)
@@ -116,24 +115,22 @@ def check_path(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def temporary_folder(path: Path) -> Iterator[Path]:
-    """A folder beside a file, in which it is written; removed with all that is left in it."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=".writing-", dir=path.parent))
-    except OSError as error:
-        raise ExportError(f"cannot write to {path.parent}: {error.strerror}.") from error
-    try:
+def folder_beside(path: Path) -> Iterator[Path]:
+    """A temporary folder beside a file, in which it is written."""
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(temporary_folder(path.parent))
+        except OSError as error:
+            raise ExportError(f"cannot write to {path.parent}: {error.strerror}.") from error
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(folder: Path, path: Path) -> tuple[Path, ...]:
     """Move all files of a folder to where `path` lies; `path` itself comes last."""
     try:
-        written = sorted(folder.iterdir(), key=lambda file: (file.name == path.name, file.name))
-        return tuple(file.replace(path.parent / file.name) for file in written)
+        files = [file for file in folder.iterdir() if file.name != ".lock"]
+        files.sort(key=lambda file: (file.name == path.name, file.name))
+        return tuple(file.replace(path.parent / file.name) for file in files)
     except OSError as error:
         raise ExportError(f"cannot write {path}: {error.strerror}.") from error
 

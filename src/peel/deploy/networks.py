@@ -86,6 +86,16 @@ def known_shape(reference: str) -> tuple[int, ...]:
     return zoo.find(reference).input_size
 
 
+def is_model(reference: str) -> bool:
+    """Whether a reference names a model, which has no weights, and no folder or file."""
+    path = Path(reference)
+    return not (path.is_dir() or _is_saved(path) or path.suffix == ".onnx" or path.suffix in FOREIGN)
+
+
+def _is_saved(path: Path) -> bool:
+    return path.suffix in (".json", ".safetensors") or saved_path(path).is_file()
+
+
 def load_network(
     reference: str, *, model: str | None = None, shape: tuple[int, ...] | None = None
 ) -> Network:
@@ -112,7 +122,7 @@ def load_networks(
         if shape is not None:
             raise ModelError(f"{path} has an input shape of its own: leave --input out.")
         return [_of_onnx(path, threads)]
-    if path.suffix in (".json", ".safetensors") or saved_path(path).is_file():
+    if _is_saved(path):
         return _of_saved(path, path, model, with_original, shape)
     if path.suffix in FOREIGN:
         raise StoreError(

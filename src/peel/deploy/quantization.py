@@ -14,7 +14,7 @@ from ..errors import ExportError
 from ..graph.capture import untouched
 from ..train.history import Metrics
 from .evaluation import evaluate_network
-from .export import Exported, export, publish, temporary_folder
+from .export import Exported, export, folder_beside, publish
 from .networks import Network
 from .onnx_model import OnnxModel, first_line, require
 from .timing import Speedup, Timing, compare, measure
@@ -64,7 +64,7 @@ def export_int8(
     if images < 1:
         raise ExportError(f"int8 needs at least one calibration image, not {images}.")
     images = min(images, data.train.size)
-    with temporary_folder(path) as folder:
+    with folder_beside(path) as folder:
         full, work = folder / "float32.onnx", folder / path.name
         progress(f"exporting {network.name}")
         _export_float(network, full)

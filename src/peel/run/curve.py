@@ -7,7 +7,6 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -24,8 +23,8 @@ from ..train.engine import Engine, eval_batch_size
 from ..train.history import standard_error
 from ..train.objective import get_logits
 from .config import Config, Numbers
-from .loading import check_model, load_model_and_data
-from .teacher import load_weights, saved_file, why_it_fails
+from .teacher import why_it_fails
+from .trained import load_trained_and_data
 
 #: Called with a text, the number of networks that were judged and their total.
 Progress = Callable[[str, int, int], None]
@@ -127,10 +126,7 @@ def curve(model: str, config: CurveConfig, progress: Progress | None = None) -> 
     report("loading", 0, total)
     names = ("image_size", "mean", "std", "data_root")
     settings = Config(**{name: getattr(config, name) for name in names})
-    network, loaded = load_model_and_data(model, config.data, settings, config.weights)
-    if config.weights != "pretrained":
-        network = load_weights(saved_file(Path(config.weights)), network)
-    check_model(network, loaded)
+    network, loaded = load_trained_and_data(model, config.data, settings, config.weights)
     device = _device(config.device)
     network = network.to(device).eval()
     calibration = _images(loaded.train, config.images, config.seed, device)

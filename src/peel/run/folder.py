@@ -31,7 +31,7 @@ from ..errors import RunError
 from ..surgery.serialization import save
 from ..train.checkpoint import Checkpoints
 from ..train.history import EpochRecord
-from ..utils.files import parse_object, read_file, write_bytes
+from ..utils.files import WRITING, parse_object, read_file, remove_leftovers, write_bytes
 from .result import StageRecord
 
 T = TypeVar("T")
@@ -48,9 +48,13 @@ class RunFolder:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.run_id = ""
+        self._made: list[Path] = []
+        """The folders that it made to have a place, the innermost first."""
         self._lock: BaseFileLock = FileLock(self.folder / ".lock", timeout=0)
 
     def __enter__(self) -> RunFolder:
+        places = (self.folder, *self.folder.parents)
+        self._made = [place for place in places if not os.path.lexists(place)]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
@@ -60,16 +64,9 @@ class RunFolder:
                 f"cannot create the folder {self.folder}: {error.strerror}. Name another with --output."
             ) from error
         try:
-            names = sorted(entry.name for entry in self.folder.iterdir())
-            foreign = [name for name in names if not name.startswith((".lock", ".writing-"))]
-            if foreign and "state.json" not in names:
-                raise RunError(
-                    f"{self.folder} holds files that are not of a run ({', '.join(foreign[:3])}). "
-                    f"Name another folder with --output."
-                )
+            self._refuse_foreign()
             self._acquire()
-            for leftover in self.folder.rglob(".writing-*"):
-                leftover.unlink(missing_ok=True)
+            self._remove_leftovers()
         except Timeout:
             raise RunError(
                 f"{self.folder} is in use by another process. Wait for it to end, or name another folder "
@@ -79,6 +76,30 @@ class RunFolder:
             self._lock.release()
             raise RunError(f"cannot use the folder {self.folder}: {error.strerror}.") from error
         return self
+
+    def _refuse_foreign(self) -> None:
+        """Refuse a folder of other files, and links: only what lies in the folder itself is written to."""
+        names = sorted(entry.name for entry in self.folder.iterdir())
+        foreign = [name for name in names if not name.startswith((".lock", WRITING))]
+        if foreign and "state.json" not in names:
+            raise RunError(
+                f"{self.folder} holds files that are not of a run ({', '.join(foreign[:3])}). "
+                f"Name another folder with --output."
+            )
+        for name in ("stages", "checkpoints", "metrics.jsonl"):
+            if self.path(name).is_symlink():
+                raise RunError(
+                    f"{self.path(name)} is a link: a run writes to its own folder only. Copy what it points "
+                    "to in its place, or start a new run with another --output."
+                )
+
+    def _remove_leftovers(self) -> None:
+        """Remove what killed processes left half written."""
+        for place in (self.folder, self.folder / "stages", self.folder / "checkpoints"):
+            remove_leftovers(place)
+            for leftover in place.glob(f"{WRITING}*"):
+                if not leftover.is_dir():
+                    leftover.unlink(missing_ok=True)
 
     def _acquire(self) -> None:
         """Lock the folder: with flock, or with a file that names the process where there is no flock."""
@@ -94,7 +115,13 @@ class RunFolder:
             self._lock.acquire()
 
     def __exit__(self, *_: object) -> None:
+        """Unlock the folder. One that nothing was written to does not stay."""
+        if not self.has("state.json"):
+            self.path(".lock").unlink(missing_ok=True)
         self._lock.release()
+        with contextlib.suppress(OSError):  # it is not empty
+            for place in self._made:
+                place.rmdir()
 
     # Files
 

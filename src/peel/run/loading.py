@@ -67,7 +67,8 @@ def load_model_and_data(
         loaded, network = load(next(_conv_inputs(model), 3)), _on_cpu(model)
     channels = _input_channels(network, loaded.shape)
     loaded = load(channels) if channels != loaded.shape[0] else loaded
-    return network, loaded.normalized(config.mean or stored.get("mean"), config.std or stored.get("std"))
+    mean, std = (None if getattr(config, name) else stored.get(name) for name in ("mean", "std"))
+    return network, loaded.normalized(mean, std, "of the weights").normalized(config.mean, config.std)
 
 
 def has_new_classifier(model: nn.Module | str, weights: object, data: Data) -> bool:

@@ -21,7 +21,8 @@ from ..train.callbacks import Callback
 from ..train.engine import Engine, make_engine
 from ..train.objective import Loss
 from ..train.task import OptimizerFactory, Task, TrainFunction
-from ..utils.process_state import preserve_process_state
+from ..utils.environment import is_main_process
+from ..utils.process_state import preserve_process_state, share_cores
 from ..utils.rng import derive_seed, seed_everything
 from .config import Config, make_config
 from .folder import RunFolder
@@ -42,7 +43,7 @@ from .loading import (
 from .own_data import check_pair, resolve_data, restrict_engine, restrict_settings
 from .pipeline import Pipeline
 from .result import Result
-from .resume import environment_of, open_or_resume, run_identity
+from .resume import environment_of, read_state, run_identity, write_state
 from .trainer import Trainer
 
 log = logging.getLogger("peel")
@@ -89,7 +90,7 @@ def prune(
     _check_callbacks(callbacks)
     config = _config_of(model, data, settings)
     weights, criterion = settings.get("weights"), settings.get("criterion")
-    with preserve_process_state():
+    with preserve_process_state(), _open_folder(None if dry_run else output) as folder:
         given_weights = weights if isinstance(weights, nn.Module | Mapping) else config.weights
         task, given_data = Task(loss, metric, optimizer, train_fn), resolve_data(data, config)
         pipeline = _prepare(model, given_data, given_weights, config, callbacks, task, graph)
@@ -98,16 +99,24 @@ def prune(
         pipeline.check()
         agreed = {**pipeline.identity, "teacher found": pipeline.loaded_teacher is not None}
         pipeline.world.check_equal("a setting", json.dumps(agreed, sort_keys=True))
-        if dry_run:
-            return pipeline.estimate()
         with contextlib.ExitStack() as stack:
+            stack.enter_context(share_cores())
+            if dry_run:
+                return pipeline.estimate()
             for callback in pipeline.trainer.callbacks:
                 stack.callback(callback.on_run_end)
+            if folder is not None:
+                return _run_in_folder(folder, pipeline, config, command)
             pipeline.evaluate_teacher()
-            if output is None or not pipeline.world.is_main_process:
-                # Only the main process writes; the others get from it what they need.
-                return pipeline.run()
-            return _run_in_folder(output, pipeline, config, command)
+            return pipeline.run()
+
+
+def _open_folder(output: str | Path | None) -> contextlib.AbstractContextManager[RunFolder | None]:
+    """The run folder, opened before anything is loaded: one that cannot be used is noticed at once.
+
+    Only the main process writes; the others get from it what they need.
+    """
+    return RunFolder(output) if output is not None and is_main_process() else contextlib.nullcontext()
 
 
 def _check_callbacks(callbacks: object) -> None:
@@ -191,13 +200,9 @@ def _prepare(
         callbacks=callbacks if engine.world.is_main_process else (),
     )
     resolved, method_notes = resolve_method(resolved, problem)
-    told = [
-        *loaded.notes,
-        *notes,
-        *own_notes,
-        *held_out_notes,
-        *model_notes(model, network, config, new_classifier),
-    ]
+    fed = loaded.normalization_notes(is_trained=config.weights != "train")
+    known = model_notes(model, network, config, new_classifier)
+    told = [*loaded.notes, *fed, *notes, *own_notes, *held_out_notes, *known]
     return Pipeline(
         problem,
         resolved,
@@ -230,21 +235,23 @@ def _layer_macs(network: nn.Module, graph: ChannelGraph, batch_size: int) -> flo
     return graph.macs() * batch_size / max(1, layers)
 
 
-def _run_in_folder(output: str | Path, pipeline: Pipeline, config: Config, command: str) -> Result:
-    with RunFolder(output) as folder:
-        environment = environment_of(pipeline.problem.engine)
-        pipeline.state = open_or_resume(folder, command, pipeline.identity, environment, config)
-        pipeline.folder = pipeline.trainer.folder = folder
-        folder.path("error.json").unlink(missing_ok=True)
-        try:
-            return pipeline.run()
-        except Exception as error:
-            message = str(error) if isinstance(error, PeelError) else f"{type(error).__name__}: {error}"
-            with contextlib.suppress(RunError):  # the disk may be full
-                folder.write_json("error.json", {"format": "peel-error", "version": 2, "error": message})
-            raise
-        finally:
-            _write_report(folder)
+def _run_in_folder(folder: RunFolder, pipeline: Pipeline, config: Config, command: str) -> Result:
+    environment = environment_of(pipeline.problem.engine)
+    state = read_state(folder, command, pipeline.identity, environment, is_auto=config.method == "auto")
+    pipeline.evaluate_teacher()
+    write_state(folder, state, environment, config)
+    pipeline.state = state
+    pipeline.folder = pipeline.trainer.folder = folder
+    folder.path("error.json").unlink(missing_ok=True)
+    try:
+        return pipeline.run()
+    except (Exception, SystemExit) as error:
+        message = str(error) if isinstance(error, PeelError) else f"{type(error).__name__}: {error}"
+        with contextlib.suppress(RunError):  # the disk may be full
+            folder.write_json("error.json", {"format": "peel-error", "version": 2, "error": message})
+        raise
+    finally:
+        _write_report(folder)
 
 
 def _write_report(folder: RunFolder) -> None:

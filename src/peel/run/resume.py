@@ -129,38 +129,40 @@ def environment_of(engine: Engine) -> dict[str, Any]:
     }
 
 
-def open_or_resume(
+def read_state(
     folder: RunFolder,
     command: str,
     identity: dict[str, Any],
     environment: dict[str, Any],
-    config: Config | None = None,
+    *,
+    is_auto: bool = False,
 ) -> RunState:
-    """Start a run in the folder, or check that the one in it can be resumed with these settings."""
+    """The state of a new run, or of the one in the folder, which these settings must be able to resume."""
     if not folder.has("state.json"):
         run_id = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-        state = RunState(command, identity, run_id)
-    else:
-        state = folder.read_json("state.json", RunState)
-        if (state.format, state.version) != (RunState.format, RunState.version):
-            raise RunError(
-                f"{folder.folder} was written by another version of peel (format version {state.version}). "
-                f"Resume it with that version, or start a new run with another --output."
-            )
-        before = folder.read("environment.json", parse_object) if folder.has("environment.json") else {}
-        changed = _changes(folder, state.identity, identity, before, environment)
-        if changed:
-            refuse_changes(folder, changed, is_auto=config is not None and config.method == "auto")
-        state.command, state.identity = command, identity
+        return RunState(command, identity, run_id)
+    state = folder.read_json("state.json", RunState)
+    if (state.format, state.version) != (RunState.format, RunState.version):
+        raise RunError(
+            f"{folder.folder} was written by another version of peel (format version {state.version}). "
+            f"Resume it with that version, or start a new run with another --output."
+        )
+    before = folder.read("environment.json", parse_object) if folder.has("environment.json") else {}
+    changed = _changes(folder, state.identity, identity, before, environment)
+    if changed:
+        refuse_changes(folder, changed, is_auto=is_auto)
+    state.command, state.identity = command, identity
+    return state
+
+
+def write_state(folder: RunFolder, state: RunState, environment: dict[str, Any], config: Config) -> None:
     # First: a folder without it is not that of a run.
     folder.write_json("state.json", asdict(state))
     if not folder.has("environment.json"):
         folder.write_json("environment.json", environment)
-    if config is not None:
-        # TOML is UTF-8; a path need not be.
-        folder.write_bytes("config.toml", config.to_toml().encode(errors="replace"))
+    # TOML is UTF-8; a path need not be.
+    folder.write_bytes("config.toml", config.to_toml().encode(errors="replace"))
     folder.run_id = state.run_id
-    return state
 
 
 def _changes(

@@ -4,20 +4,26 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from filelock import FileLock, Timeout
 
-from ..errors import CorruptFileError, PeelError, RunError
+from ..errors import ConfigError, CorruptFileError, PeelError, RunError
 
 T = TypeVar("T")
+
+#: What names of files and folders begin with until they are complete.
+WRITING = ".writing-"
 
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write atomically and durably: after a crash, `path` holds the old content or the new, never a part."""
-    temporary = path.with_name(f".writing-{secrets.token_hex(8)}")
+    temporary = path.with_name(f"{WRITING}{secrets.token_hex(8)}")
     try:
         with temporary.open("xb") as file:
             file.write(data)
@@ -28,6 +34,48 @@ def write_bytes(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+def check_target(path: Path, flag: str) -> None:
+    """Refuse a file that could not be written, before the work whose result it is to hold."""
+    place = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
+    if not path.name or path.is_dir():
+        reason = "it is a folder"
+    elif not place.is_dir():
+        reason = f"{place} is no folder"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        reason = f"nothing may be written to {place}"
+    else:
+        return
+    raise ConfigError(f"cannot write {path}: {reason}. Name another file with {flag}.")
+
+
+@contextlib.contextmanager
+def temporary_folder(parent: Path) -> Iterator[Path]:
+    """A folder in `parent`, removed at the end with all that is left in it. It holds its lock, `.lock`."""
+    parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(parent)
+    folder = Path(tempfile.mkdtemp(prefix=WRITING, dir=parent))
+    lock = _lock_of(folder)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: its leftovers stay
+            lock.acquire()
+        yield folder
+    finally:
+        lock.release()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove the temporary folders of processes that were killed, which hold no lock any more."""
+    for folder in parent.glob(f"{WRITING}*"):
+        if folder.is_dir() and not folder.is_symlink():
+            with contextlib.suppress(Timeout, OSError), _lock_of(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lock_of(folder: Path) -> FileLock:
+    return FileLock(folder / ".lock", timeout=0)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 
 import torch
 
+from .environment import count_cores
 from .rng import get_rng_state, set_rng_state
 
 
@@ -38,3 +40,34 @@ def preserve_process_state() -> Iterator[None]:
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)
+
+
+@contextlib.contextmanager
+def share_cores() -> Iterator[None]:
+    """OpenMP threads of torch that wait leave their cores to other processes.
+
+    By default they spin, which makes training on a busy machine ten times slower. OMP_WAIT_POLICY=PASSIVE is
+    read when torch is loaded, often before peel. But with more threads than cores, GNU's library does not
+    spin for long (GOMP_SPINCOUNT in its manual): meanwhile a second team of threads exists, and sleeps.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        yield
+        return
+    is_started, is_over = threading.Event(), threading.Event()
+
+    def hold_team() -> None:
+        torch.set_num_threads(max(2, count_cores() - threads + 2))
+        torch.zeros(100_000).add_(1)  # large enough to be divided: this starts the team
+        torch.set_num_threads(threads)
+        is_started.set()
+        is_over.wait()
+
+    thread = threading.Thread(target=hold_team, daemon=True)
+    thread.start()
+    is_started.wait()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
