@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from helpers.nets import (
     Depthwise,
     Flattened,
     Grouped,
+    GroupNormed,
     Net,
     Residual,
     SelectiveKernel,
@@ -31,6 +33,7 @@ from helpers.nets import (
 from peel.data.datasets import load_data
 from peel.surgery import original_record
 from peel.surgery.explain import explain_scores, greedy_order
+from peel.surgery.regression import Regression
 from peel.surgery.repair import Repairer
 
 
@@ -147,10 +150,10 @@ def test_the_last_layer_of_a_sum_corrects_the_error_of_the_other_part(how: str, 
 
 
 def test_a_branch_that_hardly_counts_in_the_sum_is_not_blown_up() -> None:
-    net, small, images, graph = cut_sum("norm")
+    net, _, images, graph = cut_sum("norm")
     with torch.no_grad():
-        for model in (net, small):
-            model.norm.weight[0], model.norm.weight[1] = 0.0, 1e-9
+        net.norm.weight[0], net.norm.weight[1] = 0.0, 1e-9
+    small = peel.slim(net, {"hidden": 2}, graph=graph, weights="inherit")
     peel.repair(small, net, images, graph=graph)
     assert small.second.weight.detach().abs().max() < 20 * net.second.weight.detach().abs().max()
     own, wanted = (outputs(model, images).view(64, 5, -1)[:, 2:] for model in (small, net))
@@ -222,6 +225,13 @@ def test_images_are_not_marked() -> None:
     assert not vars(images)
 
 
+def halved(graph: peel.ChannelGraph) -> dict[str, int]:
+    return {
+        name: max(1, width // 2 // graph.steps[name]) * graph.steps[name]
+        for name, width in graph.widths.items()
+    }
+
+
 @functools.cache
 def repaired(kind: type[Net], memory: int = 2**32) -> tuple[nn.Module, nn.Module, peel.RepairReport]:
     """The cut network, the repaired one and the report."""
@@ -272,6 +282,182 @@ def test_what_cannot_be_refitted_is_named() -> None:
     assert "left alone: conv2" in str(report)
 
 
+@pytest.mark.parametrize(
+    ("kind", "images_per_pass"),
+    [(Chain, 48), (Chain, 20), (Residual, 48), (Depthwise, 48), (Shared, 48), (GroupNormed, 48)],
+)
+def test_a_second_repair_changes_nothing(kind: type[Net], images_per_pass: int) -> None:
+    net, graph = traced_net(kind)
+    images, memory = torch.randn(48, *kind.shape), images_per_pass * graph.activation_bytes()
+    small = peel.slim(net, halved(graph), graph=graph, weights="inherit")
+    assert not peel.repair(small, net, images, graph=graph, memory=memory).notes
+    once = copy.deepcopy(small.state_dict())
+    (note,) = peel.repair(small, net, images, graph=graph, memory=memory).notes
+    assert "changed after peel.slim" in note
+    for name, value in small.state_dict().items():
+        torch.testing.assert_close(value, once[name], rtol=0, atol=0)
+
+
+def test_the_result_depends_on_the_cut_and_not_on_what_came_between() -> None:
+    net, graph = traced_net(Residual)
+    images = torch.randn(48, *Residual.shape)
+    small = peel.slim(net, halved(graph), graph=graph, weights="inherit")
+    other = copy.deepcopy(small)
+    peel.recalibrate(other, images)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.1)
+    assert "note: the network was changed" in str(peel.repair(other, net, images, graph=graph))
+    peel.repair(small, net, images, graph=graph)
+    for name, value in small.named_parameters():
+        torch.testing.assert_close(dict(other.named_parameters())[name], value, rtol=0, atol=0)
+
+
+def test_another_original_of_the_same_shape_is_refused() -> None:
+    net, graph = traced_net(Chain)
+    images = torch.randn(32, *Chain.shape)
+    small = peel.slim(net, {"conv1": 5}, graph=graph, weights="inherit")
+    torch.manual_seed(1)
+    with pytest.raises(peel.WidthsError, match="not cut from this original: its weights are others"):
+        peel.repair(small, Chain().eval(), images, graph=graph)
+    trained = copy.deepcopy(net)
+    with torch.no_grad():
+        trained.fc.bias += 1e-3
+    with pytest.raises(peel.WidthsError, match="or have been trained since"):
+        peel.repair(small, trained, images, graph=graph)
+    same = copy.deepcopy(net).train()
+    same(images)  # only batch-norm statistics differ
+    peel.repair(small, same, images, graph=graph)
+
+
+class Tied(nn.Module):
+    """An encoder and a decoder that share one weight, as a convolution and a transposed one."""
+
+    def __init__(self, width: int, hidden: int, is_shared: bool) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.weight = nn.Parameter(torch.randn(hidden, width, 3, 3) / 5)
+        self.back = self.weight if is_shared else nn.Parameter(self.weight.detach().clone())
+        self.norm = nn.BatchNorm2d(width)
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        hidden = F.relu(F.conv2d(x, self.weight, padding=1))
+        return self.head((x + self.norm(F.conv_transpose2d(hidden, self.back, padding=1))).mean((2, 3)))
+
+
+def tied(width: int, hidden: int, is_shared: bool) -> tuple[nn.Module, peel.ChannelGraph, Tensor]:
+    torch.manual_seed(0)
+    net, images = Tied(width, hidden, is_shared).eval(), torch.randn(64, 3, 4, 4)
+    return net, peel.trace(net, images[:1]), images
+
+
+@pytest.mark.parametrize("widths", [(6, 10), (8, 8)], ids=["other widths", "equal widths"])
+def test_a_convolution_and_a_transposed_one_that_share_a_weight_are_two_readers(
+    widths: tuple[int, int],
+) -> None:
+    shared, alone = tied(*widths, True), tied(*widths, False)
+    wanted = explain_scores(*alone)
+    for tie, scores in explain_scores(*shared).items():
+        assert torch.equal(scores, wanted[tie])
+    measured, curves = peel.measure_sensitivity(*shared), peel.measure_sensitivity(*alone).change
+    assert measured.change.keys() == {"stem", "weight"}
+    for tie, change in measured.change.items():
+        torch.testing.assert_close(change, curves[tie])
+
+
+@pytest.mark.parametrize("widths", [(6, 10), (8, 8)], ids=["other widths", "equal widths"])
+def test_a_weight_that_both_share_is_left_alone_and_named(widths: tuple[int, int]) -> None:
+    net, graph, images = tied(*widths, True)
+    small = peel.slim(net, halved(graph), graph=graph, weights="inherit")
+    cut = copy.deepcopy(small)
+    report = peel.repair(small, net, images, graph=graph)
+    assert "layers of several kinds share its weight" in report.left_alone["weight"]
+    assert report.refitted == ("stem", "head") and "norm" in report.norms
+    assert torch.equal(small.weight, cut.weight)
+    wanted = outputs(net, images)
+    assert difference(outputs(small, images), wanted) < difference(outputs(cut, images), wanted)
+
+
+class Picky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[-1] == 8, "images have 8 pixels"
+        return self.net(x)
+
+
+def test_an_assertion_of_the_model_is_an_error_in_words() -> None:
+    net = Picky().eval()
+    images = torch.randn(8, 3, 9, 9)
+    graph = peel.trace(net, images[:1, :, :8, :8])
+    small = peel.slim(net, halved(graph), graph=graph, weights="inherit")
+    calls = [
+        lambda: peel.explain_scores(net, graph, images),
+        lambda: peel.measure_sensitivity(net, graph, images),
+        lambda: peel.repair(small, net, images, graph=graph),
+        lambda: peel.recalibrate(small, images),
+    ]
+    for call in calls:
+        with pytest.raises(peel.DataError, match="cannot take these images: images have 8 pixels"):
+            call()
+
+
+def test_a_model_without_values_is_refused_in_words() -> None:
+    net, graph = traced_net(Chain)
+    images = torch.randn(8, *Chain.shape)
+    small, meta = peel.slim(net, {"conv1": 5}, graph=graph, weights="inherit"), copy.deepcopy(net).to("meta")
+    calls = [
+        lambda: peel.explain_scores(meta, graph, images),
+        lambda: peel.measure_sensitivity(meta, graph, images),
+        lambda: peel.slim(meta, {"conv1": 5}, graph=graph, weights="inherit"),
+        lambda: peel.repair(small, meta, images, graph=graph),
+        lambda: peel.repair(copy.deepcopy(small).to("meta"), net, images, graph=graph),
+        lambda: peel.recalibrate(meta, images),
+    ]
+    for call in calls:
+        with pytest.raises(peel.ModelError, match="on the meta device"):
+            call()
+
+
+def test_inference_mode_is_no_obstacle_and_tensors_that_were_made_in_it_are_named() -> None:
+    net, graph = traced_net(Chain)
+    with torch.inference_mode():
+        images, own = torch.randn(32, *Chain.shape), Chain().eval()
+        small = peel.slim(net, {"conv1": 5}, graph=graph, weights="inherit")
+        assert peel.repair(small, net, images, graph=graph).refitted
+        assert peel.measure_sensitivity(net, graph, images).change
+        cut = copy.deepcopy(small)
+        calls = [
+            lambda: peel.measure_sensitivity(own, graph, images),
+            lambda: peel.recalibrate(own, images),
+            lambda: peel.repair(cut, net, images, graph=graph),
+        ]
+        for call in calls:
+            with pytest.raises(peel.ModelError, match=r"made under torch\.inference_mode"):
+                call()
+    assert peel.repair(small, net, images, graph=graph).refitted
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_constant_images_are_refused(value: float) -> None:
+    net, graph = traced_net(Chain)
+    images = torch.full((8, *Chain.shape), value)
+    small = peel.slim(net, {"conv1": 5}, graph=graph, weights="inherit")
+    calls = [
+        lambda: peel.explain_scores(net, graph, images),
+        lambda: peel.measure_sensitivity(net, graph, images),
+        lambda: peel.repair(small, net, images, graph=graph),
+        lambda: peel.recalibrate(small, list(images.split(4))),
+    ]
+    for call in calls:
+        with pytest.raises(peel.DataError, match=f"images are constant: every value is {value:g}"):
+            call()
+
+
 def test_at_full_width_nothing_changes() -> None:
     net, graph = traced_net(Dense)
     same = peel.slim(net, graph.widths, graph=graph, weights="inherit")
@@ -291,13 +477,9 @@ def test_new_channels_keep_their_weights() -> None:
 
 @pytest.mark.parametrize("kind", [Chain, Depthwise, Flattened], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_few_or_empty_images_never_give_numbers_that_are_not_finite(kind: type[Net], count: int) -> None:
+def test_few_or_huge_images_never_give_numbers_that_are_not_finite(kind: type[Net], count: int) -> None:
     net, graph = traced_net(kind)
-    for images in (
-        torch.randn(count, *kind.shape),
-        torch.zeros(count, *kind.shape),
-        torch.full((count, *kind.shape), 1e25),
-    ):
+    for images in (torch.randn(count, *kind.shape), 1e25 * torch.randn(count, *kind.shape)):
         small = peel.slim(
             net, {name: max(1, w // 2) for name, w in graph.widths.items()}, graph=graph, weights="inherit"
         )
@@ -332,6 +514,46 @@ def test_images_come_as_a_tensor_or_in_batches() -> None:
         assert peel.repair(small, net, given, graph=graph).images == 30
         states.append(small.state_dict())
     assert all(torch.equal(state[name], value) for state in states for name, value in states[0].items())
+
+
+def test_one_image_changes_nothing_and_a_few_are_noted() -> None:
+    net, graph = traced_net(Residual)
+    images = torch.randn(64, *Residual.shape)
+    small = peel.slim(net, halved(graph), graph=graph, weights="inherit")
+    before = copy.deepcopy(small.state_dict())
+    report = peel.repair(small, net, images[:1], graph=graph)
+    assert "note: one image is too few for a repair" in str(report)
+    assert all(torch.equal(value, before[name]) for name, value in small.state_dict().items())
+    for count in (2, 15):
+        small = peel.slim(net, halved(graph), graph=graph, weights="inherit")
+        report = peel.repair(small, net, images[:count], graph=graph)
+        assert report.refitted and f"note: {count} images are too few to tell" in str(report)
+    for count in (16, 64):
+        small = peel.slim(net, halved(graph), graph=graph, weights="inherit")
+        report = peel.repair(small, net, images[:count], graph=graph)
+        assert report.refitted and not report.notes
+
+
+@pytest.mark.parametrize("kind", [GroupNormed, Chain], ids=lambda kind: kind.__name__)
+def test_a_repair_that_is_worse_on_held_out_images_is_not_kept(
+    kind: type[Net], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, graph = traced_net(kind)
+    images = torch.randn(40, *kind.shape)
+    small = peel.slim(net, halved(graph), graph=graph, weights="inherit")
+    recalibrated = copy.deepcopy(small)
+    peel.recalibrate(recalibrated, images)
+    solve = Regression.solve
+    monkeypatch.setattr(  # a fit with wrong weights
+        Regression, "solve", lambda *args, **how: replace(solve(*args, **how), weight=10 * args[0].old)
+    )
+    report = peel.repair(small, net, images, graph=graph)
+    assert "on 10 of the 40 images, which were held out, a repair with the others is worse" in str(report)
+    assert bool(report.norms) == (kind is Chain)
+    assert not report.refitted
+    for name, value in small.named_parameters():
+        torch.testing.assert_close(value, recalibrated.get_parameter(name), rtol=0, atol=0)
+    torch.testing.assert_close(outputs(small, images), outputs(recalibrated, images))
 
 
 def test_modes_and_random_states_stay() -> None:

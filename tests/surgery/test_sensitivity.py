@@ -47,7 +47,7 @@ def test_the_change_is_that_of_a_refitted_layer() -> None:
     for count in (4, 8, 12):
         wanted = refit_error(model, x, order[:count])
         # A prediction of all hidden channels is a little worse than a fit of the three outputs.
-        assert wanted * 0.9 <= float(found.change[tie][count]) <= 3 * wanted
+        assert wanted * 0.85 <= float(found.change[tie][count]) <= 3 * wanted
     assert float(found.change[tie][8]) == pytest.approx(float(predicted_error(model, x, order[:8])), rel=0.15)
 
 
@@ -200,3 +200,14 @@ def test_images_that_do_not_fit_are_refused() -> None:
     for images in (torch.randn(8, 1, 8, 8), torch.full((8, 3, 8, 8), torch.nan)):
         with pytest.raises(DataError, match=r"cannot take these images|values that are not finite"):
             measure_sensitivity(model, graph, images)
+
+
+class Logarithm(Perceptron):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).log()
+
+
+def test_outputs_that_are_not_finite_give_no_curves() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(DataError, match="not finite on these images"):
+        measured(Logarithm().eval(), torch.randn(64, 6))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cost.polynomial import Form
+from ..errors import WidthsError
 from .capture import structural_copy
 from .channel_graph import ChannelGraph
 
@@ -19,6 +20,17 @@ def new_shapes(graph: ChannelGraph, units: Sequence[int]) -> dict[str, tuple[int
         )
         for name, layout in graph.layouts.items()
     }
+
+
+def check_graph(model: nn.Module, graph: ChannelGraph) -> None:
+    """Refuse a graph that has other tensors or shapes than the model."""
+    shapes = new_shapes(graph, graph.units())
+    for name, tensor in tensors_of(model).items():
+        if shapes.get(name) != tensor.shape:
+            raise WidthsError(
+                f"the graph was not traced from this model: {name} has shape {tuple(tensor.shape)}, not "
+                f"{shapes.get(name)}. Trace this model and use its own graph."
+            )
 
 
 def rebuild(

@@ -139,8 +139,17 @@ def curve(model: str, config: CurveConfig, progress: Progress | None = None) -> 
             f"the network is right for only {original:.1%} of the test images of {loaded.name}. {reason}"
         )
     points: list[CurvePoint] = []
+    notes = loaded.notes_for_trained()
     report(f"{budgets[0]:.0%} of the MACs", 2, total)
-    for point in accuracy_curve(network, graph, calibration, judge, budgets=budgets, divisor=config.divisor):
+    for point in accuracy_curve(
+        network,
+        graph,
+        calibration,
+        judge,
+        budgets=budgets,
+        divisor=config.divisor,
+        on_note=notes.append,
+    ):
         points.append(point)
         if len(points) < len(budgets):
             report(f"{budgets[len(points)]:.0%} of the MACs", 2 + len(points), total)
@@ -153,7 +162,7 @@ def curve(model: str, config: CurveConfig, progress: Progress | None = None) -> 
         macs=graph.macs(),
         params=graph.params(),
         points=tuple(points),
-        notes=tuple(loaded.notes_for_trained()),
+        notes=tuple(dict.fromkeys(notes)),
     )
 
 

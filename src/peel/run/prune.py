@@ -163,19 +163,13 @@ def _prepare(
     network, loaded = load_model_and_data(model, data, config, weights)
     new_classifier = has_new_classifier(model, weights, loaded)
     task = check_model(network, loaded, task)
-    if graph is not None and config.groups is not None:
-        raise ConfigError("the given graph has its groups already: call graph.regroup(groups) yourself.")
-    graph = graph or trace(network, loaded.example(), groups=config.groups)
-    graph = attach_latency(graph, config.latency)
+    graph = _graph_of(network, loaded, config, graph)
     target = resolve_budget(graph, config.budget, config.resource, config.grow)
     config, own_notes = restrict_settings(config, loaded, task)
     recipe = name_of_recipe(config, loaded, network)
     config = resolve_distillation(config, recipe, task)
     recipes = resolve_recipes(config, recipe, loaded, task)
-    init = config.backbone_init
-    if not isinstance(init, str) or init.endswith(".json"):
-        init = dict(read_widths(init, graph, "backbone_init"))
-    resolved = replace(config, freeze=frozen_ties(network, graph, config.freeze), backbone_init=init)
+    resolved = _resolve_ties(config, network, graph)
     plan = read_widths(config.plan, graph, "plan") if config.plan is not None else None
     layer_macs = _layer_macs(network, graph, recipes[0].batch_size // config.accumulate)
     engine, notes = restrict_engine(_engine_of(config, layer_macs), loaded, task)
@@ -214,6 +208,21 @@ def _prepare(
         given_widths=plan,
         notes=[*told, *latency_notes(graph), *method_notes],
     )
+
+
+def _graph_of(network: nn.Module, loaded: Data, config: Config, given: ChannelGraph | None) -> ChannelGraph:
+    if given is not None and config.groups is not None:
+        raise ConfigError("the given graph has its groups already: call graph.regroup(groups) yourself.")
+    graph = given or trace(network, loaded.example(), groups=config.groups)
+    return attach_latency(graph, config.latency)
+
+
+def _resolve_ties(config: Config, network: nn.Module, graph: ChannelGraph) -> Config:
+    """Names of modules and files become ties and widths."""
+    init = config.backbone_init
+    if not isinstance(init, str) or init.endswith(".json"):
+        init = dict(read_widths(init, graph, "backbone_init"))
+    return replace(config, freeze=frozen_ties(network, graph, config.freeze), backbone_init=init)
 
 
 def _engine_of(config: Config, layer_macs: float) -> Engine:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map  # has no public name
 
-from ..errors import DataError
+from ..errors import DataError, ModelError, PeelError
 from ..graph.channel_graph import ChannelGraph
 
 #: Images that are taken from an iterable of batches. A tensor is used whole.
@@ -41,6 +41,7 @@ def make_batches(images: Images, images_per_batch: int) -> list[Any]:
     if not any(map(count_images, batches)):
         raise DataError("images is empty; give some images as the network takes them, a few hundred say.")
     _refuse_not_finite(batches)
+    _refuse_constant(batches)
     return merge(batches, images_per_batch)
 
 
@@ -63,6 +64,17 @@ def _refuse_not_finite(batches: list[Any]) -> None:
                     f"images holds {count} values that are not finite (NaN or inf), in batch {number}: leave "
                     "these images out, or check their normalization (a std of 0?)."
                 )
+
+
+def _refuse_constant(batches: list[Any]) -> None:
+    """Layers cannot be fitted, and channels not compared, where nothing varies."""
+    tensors = [tensor for tensor in tree_leaves(batches) if isinstance(tensor, Tensor) and tensor.numel()]
+    value = tensors[0].flatten()[0].item()
+    if all((tensor == value).all() for tensor in tensors):
+        raise DataError(
+            f"images are constant: every value is {value:g}. Give images that vary, as the network takes "
+            "them (black ones are often files that were not read, or a wrong normalization)."
+        )
 
 
 def _take(images: Iterable[Any]) -> list[Any]:
@@ -91,22 +103,49 @@ def count_images(batch: Any) -> int:
 def run_model(model: nn.Module, batch: Any) -> Any:
     """A forward pass; a tuple holds positional arguments, a dict keyword arguments.
 
-    Tensors are moved to the device of the model.
+    Tensors are moved to the device of the model. Whatever the code of the model raises says that it cannot
+    take the batch.
     """
     device = device_of(model)
     batch = tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, batch)
-    if isinstance(batch, dict):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple) else model(batch)
+    try:
+        if isinstance(batch, dict):
+            return model(**batch)
+        return model(*batch) if isinstance(batch, tuple) else model(batch)
+    except PeelError:
+        raise
+    except Exception as error:
+        raise DataError(f"the model cannot take these images: {error or type(error).__name__}") from error
 
 
 def device_of(model: nn.Module) -> torch.device:
     return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
 
+def refuse_meta_tensors(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ModelError(
+                f"{name} of the model is on the meta device and has no values. Build the model on a real "
+                "device, or load its weights, first."
+            )
+
+
+def refuse_inference_tensors(model: nn.Module) -> None:
+    """They can neither be written nor have gradients outside of inference mode."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_inference():
+            raise ModelError(
+                f"{name} of the model was made under torch.inference_mode and cannot be changed or have "
+                "gradients. Build, load or copy the model outside of it."
+            )
+
+
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
     """Eval mode without gradients. Modes and random states are restored at the end."""
+    for model in models:
+        refuse_meta_tensors(model)
     modes = [(module, module.training) for model in models for module in model.modules()]
     devices = {device_of(model) for model in models}
     cuda = [device for device in devices if device.type == "cuda"]
@@ -128,6 +167,7 @@ def recalibrate(model: nn.Module, images: Images, *, batch_size: int = 256) -> N
 
     >>> peel.recalibrate(small, images)
     """
+    refuse_inference_tensors(model)
     norms = [
         module
         for module in model.modules()
@@ -144,11 +184,9 @@ def recalibrate(model: nn.Module, images: Images, *, batch_size: int = 256) -> N
                 norm.momentum = None  # the mean over the batches
             for batch in batches if norms else ():
                 run_model(model, batch)
-        except Exception as error:
+        except BaseException:
             for norm, buffers in zip(norms, before, strict=True):
                 norm.load_state_dict({**norm.state_dict(), **buffers})
-            if isinstance(error, RuntimeError | ValueError | TypeError):
-                raise DataError(f"the model cannot take these images: {error}") from error
             raise
         finally:
             for norm, momentum in zip(norms, momenta, strict=True):

@@ -48,11 +48,13 @@ def accuracy_curve(
     budgets: Sequence[float] = BUDGETS,
     resource: str = "macs",
     divisor: Divisor = "auto",
+    on_note: Callable[[str], None] = lambda note: None,
 ) -> Iterator[CurvePoint]:
     """Cut a trained model to each budget, and judge it cut, recalibrated and repaired.
 
     `images` are unlabeled and calibrate, `judge` measures a network. Widths are uniform, and the channels
-    that best explain the others are kept (`explain_scores`). Beside it: widths by sensitivity.
+    that best explain the others are kept (`explain_scores`). Beside it: widths by sensitivity. `on_note` gets
+    what a repair notes.
     """
     scores = explain_scores(model, graph, images)
     sensitivity = measure_sensitivity(model, graph, images)
@@ -60,7 +62,8 @@ def accuracy_curve(
 
     def repaired(widths: Widths, scores: Mapping[str, Tensor]) -> float:
         small = slim(model, widths, graph=graph, weights="inherit", scores=scores)
-        repairer.repair(small)
+        for note in repairer.repair(small).notes:
+            on_note(note)
         return judge(small)
 
     for budget in budgets:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import DataError
 from ..graph.channel_graph import ChannelGraph, Run
 from ..graph.parameters import spans
+from ..graph.rebuild import check_graph
 from ..utils.rng import derive_seed
 from .calibration import Images, evaluating, images_in_memory, make_batches, run_model
-from .layer_calls import CallWatcher, LayerCall, Visitor
+from .layer_calls import CallWatcher, LayerCall, Use, Visitor
 from .selection import per_channel
 
 #: Places of each image at which the channels are compared.
@@ -35,7 +35,7 @@ class Reading:
     """The channels of an atom, as a layer reads them at sampled places."""
 
     atom: int
-    layer: str
+    use: Use
     span: slice
     """Where they are in the input of the layer."""
     weight: Tensor
@@ -63,26 +63,26 @@ class ReadingCollector(Visitor):
 
     graph: ChannelGraph
     batch: int = 0
-    readings: dict[tuple[str, int], Reading] = field(default_factory=dict)
-    """Layer and first position in its input -> what it reads there."""
+    readings: dict[tuple[Use, int], Reading] = field(default_factory=dict)
+    """Use of a layer and first position in its input -> what it reads there."""
 
     def at_layer(self, name: str, index: int, call: LayerCall, run: Callable[..., Tensor]) -> Tensor:
-        axis = 0 if call.is_transposed else 1
+        axis = call.input_axis
         if call.groups == 1 and axis in self.graph.consumers.get(name, ()):
             rows = self._rows(name, index, call).double()
             weight = call.weight.detach().double().movedim(axis, 1)
             for part, span in spans(self.graph.layouts[name][axis]):
                 if part.tie >= 0:
-                    self._add(part, name, span, rows[:, span], weight[:, span])
+                    self._add(part, (name, axis), span, rows[:, span], weight[:, span])
         return run()
 
-    def _add(self, run: Run, name: str, span: slice, rows: Tensor, weight: Tensor) -> None:
-        if (name, span.start) not in self.readings:
+    def _add(self, run: Run, use: Use, span: slice, rows: Tensor, weight: Tensor) -> None:
+        if (use, span.start) not in self.readings:
             # A channel that fills several positions of the axis has that many times the taps.
             own = weight.reshape(len(weight), run.size, -1)
-            self.readings[name, span.start] = Reading(run.atom, name, span, own)
+            self.readings[use, span.start] = Reading(run.atom, use, span, own)
         channels = rows.reshape(len(rows), run.size, -1)
-        self.readings[name, span.start].add(channels.movedim(2, 1).flatten(0, 1))
+        self.readings[use, span.start].add(channels.movedim(2, 1).flatten(0, 1))
 
     def _rows(self, name: str, index: int, call: LayerCall) -> Tensor:
         """The input at sampled places: places x channels."""
@@ -100,16 +100,12 @@ def collect_readings(
 ) -> dict[int, list[Reading]]:
     """Atom -> what each layer reads of it. Channels that do not vary, or are not finite, do not count."""
     collector = ReadingCollector(graph)
-    try:
-        with evaluating(model):
-            for number, batch in enumerate(batches):
-                collector.batch = number
-                with CallWatcher(model, collector):
-                    run_model(model, batch)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise DataError(
-            f"the model cannot take these images, or the graph is not its own: {error}"
-        ) from error
+    check_graph(model, graph)
+    with evaluating(model):
+        for number, batch in enumerate(batches):
+            collector.batch = number
+            with CallWatcher(model, collector):
+                run_model(model, batch)
     found: dict[int, list[Reading]] = {}
     for reading in sorted(collector.readings.values(), key=lambda reading: reading.atom):
         total = reading.covariance().diagonal().sum()

@@ -105,7 +105,7 @@ def select_targets(
     channels |= {name: kept.positions(graph.layouts[name][0]) for name in record.sums}
     sums = {name: some.at(channels[name].clamp_min(0)).to(device) for name, some in record.sums.items()}
     targets = {}
-    for key in record.outputs:
+    for key in (key for key in record.outputs if key[0] not in record.mixed):
         features = count_features(key[0], record.filters[key[0]])
         targets[key] = _target(record, key, channels[key[0]], features, device)
     return FitTargets(record, channels, targets, sums)

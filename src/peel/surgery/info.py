@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from ..utils.fingerprint import fingerprint
+
 T = TypeVar("T")
 
 
@@ -33,6 +35,9 @@ class SlimInfo:
 
     None for an axis that is as it was. Tensors that are as they were are left out. None for fresh weights.
     """
+
+    original: str = field(default="", compare=False)
+    """`weights_fingerprint` of the model that weights were inherited from."""
 
     def after(self, earlier: "SlimInfo") -> "SlimInfo":
         """That of a network that was slimmed again. `kept` holds places of the network in between."""
@@ -67,6 +72,16 @@ def changed_sizes(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[
     sizes = {name: zip(tensor.shape, new[name].shape, strict=True) for name, tensor in old.items()}
     shapes = {name: [was if was != now else None for was, now in pairs] for name, pairs in sizes.items()}
     return {name: shape for name, shape in shapes.items() if any(size is not None for size in shape)}
+
+
+#: Values of each parameter that a fingerprint is made of. Another training changes all of them.
+FINGERPRINT_VALUES = 256
+
+
+def weights_fingerprint(model: nn.Module) -> str:
+    """A fingerprint of evenly spaced values of each parameter; the same on every device."""
+    flat = (parameter.detach().reshape(-1) for parameter in model.parameters())
+    return fingerprint(values[:: -(-len(values) // FINGERPRINT_VALUES) or 1] for values in flat)
 
 
 def info_of(model: nn.Module) -> SlimInfo:

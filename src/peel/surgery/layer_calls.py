@@ -32,6 +32,11 @@ LAYERS: Mapping[Any, tuple[str, ...]] = {
 #: Functions that add two tensors.
 ADDITIONS = frozenset((torch.add, Tensor.add, Tensor.add_))
 
+Use = tuple[str, int]
+"""A layer, and the axis of its weight that its inputs are along. A convolution and a transposed one that
+share a weight are two uses of it.
+"""
+
 
 @dataclass(frozen=True)
 class LayerCall:
@@ -56,6 +61,11 @@ class LayerCall:
     def axes(self) -> int:
         """The number of spatial axes."""
         return len(self.kernel)
+
+    @property
+    def input_axis(self) -> int:
+        """The axis of the weight that the inputs are along."""
+        return 0 if self.is_transposed else 1
 
     @property
     def outputs(self) -> int:

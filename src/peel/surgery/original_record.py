@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import DataError
 from ..utils.rng import derive_seed
 from .calibration import count_images, run_model
 from .layer_calls import CallWatcher, LayerCall, NormCall, Visitor, places_shape, rows_at, version_of
@@ -116,6 +115,8 @@ class OriginalRecord:
     """Of each batch."""
     filters: dict[str, Filters] = field(default_factory=dict)
     """Layer -> its form."""
+    mixed: set[str] = field(default_factory=set)
+    """Layers whose weight is used in several forms, as by a convolution and a transposed one."""
     outputs: dict[Key, Output] = field(default_factory=dict)
     sums: dict[str, Sums] = field(default_factory=dict)
     """Batch norm -> its input."""
@@ -128,6 +129,8 @@ class OriginalRecord:
 
     def absorbers(self, layer: str) -> tuple[str, ...]:
         """The batch norms that can take an intercept of the layer: they read all of it, and nothing else."""
+        if layer in self.mixed:
+            return ()
         norms = [norm for name, norm in self.read_by_norm if name == layer]
         reads = sum(self.read_by_norm[layer, norm] for norm in norms)
         is_alone = all(self.read_by_norm[layer, norm] == self.calls[norm, 0] for norm in norms)
@@ -173,10 +176,7 @@ def record_original(
     for number, batch in enumerate(batches):
         recorder.batch, recorder.last = number, 0
         with CallWatcher(original, recorder):
-            try:
-                run_model(original, batch)
-            except (RuntimeError, ValueError, TypeError) as error:
-                raise DataError(f"the original cannot take these images: {error}") from error
+            run_model(original, batch)
     return recorder.record
 
 
@@ -203,7 +203,9 @@ class _Recorder(Visitor):
     def at_layer(self, name: str, index: int, call: LayerCall, run: Callable[[], Tensor]) -> Tensor:
         output, record = run(), self.record
         key = name, self.batch, index
-        filters = record.filters[name] = Filters(tuple(call.weight.shape), call.groups, call.is_transposed)
+        filters = Filters(tuple(call.weight.shape), call.groups, call.is_transposed)
+        if record.filters.setdefault(name, filters) != filters:
+            record.mixed.add(name)
         shape = places_shape(output, call.axes)
         places = record.sample(key, shape, self.count_features(name, filters))
         places = torch.arange(prod(shape)) if places is None else places

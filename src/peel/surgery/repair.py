@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,21 +19,48 @@ from torch import Tensor, nn
 
 from ..errors import DataError, WidthsError
 from ..graph.channel_graph import ChannelGraph, Layout
-from ..graph.rebuild import new_shapes, tensors_of
+from ..graph.rebuild import check_graph, new_shapes, tensors_of
 from ..graph.trace import trace
-from .calibration import MEMORY, Images, count_images, evaluating, make_batches, run_model
+from .calibration import (
+    MEMORY,
+    Images,
+    count_images,
+    evaluating,
+    make_batches,
+    merge,
+    recalibrate,
+    refuse_inference_tensors,
+    refuse_meta_tensors,
+    run_model,
+)
 from .fit_targets import FitTargets, Target, feature_counter, select_targets
-from .info import info_of
+from .info import info_of, weights_fingerprint
 from .layer_calls import CallWatcher, LayerCall, NormCall, Visitor, places_shape, rows_at
 from .original_record import PLACES, Key, OriginalRecord, Sums, record_original
 from .original_shapes import Shapes, original_shapes
-from .regression import CHUNK_BYTES, TINY, Regression
+from .outputs import output_change, output_tensors
+from .regression import CHUNK_BYTES, HOLD_OUT, TINY, Regression
 from .selection import KeptChannels
+from .slim import copy_weights
 
 NOT_FINITE = "its inputs or outputs on these images are not finite, or too large"
 
 #: Why a layer was left alone that no watched call was made with.
 UNSEEN = "its weight is computed, or no convolution or linear layer uses it"
+
+
+MIXED = "layers of several kinds share its weight, and no fit serves all of them"
+
+#: With fewer images, a repair is compared with a recalibration on a quarter of them. With fewer than
+#: `UNSURE`, these are too few to judge: the report says so (`benchmarks/repair_images.py`).
+FEW, UNSURE = 64, 16
+
+MORE = "Give more images, a few hundred say"
+
+CHANGED = (
+    "the network was changed after peel.slim; the repair started from the weights of the original again. "
+    "Repair before training"
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +74,8 @@ class RepairReport:
     """Batch norms whose statistics were changed."""
     left_alone: Mapping[str, str]
     """Layer that reads or writes cut channels and was not refitted -> the reason."""
+    notes: tuple[str, ...] = ()
+    """What the caller should know about the result."""
 
     @property
     def refitted(self) -> tuple[str, ...]:
@@ -55,7 +84,7 @@ class RepairReport:
     def __str__(self) -> str:
         text = f"{len(self.errors)} layers refitted on {self.images} images"
         left = "".join(f"\n  left alone: {name}: {reason}" for name, reason in self.left_alone.items())
-        return text + left
+        return text + left + "".join(f"\n  note: {note}" for note in self.notes)
 
 
 def repair(
@@ -73,6 +102,8 @@ def repair(
         original: the trained network it was cut from. It is not changed.
         images: unlabeled images as the networks take them, normalized: a tensor, or an iterable of batches
             (of a tuple, the first element), from which 1,024 images are taken. A few hundred are enough.
+            With 16 to 63, a repair is compared with a recalibration on a quarter of them, and the better is
+            kept. With fewer, the report notes that nothing can tell which is better.
         graph: the graph of the original; traced where it is not given.
         memory: bytes of activations that may be held. Where the images need more, they run in several
             batches, and each layer costs a pass of its own.
@@ -81,17 +112,24 @@ def repair(
     >>> print(peel.repair(small, model, images, graph=graph))
     20 layers refitted on 1000 images
     """
+    for model in (slim, original):
+        refuse_meta_tensors(model)
+    refuse_inference_tensors(slim)
     if graph is None:
         graph = trace(original, _example(images))
-    _check_fits(original, graph)
+    _check_fits(slim, original, graph)
+    kept = _kept_channels(slim, graph)
     repairer = Repairer(original, images, graph, memory, only=slim)
-    before = {name: tensor.detach().clone() for name, tensor in tensors_of(slim).items()}
+    before = _copies(slim)
     try:
-        return repairer.repair(slim)
+        with evaluating(slim, original):
+            # So that the result depends on the cut alone, and not on how often this was called.
+            copy_weights(original, slim, graph, kept, {id(tensor) for tensor in tensors_of(slim).values()})
+            is_changed = bool(_changed(slim, before))
+        report = repairer.repair(slim)
+        return replace(report, notes=(CHANGED, *report.notes)) if is_changed else report
     except BaseException:
-        with torch.no_grad():
-            for name, tensor in tensors_of(slim).items():
-                tensor.copy_(before[name])
+        _restore(slim, before)
         raise
 
 
@@ -107,12 +145,46 @@ class Repairer:
         only: nn.Module | None = None,
     ) -> None:
         """`only`: the one network to be repaired. Less of the original is held then."""
-        self.original, self.graph, self.only = original, graph, only
-        self.batches = make_batches(images, images_at_once(original, graph, memory))
-        self.record: OriginalRecord | None = None
+        at_once = images_at_once(original, graph, memory)
+        batches = make_batches(images, at_once)
+        self.images = sum(map(count_images, batches))
+        self.whole = _Fitter(original, batches, graph, only)
+        is_judged = UNSURE <= self.images < FEW
+        self.trial = _Trial.of(original, batches, graph, at_once) if is_judged else None
 
     def repair(self, slim: nn.Module) -> RepairReport:
         """Refit the layers of a cut network in place. After an error it is of no use."""
+        if self.images == 1:
+            return self._unfitted((), "one image is too few for a repair: the network is as it was cut")
+        if self.trial is not None and not self.trial.is_better_repaired(slim):
+            norms = _recalibrate(slim, self.whole.batches)
+            held_out = f"on {self.trial.images} of the {self.images} images, which were held out"
+            worse, kept = "the network as it was cut", "nothing was changed"
+            if norms:
+                worse, kept = "new batch-norm statistics", "only these were changed"
+            return self._unfitted(
+                norms, f"{held_out}, a repair with the others is worse than {worse}: {kept}"
+            )
+        report = self.whole.fit(slim)
+        if self.images >= FEW or self.trial is not None:
+            return report
+        note = f"{self.images} images are too few to tell whether the repair is better than a recalibration"
+        return replace(report, notes=(f"{note}. {MORE}",))
+
+    def _unfitted(self, norms: tuple[str, ...], note: str) -> RepairReport:
+        return RepairReport(self.images, {}, norms, {}, (f"{note}. {MORE}",))
+
+
+class _Fitter:
+    """Fits networks to one original on the same batches. The original runs once."""
+
+    def __init__(
+        self, original: nn.Module, batches: list[Any], graph: ChannelGraph, only: nn.Module | None = None
+    ) -> None:
+        self.original, self.batches, self.graph, self.only = original, batches, graph, only
+        self.record: OriginalRecord | None = None
+
+    def fit(self, slim: nn.Module) -> RepairReport:
         graph, kept = self.graph, _kept_channels(slim, self.graph)
         is_cut = {name: _is_cut(layout, kept) for name, layout in graph.layouts.items()}
         with evaluating(slim, self.original):
@@ -127,6 +199,7 @@ class Repairer:
         left_alone = {
             **refit.left_alone,
             **{name: UNSEEN for name in filters if name not in self.record.order},
+            **{name: MIXED for name in filters if name in self.record.mixed},
         }
         return RepairReport(
             images=sum(map(count_images, self.batches)),
@@ -134,6 +207,61 @@ class Repairer:
             norms=tuple(map(_layer, refit.norms)),
             left_alone={_layer(name): reason for name, reason in left_alone.items()},
         )
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A repair with some of the images against new batch-norm statistics, judged by the others."""
+
+    fitter: _Fitter
+    held_out: list[Any]
+
+    @classmethod
+    def of(cls, original: nn.Module, batches: list[Any], graph: ChannelGraph, at_once: int) -> _Trial | None:
+        """None where the images come in so few batches of their own that none can be held out."""
+        pieces = merge(batches, 1)
+        held_out = merge(pieces[HOLD_OUT - 1 :: HOLD_OUT], at_once)
+        fitted = merge([one for place, one in enumerate(pieces, 1) if place % HOLD_OUT], at_once)
+        return cls(_Fitter(original, fitted, graph), held_out) if held_out else None
+
+    @property
+    def images(self) -> int:
+        return sum(map(count_images, self.held_out))
+
+    def is_better_repaired(self, slim: nn.Module) -> bool:
+        before = _copies(slim)
+        self.fitter.fit(slim)
+        repaired = self._error(slim)
+        _restore(slim, before)
+        _recalibrate(slim, self.fitter.batches)
+        recalibrated = self._error(slim)
+        _restore(slim, before)
+        return repaired < recalibrated
+
+    def _error(self, slim: nn.Module) -> float:
+        original, changes = self.fitter.original, []
+        with evaluating(slim, original):
+            for batch in self.held_out:
+                outputs = [output_tensors(run_model(model, batch)) for model in (original, slim)]
+                changes.append(output_change(*outputs))
+        return sum(changes)
+
+
+def _recalibrate(slim: nn.Module, batches: list[Any]) -> tuple[str, ...]:
+    """Measure batch-norm statistics on prepared batches. Returns the batch norms that changed."""
+    before = _copies(slim)
+    recalibrate(slim, [(batch, None) for batch in batches])
+    return tuple(_layer(name) for name in _changed(slim, before) if name.endswith("running_mean"))
+
+
+def _copies(slim: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors_of(slim).items()}
+
+
+def _restore(slim: nn.Module, before: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in tensors_of(slim).items():
+            tensor.copy_(before[name])
 
 
 def _kept_channels(slim: nn.Module, graph: ChannelGraph) -> KeptChannels:
@@ -148,7 +276,11 @@ def _kept_channels(slim: nn.Module, graph: ChannelGraph) -> KeptChannels:
         kept = KeptChannels.from_axes(graph, units, info.kept)
     except (KeyError, ValueError, WidthsError) as error:
         raise _not_cut_from(str(error)) from error
-    tensors = tensors_of(slim)
+    # A tensor that is registered twice is in the graph under both names.
+    tensors = {
+        **dict(slim.named_parameters(remove_duplicate=False)),
+        **dict(slim.named_buffers(remove_duplicate=False)),
+    }
     for name, shape in new_shapes(graph, units).items():
         if name not in tensors or tuple(tensors[name].shape) != shape:
             raise _not_cut_from(f"{name} does not fit")
@@ -160,6 +292,12 @@ def _not_cut_from(reason: str) -> WidthsError:
         f"the slim network was not cut from this original: {reason}. Give repair the model and the graph "
         "that peel.slim was called with."
     )
+
+
+def _changed(slim: nn.Module, before: Mapping[str, Tensor]) -> list[str]:
+    """The weights and statistics that differ from what they were."""
+    tensors = tensors_of(slim).items()
+    return [name for name, now in tensors if now.is_floating_point() and not torch.equal(now, before[name])]
 
 
 def _layer(tensor: str) -> str:
@@ -177,14 +315,13 @@ def _example(images: Images) -> Any:
     return images[:1]
 
 
-def _check_fits(original: nn.Module, graph: ChannelGraph) -> None:
-    shapes = new_shapes(graph, graph.units())
-    for name, tensor in tensors_of(original).items():
-        if shapes.get(name) != tensor.shape:
-            raise WidthsError(
-                f"the graph was not traced from this original: {name} has shape {tuple(tensor.shape)}, not "
-                f"{shapes.get(name)}. Trace it and use its own graph."
-            )
+def _check_fits(slim: nn.Module, original: nn.Module, graph: ChannelGraph) -> None:
+    check_graph(original, graph)
+    if info_of(slim).original not in ("", weights_fingerprint(original)):
+        raise WidthsError(
+            "the slim network was not cut from this original: its weights are others, or have been trained "
+            "since. Give repair the model that peel.slim was called with, or cut this one."
+        )
 
 
 def images_at_once(original: nn.Module, graph: ChannelGraph, memory: int = MEMORY) -> int:
@@ -207,8 +344,8 @@ class _Outcome(NamedTuple):
     """Whether all values were finite, and the errors of a layer before and after."""
 
 
-class _StopPassError(Exception):
-    """The rest of a forward pass is not needed."""
+class _StopPassError(BaseException):
+    """The rest of a forward pass is not needed. The model's own `except Exception` does not catch it."""
 
 
 class _Refit(Visitor):

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves  # has no public name
 
 from ..cost.budget import Budget
 from ..cost.cutting import cut_to_budget
@@ -25,9 +24,19 @@ from ..cost.widths import Widths
 from ..errors import DataError
 from ..graph.channel_graph import ChannelGraph
 from ..utils.rng import derive_seed
-from .calibration import MAX_IMAGES, Images, evaluating, images_in_memory, make_batches, merge, run_model
+from .calibration import (
+    MAX_IMAGES,
+    Images,
+    evaluating,
+    images_in_memory,
+    make_batches,
+    merge,
+    refuse_inference_tensors,
+    run_model,
+)
 from .explain import BLOCKS, Reading, collect_readings, untaken
-from .layer_calls import CallWatcher, LayerCall, Visitor
+from .layer_calls import CallWatcher, LayerCall, Use, Visitor
+from .outputs import output_change, output_tensors
 from .regression import TINY
 from .selection import per_channel
 
@@ -82,6 +91,7 @@ def measure_sensitivity(model: nn.Module, graph: ChannelGraph, images: Images) -
     >>> widths = sensitivity.widths("50%")
     >>> small = peel.slim(model, widths, graph=graph, weights="inherit", scores=sensitivity.scores)
     """
+    refuse_inference_tensors(model)
     batches = make_batches(images, BATCH)
     # The change of the output is measured on other images than the channels are predicted with.
     held_out = min(-(-IMAGES // BATCH), len(batches) // 4)
@@ -96,15 +106,20 @@ def measure_sensitivity(model: nn.Module, graph: ChannelGraph, images: Images) -
         gradients = _squared_gradients(model, few)
         values = {atom: [_pull_back(one, gradients) for one in some] for atom, some in readings.items()}
         kept = {atom: _best_half(some, values[atom]) for atom, some in readings.items()}
-        outputs = [_flat(run_model(model, batch)) for batch in few]
+        outputs = [output_tensors(run_model(model, batch)) for batch in few]
         factors = _factors(model, few, outputs, _parts(readings, values, kept))
         for atom, some in readings.items():
-            values[atom] = [value * factors[one.layer] for one, value in zip(some, values[atom], strict=True)]
+            values[atom] = [value * factors[one.use] for one, value in zip(some, values[atom], strict=True)]
     found = {
         atom: _greedy([_covariance(one) for one in some], values[atom]) for atom, some in readings.items()
     }
     scores = per_channel(graph, {atom: scores for atom, (scores, _) in found.items()})
     change = _sum_by_tie(graph, {atom: change for atom, (_, change) in found.items()})
+    if not all(values.isfinite().all() for values in change.values()):
+        raise DataError(
+            "the outputs of the network, or of its layers, are not finite on these images (or too large), so "
+            "their change cannot be measured. Check the normalization of the images."
+        )
     return Sensitivity(graph, scores, {tie: change[tie] for tie in scores})
 
 
@@ -126,12 +141,12 @@ def _sum_by_tie(graph: ChannelGraph, by_atom: Mapping[int, Tensor]) -> dict[str,
 
 def _parts(
     readings: Readings, values: Mapping[int, Sequence[Tensor]], kept: Mapping[int, Tensor]
-) -> dict[str, list[_Prediction]]:
-    """Layer -> its input, half of whose channels are predicted."""
-    found: dict[str, list[_Prediction]] = {}
+) -> dict[Use, list[_Prediction]]:
+    """Use of a layer -> its input, half of whose channels are predicted."""
+    found: dict[Use, list[_Prediction]] = {}
     for atom, some in readings.items():
         for reading, value in zip(some, values[atom], strict=True):
-            found.setdefault(reading.layer, []).append(_Prediction.of(reading, value, kept[atom]))
+            found.setdefault(reading.use, []).append(_Prediction.of(reading, value, kept[atom]))
     return found
 
 
@@ -139,28 +154,24 @@ def _factors(
     model: nn.Module,
     batches: Sequence[Any],
     outputs: Sequence[list[Tensor]],
-    parts: Mapping[str, Sequence[_Prediction]],
-) -> dict[str, float]:
-    """Layer -> the measured change of the output over the expected one."""
+    parts: Mapping[Use, Sequence[_Prediction]],
+) -> dict[Use, float]:
+    """Use of a layer -> the measured change of the output over the expected one."""
     factors = {}
-    for layer, some in parts.items():
+    for use, some in parts.items():
         expected = sum(part.expected for part in some)
-        measured = _change(model, batches, outputs, _Predictor(layer, some))
+        measured = _change(model, batches, outputs, _Predictor(use, some))
         if expected > 0 and 0 < measured < math.inf:
-            factors[layer] = measured / expected
+            factors[use] = measured / expected
     # A layer for which half of its channels are enough has no factor of its own.
     usual = statistics.median(factors.values()) if factors else 1.0
-    return {layer: factors.get(layer, usual) for layer in parts}
+    return {use: factors.get(use, usual) for use in parts}
 
 
-def _flat(output: Any) -> list[Tensor]:
-    """The outputs that have a value for each image. A model may return its loss beside them."""
-    tensors = [value for value in tree_leaves(output) if isinstance(value, Tensor)]
-    return [value for value in tensors if value.is_floating_point() and value.ndim > 0]
-
-
-def _squared_gradients(model: nn.Module, batches: Sequence[Any]) -> dict[str, Tensor]:
-    """Layer -> mean over images of the squared gradient of a random sum of the outputs, for each channel."""
+def _squared_gradients(model: nn.Module, batches: Sequence[Any]) -> dict[Use, Tensor]:
+    """Use of a layer -> mean over images of the squared gradient of a random sum of the outputs, for each
+    channel.
+    """
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     recorder = _GradientRecorder()
     try:
@@ -169,7 +180,9 @@ def _squared_gradients(model: nn.Module, batches: Sequence[Any]) -> dict[str, Te
             recorder.starts = []
             with torch.enable_grad():
                 with CallWatcher(model, recorder):
-                    outputs = [value for value in _flat(run_model(model, batch)) if value.requires_grad]
+                    outputs = [
+                        value for value in output_tensors(run_model(model, batch)) if value.requires_grad
+                    ]
                 if not outputs:
                     raise DataError("the network has no floating-point output that its layers lead to.")
                 random = [
@@ -187,7 +200,7 @@ def _squared_gradients(model: nn.Module, batches: Sequence[Any]) -> dict[str, Te
 
 @dataclass
 class _GradientRecorder(Visitor):
-    squares: dict[str, Tensor] = field(default_factory=dict)
+    squares: dict[Use, Tensor] = field(default_factory=dict)
     starts: list[Tensor] = field(default_factory=list)
     """Outputs of the first layers, from which on gradients are computed."""
 
@@ -197,19 +210,21 @@ class _GradientRecorder(Visitor):
             self.starts.append(output.detach().requires_grad_())
             output = self.starts[-1].clone()
 
+        use = name, call.input_axis
+
         def add(gradient: Tensor) -> None:
             channels = 1 if call.kernel and gradient.ndim == call.axes + 2 else 0 if call.kernel else -1
             others = [axis for axis in range(gradient.ndim) if axis != channels % gradient.ndim]
-            self.squares[name] = self.squares.get(name, 0.0) + gradient.double().square().sum(others)
+            self.squares[use] = self.squares.get(use, 0.0) + gradient.double().square().sum(others)
 
         output.register_hook(add)  # type: ignore[no-untyped-call]
         return output
 
 
-def _pull_back(reading: Reading, gradients: Mapping[str, Tensor]) -> Tensor:
+def _pull_back(reading: Reading, gradients: Mapping[Use, Tensor]) -> Tensor:
     """What a change of the channels that are read is worth: channels x channels."""
     weight = reading.weight
-    squares = gradients.get(reading.layer, torch.zeros(len(weight), dtype=weight.dtype, device=weight.device))
+    squares = gradients.get(reading.use, torch.zeros(len(weight), dtype=weight.dtype, device=weight.device))
     scaled = weight * squares.sqrt()[:, None, None]
     flat = scaled.movedim(1, 0).flatten(1)
     return flat @ flat.T
@@ -323,11 +338,11 @@ class _Prediction:
 class _Predictor(Visitor):
     """Gives one layer predicted channels."""
 
-    layer: str
+    use: Use
     parts: Sequence[_Prediction]
 
     def at_layer(self, name: str, index: int, call: LayerCall, run: Callable[..., Tensor]) -> Tensor:
-        if name != self.layer:
+        if self.use != (name, call.input_axis):
             return run()
         axis = 1 if call.kernel else -1
         inputs = call.inputs.movedim(axis, -1).clone()
@@ -343,12 +358,6 @@ def _change(
     changes = []
     for batch, before in zip(batches, outputs, strict=True):
         with CallWatcher(model, visitor):
-            after = _flat(run_model(model, batch))
-        pairs = zip(before, after, strict=True)
-        changes.append(sum(_relative(old, new) for old, new in pairs) / max(1, len(before)))
+            after = output_tensors(run_model(model, batch))
+        changes.append(output_change(before, after))
     return sum(changes) / len(changes)
-
-
-def _relative(old: Tensor, new: Tensor) -> float:
-    old, new = old.double(), new.double()
-    return float((new - old).square().mean() / old.var(correction=0).clamp_min(TINY))

@@ -74,6 +74,8 @@ class Description(TypedDict):
     modules: dict[str, dict[str, int | list[int]]]
     original_shapes: NotRequired[dict[str, list[Size | None]]]
     kept: NotRequired[Kept]
+    original_weights: NotRequired[str]
+    """`weights_fingerprint` of the model that weights were inherited from."""
     costs: Costs
     input: NotRequired[Input]
 
@@ -95,6 +97,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
         "modules": info.modules,
         "original_shapes": info.original_shapes,
         **({"kept": _share_lists(info.kept)} if info.kept is not None else {}),
+        **({"original_weights": info.original} if info.original else {}),
         "costs": info.costs,
         **({"input": info.input} if info.input is not None else {}),
         "made_by": {"peel": __version__, "torch": torch.__version__.split("+")[0]},
@@ -148,6 +151,7 @@ def read_info(path: str | os.PathLike[str]) -> SlimInfo:
         found.get("input"),
         found.get("original_shapes"),
         kept,
+        found.get("original_weights", ""),
     )
 
 

@@ -6,6 +6,7 @@ set afterwards. Only the initialization of fresh weights knows about kinds of la
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -16,8 +17,9 @@ from ..cost.widths import Widths
 from ..errors import WidthsError, check_choice
 from ..graph.channel_graph import ChannelGraph
 from ..graph.probe import check_network
-from ..graph.rebuild import empty_as, evaluate, new_shapes, rebuild, tensors_of
-from .info import SlimInfo, attach_info, changed_sizes, info_of
+from ..graph.rebuild import check_graph, empty_as, evaluate, rebuild, tensors_of
+from .calibration import refuse_meta_tensors
+from .info import SlimInfo, attach_info, changed_sizes, info_of, weights_fingerprint
 from .selection import ChannelScores, KeptChannels, select_best
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -67,7 +69,9 @@ def build_slim(
     scores: Mapping[str, Tensor] | ChannelScores | None = None,
 ) -> nn.Module:
     """`slim` without running the code of the new model: for networks that are only compared."""
-    _check_fits(model, graph)
+    check_graph(model, graph)
+    if not is_fresh:
+        refuse_meta_tensors(model)
     units = graph.units(widths)
     with torch.inference_mode(False):
         kept = None if is_fresh else select_best(model, graph, units, scores)
@@ -75,7 +79,9 @@ def build_slim(
         grows = any(new > old for new, old in zip(units, graph.units(), strict=True))
         drawn = initialize(small) if is_fresh or grows else set()
         copy_weights(model, small, graph, kept, drawn)
-    attach_info(small, _info(graph, graph.check(widths), model, small, kept).after(info_of(model)))
+    info = _info(graph, graph.check(widths), model, small, kept).after(info_of(model))
+    original = "" if kept is None else weights_fingerprint(model)
+    attach_info(small, replace(info, original=original))
     return small
 
 
@@ -94,17 +100,6 @@ def _info(
         original_shapes=changed_sizes(tensors_of(model), tensors_of(small)),
         kept=None if kept is None else kept.axes(graph),
     )
-
-
-def _check_fits(model: nn.Module, graph: ChannelGraph) -> None:
-    """Refuse a graph that has other tensors or shapes than the model."""
-    shapes = new_shapes(graph, graph.units())
-    for name, tensor in tensors_of(model).items():
-        if shapes.get(name) != tensor.shape:
-            raise WidthsError(
-                f"the graph was not traced from this model: {name} has shape {tuple(tensor.shape)}, not "
-                f"{shapes.get(name)}. Trace this model and use its own graph."
-            )
 
 
 def initialize(model: nn.Module) -> set[int]:
@@ -165,7 +160,7 @@ def copy_channels(source: Tensor, target: Tensor, index: list[Tensor]) -> None:
         target.copy_(source)
         return
     filled = [torch.nonzero(places >= 0).flatten().to(target.device) for places in index]
-    target[torch.meshgrid(*filled, indexing="ij")] = source
+    target[torch.meshgrid(*filled, indexing="ij")] = source.to(target)
 
 
 def _select(source: Tensor, indices: list[Tensor | None]) -> Tensor:
