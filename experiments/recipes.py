@@ -4,12 +4,16 @@
     python -m experiments.recipes prepare --images cifar10.pt --work FOLDER [--stage confirm] [--shard 0/5]
     python -m experiments.recipes train --images cifar10.pt --work FOLDER [--stage confirm] [--shard 0/5]
     python -m experiments.recipes analyze [--stage confirm]
+    python -m experiments.recipes product --images cifar10.pt --work FOLDER
 
 Originals are trained on 20,000 images. Each is cut to half of its MACs by sensitivity, and repaired. Each
 recipe then trains it on 2,000 to 20,000 of these images, for few or more epochs, with the original as
 teacher. The loop here is the plain one that every PyTorch user writes, so the choice does not depend on
 peel's own. All recipes but `plain` leave out a tenth of the images: on these, the repaired and the tuned
 network are compared.
+
+`product` checks the product itself: `peel.prune` with its defaults against the plain loop, both cut from the
+same originals.
 
 `--stage screen` chooses: two networks, seeds 0 and 1. `--stage confirm` judges the choice: three networks,
 one of them new, seeds 2 to 4. `--shard I/N` does every Nth part of the work. Each training adds one line to
@@ -346,6 +350,46 @@ def run(options: argparse.Namespace) -> None:
         print(*key.values(), line["repaired"], line["tuned"], line["seconds"], flush=True)
 
 
+#: What `product` runs: networks, seeds, sizes.
+PRODUCT = (("mobile", "gated"), (2, 3), ((2000, 4), (10000, 3)))
+
+
+def product_runs(options: argparse.Namespace) -> None:
+    """`peel.prune` with its default recipe against the plain loop. Both start from the original."""
+    data, test = load_images(options)
+    classes = tuple(map(str, range(10)))
+    for name, seed, (count, epochs) in product(*PRODUCT):
+        net = original(name, seed, data, options.work)
+        few = data.first(ORIGINAL_IMAGES, seed).first(count, seed + 1000)
+        plain = repaired(name, seed, net, few, options.work)
+        start = judge(plain, test)
+        train(plain, few, RECIPES["plain"], epochs, seed, net)
+        result = peel.prune(
+            copy.deepcopy(net),
+            peel.Data.from_tensors("CIFAR-10", classes, (few.pixels, few.labels), (test.pixels, test.labels)),
+            budget="50%",
+            train={"epochs": epochs},
+            seed=seed,
+            mean=(0.47,) * 3,
+            std=(0.25,) * 3,
+            bench_seconds=0,
+        )
+        line = {
+            "network": name,
+            "seed": seed,
+            "images": count,
+            "epochs": epochs,
+            "original": judge(net, test)[0],
+            "repaired": start[0],
+            "plain": judge(plain, test)[0],
+            "peel": {row.name: round(100 * row.top1, 2) for row in result.rows if row.top1 is not None},
+            "notes": list(result.notes),
+        }
+        with options.results.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(line, flush=True)
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -390,11 +434,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=("images", "prepare", "train", "analyze"))
+    parser.add_argument("command", choices=("images", "prepare", "train", "analyze", "product"))
     parser.add_argument("--archive", type=Path, help="an archive of train/CLASS/NAME and test/CLASS/NAME")
     parser.add_argument("--images", type=Path, default=Path("cifar10.pt"))
     parser.add_argument("--work", type=Path, default=Path("recipes"), help="originals and repaired networks")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="`product` has recipes_product.jsonl")
     parser.add_argument("--stage", default="screen", choices=STAGES)
     parser.add_argument("--shard", default="0/1")
     parser.add_argument("--networks", nargs="+", help="of the stage; all by default")
@@ -403,7 +447,10 @@ def main() -> None:
     if options.command == "images":
         decode_archive(options.archive, options.images)
     else:
-        {"prepare": prepare, "train": run, "analyze": analyze}[options.command](options)
+        if options.command == "product" and options.results == RESULTS:
+            options.results = RESULTS.with_name("recipes_product.jsonl")
+        commands = {"prepare": prepare, "train": run, "analyze": analyze, "product": product_runs}
+        commands[options.command](options)
 
 
 if __name__ == "__main__":
