@@ -48,8 +48,17 @@ class Clock(ProgressBar):
 @pytest.mark.parametrize("method", ["sensitivity", "uniform", "peel"])
 def test_the_time_left_counts_every_stage_once(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    recipe = {"epochs": 2, "batch_size": 100}  # two epochs of two steps for each network
-    settings: dict[str, Any] = {"method": method, "init": "inherit", "train": recipe, "backbone": recipe}
+    recipe = {
+        "epochs": 2,
+        "batch_size": 90,
+    }  # two epochs of two steps for each network: 20 images are left out
+    settings: dict[str, Any] = {
+        "method": method,
+        "init": "inherit",
+        "budget": "70%",
+        "train": recipe,
+        "backbone": recipe,
+    }
     small_run(taught(), few_digits(), weights="pretrained", callbacks=[clock], **settings)
     trained = {"sensitivity": 2, "uniform": 1, "peel": 3}[method]
     left = [float(found) for found in re.findall(r"about ([\d.]+) s left", clock.text.getvalue())]

@@ -32,8 +32,9 @@ def kept(folder: Path) -> list[Path]:
 
 
 def weights(folder: Path) -> bytes:
-    """The weights of the trained original."""
-    return (folder / "stages" / "original.safetensors").read_bytes()
+    """The weights of the trained original, without the header of the file, which names its class."""
+    data = (folder / "stages" / "original.safetensors").read_bytes()
+    return data[8 + int.from_bytes(data[:8], "little") :]
 
 
 def save_pair(model: nn.Module, path: Path) -> None:

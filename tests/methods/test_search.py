@@ -353,7 +353,7 @@ def test_networks_are_repaired_in_one_pass() -> None:
     problem = problem_of(model)
     judge = Judge(problem, Images.of(problem))
     assert 16 < judge.images.per_repair < judge.images.repair.size
-    assert len(judge.repairer.batches) == 1
+    assert len(judge.repairer.whole.batches) == 1
 
 
 def test_losses_that_are_not_finite_are_dropped_and_counted(found: dict[str, tuple[Problem, Plan]]) -> None:

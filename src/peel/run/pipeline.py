@@ -492,7 +492,8 @@ class Pipeline:
         """Evaluate a network after a step of surgery, where it is a row of the table."""
         if name not in self.networks:
             return
-        self.trainer.begin_stage(name, prefix="evaluating ", suffix=f", {step}")
+        # Its own name: the training of this network comes later.
+        self.trainer.begin_stage(f"{name}-start", prefix="evaluating ", suffix=f", {step}")
         score = self.problem.evaluate(network).score
         if score is not None:
             scores[step] = score
