@@ -241,7 +241,8 @@ def test_every_tie_is_within_one_step_on_the_smallest_networks(
     assume(budget * ratio >= graph.macs(graph.steps))
     base = backbone(graph, budget, ratio, grow=True)
     found = grow_by_shares(Growth(graph, base, **PAPER), dict(zip(graph.groups, weights)), budget)
-    assert_rounded(graph, found.widths, found.ideal_widths, budget)
+    # Where whole channels cannot keep what tells the groups apart, a note says so, and a part may be left.
+    assert_rounded(graph, found.widths, found.ideal_widths, budget, is_spent=not found.rounding_note)
     assert all(found.widths[tie] >= base[tie] for tie in base)
 
 
