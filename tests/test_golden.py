@@ -1,4 +1,4 @@
-"""The widths of many networks, as stored in golden/widths.json: a change of how code is arranged changes none.
+"""The widths of many networks are those in golden/widths.json: rearranging code changes none of them.
 
 `python tests/test_golden.py` writes the file anew, for a change that is meant to.
 """
