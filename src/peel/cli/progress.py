@@ -14,9 +14,6 @@ from ..train.history import EpochRecord
 from ..utils.text import format_duration
 from .terminal import make_console
 
-#: Without a terminal, a search prints a line in so many seconds.
-LINE_SECONDS = 30.0
-
 
 class ProgressBar(Callback):
     """Shows stages, epochs, speed, notes and the remaining time of the whole run.
@@ -31,10 +28,9 @@ class ProgressBar(Callback):
         """The work of stages that have not ended."""
         self.name = ""
         self.fraction = self.first_fraction = 0.0
-        self.rates: dict[bool, float] = {}
-        """Work in a second: of the search (True), and of trainings."""
+        self.rate = 0.0
+        """Work in a second."""
         self.began = time.perf_counter()
-        self.next_line = 0.0
         self.live: Progress | None = None
         self.task: Any = None
 
@@ -53,7 +49,6 @@ class ProgressBar(Callback):
         self.name = name
         self.fraction = self.first_fraction = 0.0
         self.began = time.perf_counter()
-        self.next_line = self.began + LINE_SECONDS
         text = f"{self._stage_prefix()}{description}"
         self.console.print(text, markup=False)
         if self.console.is_terminal:
@@ -90,16 +85,10 @@ class ProgressBar(Callback):
 
     def on_step_end(self, step: int, total_steps: int, batch_size: int) -> None:
         self.fraction = step / total_steps
-        if self.name == "plan" and self.first_fraction == 0:
-            # The first network of a search takes longer: it prepares the others.
-            self.first_fraction, self.began = self.fraction, time.perf_counter()
         spent = time.perf_counter() - self.began
         gained = self.fraction - self.first_fraction
         if self.name in self.work and spent > 0.2 and gained > 0:
-            self.rates[self.name == "plan"] = self.work[self.name] * gained / spent
-        if not self.console.is_terminal and self.name == "plan" and time.perf_counter() > self.next_line:
-            self.console.print(f"  {step} of {total_steps}{self._eta()}", markup=False)
-            self.next_line = time.perf_counter() + LINE_SECONDS
+            self.rate = self.work[self.name] * gained / spent
         if self.live is not None and self.task is not None:
             self.live.update(
                 self.task,
@@ -109,12 +98,10 @@ class ProgressBar(Callback):
             )
 
     def _eta(self) -> str:
-        if not self.rates:
+        if not self.rate:
             return ""
-        any_rate, seconds = next(iter(self.rates.values())), 0.0
-        for name, work in self.left.items():
-            part = 1 - self.fraction if name == self.name else 1.0
-            seconds += part * work / self.rates.get(name == "plan", any_rate)
+        parts = {name: 1 - self.fraction if name == self.name else 1.0 for name in self.left}
+        seconds = sum(parts[name] * work for name, work in self.left.items()) / self.rate
         return f", about {format_duration(seconds)} left in all"
 
     def on_epoch_end(self, record: EpochRecord) -> None:

@@ -11,9 +11,6 @@ from ..steps.backbone import BACKBONE_INITS
 from ..steps.distillation import DISTILLATIONS
 from ..steps.reallocation import POLICIES, SOLVERS
 
-#: How the layers of a group share what it gets.
-DIVISIONS = ("uniform", "sensitivity")
-
 #: Settings that other methods have no use for.
 PEEL_ONLY = (
     "backbone_ratio",
@@ -45,7 +42,7 @@ class MethodConfig:
     resource: str = "macs"
     """What the budget counts: macs, params, memory (bytes of activations of one image), latency."""
     method: str = "peel"
-    """search, sensitivity, peel, uniform, magnitude, taylor, or your own as path/file.py:Name."""
+    """sensitivity, peel, uniform, magnitude, taylor, or your own as path/file.py:Name."""
     backbone_ratio: Annotated[float, Meta(gt=0, le=1)] = 0.8
     """Step 1: the fraction of the budget that the backbone costs (lambda)."""
     backbone_init: str | dict[str, int] = "uniform"
@@ -68,8 +65,6 @@ class MethodConfig:
     """Step 4: importance, winner-take-all, equal (the same number of channels) or random."""
     solver: str = "telescoped"
     """Step 4: telescoped or triangular."""
-    division: str = "sensitivity"
-    """Step 4, search: the layers of a group share what it gets by sensitivity, or by one factor (uniform)."""
     rounds: Count = 1
     """Step 4: rounds of reallocation; the backbone is widened and trained again between them."""
     max_width: Positive | None = None
@@ -95,7 +90,6 @@ class MethodConfig:
             ("reduce", ("mean", "sum")),
             ("policy", POLICIES),
             ("solver", SOLVERS),
-            ("division", DIVISIONS),
             ("distill", DISTILLATIONS),
         ):
             check_choice(name, getattr(self, name), known)
@@ -130,14 +124,10 @@ class MethodConfig:
             for name in ("max_width", "l1_strength", "l1_coefficient", "rounds"):
                 if getattr(self, name) != getattr(MethodConfig, name):
                     raise ConfigError(f"policy={self.policy!r} does not use {name}: leave it out.")
-        # A method of the user's own may have a use for the settings of PEEL. With auto, they mean PEEL.
-        own, is_divided = self.peel_settings, self.division != MethodConfig.division
-        if own and self.method not in ("peel", "auto") and ":" not in self.method:
-            raise ConfigError(f'{own[0]} needs method="peel", not method={self.method!r}.')
-        if is_divided and self.method not in ("search", "auto"):
-            raise ConfigError(f'division needs method="search", not method={self.method!r}.')
-        if is_divided and own and self.method == "auto":
-            raise ConfigError(f"division is a setting of search, {own[0]} one of PEEL: leave one out.")
+        # A method of the user's own may have a use for the settings of PEEL.
+        own = self.peel_settings + (["grow"] if self.grow and self.method == "sensitivity" else [])
+        if own and self.method != "peel" and ":" not in self.method:
+            raise ConfigError(f'{own[0]} needs method="peel" (--method peel), not method={self.method!r}.')
         for name in ("kd_weight", "temperature", "hard_weight") if self.distill == "none" else ():
             if getattr(self, name) is not None:
                 raise ConfigError(f'{name} needs a teacher, but distill="none".')

@@ -11,7 +11,6 @@ from ..cost.widths import Widths
 from ..errors import ConfigError, CorruptFileError
 from ..steps.reallocation import Round
 from .config import MethodConfig
-from .loss_fit import FitSummary
 from .problem import Problem
 
 
@@ -48,8 +47,6 @@ class Plan:
     method: MethodConfig | None = None
     limits: dict[str, int] = field(default_factory=dict)
     """What the network may cost in other resources."""
-    fit: FitSummary | None = None
-    """What the method `search` learned from the networks that it compared."""
     repaired_losses: dict[str, float] = field(default_factory=dict)
     """Where weights are inherited: the losses of `uniform` and of the method's network after the repair, on
     held-out training images."""
@@ -99,7 +96,6 @@ def assemble_plan(
     rounds: tuple[Round, ...] = (),
     l1_coefficient: float | None = None,
     config: MethodConfig | None = None,
-    fit: FitSummary | None = None,
 ) -> Plan:
     """The plan of these widths, with the original and the uniform network beside them."""
     graph = problem.graph
@@ -121,6 +117,5 @@ def assemble_plan(
         l1_coefficient=l1_coefficient,
         limits=dict(problem.limits),
         method=config.method_config() if config is not None else None,
-        fit=fit,
         name=config.method_name if config is not None else "peel",
     )

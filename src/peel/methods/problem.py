@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from torch import nn
 
@@ -50,8 +49,6 @@ class Problem:
     """Training images that no network is trained or repaired with: the better of two is chosen by them. None
     where networks start from fresh weights, and where none can be left out.
     """
-    progress_file: Path | None = None
-    """Where a method may store what it has computed, so that a killed run goes on from there."""
 
     def cost(self, widths: Mapping[str, int]) -> int:
         return int(cost_of(self.graph, self.resource)(self.graph.units(widths)))

@@ -8,7 +8,6 @@ from ..utils.references import load_object
 from .method import Method, Uniform
 from .peel import Peel
 from .ranking import Magnitude, Taylor
-from .search import Search
 from .sensitivity import LeastSensitive
 
 #: Name -> class. The first line of its docstring is its description.
@@ -18,7 +17,6 @@ METHODS: dict[str, Callable[[], Method]] = {
     "magnitude": Magnitude,
     "taylor": Taylor,
     "sensitivity": LeastSensitive,
-    "search": Search,
 }
 
 

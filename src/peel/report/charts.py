@@ -87,15 +87,10 @@ def groups_chart(
     importance: Mapping[str, float],
     shares: Mapping[str, float],
     macs: Mapping[str, Mapping[str, int]],
-    measure: str = "importance",
 ) -> str:
-    """Importance, or what `measure` names, share of the pool and MACs of each group.
-
-    A panel without data is left out.
-    """
-    single = [
-        (title, values) for title, values in ((measure, importance), ("share of the pool", shares)) if values
-    ]
+    """Importance, share of the pool and MACs of each group. A panel without data is left out."""
+    columns = {"importance": importance, "share of the pool": shares}
+    single = [(title, values) for title, values in columns.items() if values]
     groups = list(dict.fromkeys(group for values in [importance, shares, *macs.values()] for group in values))
     panels = len(single) + bool(macs)
     with _figure(0.9 + 0.62 * len(groups)) as figure:

@@ -68,7 +68,6 @@ def render(record: RunRecord) -> str:
         plan=_plan(record.plan) if record.plan is not None else None,
         lines=_lines(record, has_backbone),
         has_backbone=has_backbone,
-        streams_apart=bool(record.plan and record.plan.method and record.plan.method.method == "search"),
         has_importance=has_backbone or bool(record.plan and record.plan.rounds),
         importance=_importance(stages),
         training=_training(stages, rows, scores[0]) if stages else None,
@@ -298,15 +297,10 @@ def _plan(plan: Plan) -> dict[str, Any]:
         ),
         "widths_table": _widths_table(plan),
         "budget": _budget_sentences(plan),
-        "groups_svg": groups_chart(importance, shares, macs, _measure_of(plan)),
+        "groups_svg": groups_chart(importance, shares, macs),
         "rounds": [_round(number, item, plan) for number, item in enumerate(plan.rounds, start=1)],
         "macs_table": _macs_table(macs),
     }
-
-
-def _measure_of(plan: Plan) -> str:
-    """What the method measures of each group: PEEL of its backbone, a search without one."""
-    return "worth over cost" if plan.backbone is None else "importance"
 
 
 def _widths_table(plan: Plan) -> Table:
@@ -370,7 +364,7 @@ def _round(number: int, item: Round, plan: Plan) -> dict[str, Any]:
         for group, ties in plan.groups.items()
     ]
     factors = ["share of the pool", "factor on the backbone"] if has_pool else ["factor over uniform"]
-    columns = [_measure_of(plan), *factors, *(["after rounding"] if item.rounded_factors else [])]
+    columns = ["importance", *factors, *(["after rounding"] if item.rounded_factors else [])]
     return {
         "title": f"Round {number} of {len(plan.rounds)}" if len(plan.rounds) > 1 else "Reallocation",
         "note": item.note,

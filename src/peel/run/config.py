@@ -46,10 +46,8 @@ RecipeOverrides.__doc__ = "\n".join(
 class Config(MethodConfig):
     """The settings of a run: those of the method, and what is pruned, on what data, trained how."""
 
-    method: str = "auto"
-    """search, sensitivity, peel, uniform, magnitude, taylor, or your own as path/file.py:Name. auto:
-    sensitivity where weights are inherited, else search; peel where a search is not possible, and with
-    groups, a plan, --grow or a setting that only PEEL has."""
+    method: str = "sensitivity"
+    """sensitivity, peel, uniform, magnitude, taylor, or your own as path/file.py:Name."""
     model: str = "cifar_resnet20"
     """The model: a name, or a reference to a callable."""
     data: str | None = None
@@ -111,35 +109,13 @@ class Config(MethodConfig):
         super().__post_init__()
         check_choice("compile", self.compile, COMPILE)
         check_choice("init", self.init, INITS)
+        if self.groups is not None and self.method == "sensitivity":
+            raise ConfigError('groups needs method="peel" (--method peel), not method="sensitivity".')
         if self.init in ("inherit", "cut") and self.weights == "train":
             raise ConfigError(
                 f'init="{self.init}" needs trained weights: name them with --weights. To train them first: '
                 "peel run ... --stages original --output FOLDER, then --weights FOLDER."
             )
-
-    @property
-    def chosen_method(self) -> str:
-        """The method; of auto, the one with the best results: docs/trained_results.md, docs/results.md.
-
-        `resolve_method` takes PEEL instead of a search that is not possible.
-        """
-        if self.method != "auto":
-            return self.method
-        if self.division != MethodConfig.division:
-            return "search"
-        if self.reason_for_peel:
-            return "peel"
-        return "sensitivity" if self.inherits else "search"
-
-    @property
-    def reason_for_peel(self) -> str:
-        """The first setting by which auto means PEEL; empty where there is none."""
-        names = self.peel_settings
-        names += ["backbone"] if self.backbone != RecipeOverrides() else []
-        names += [name for name in ("groups", "plan") if getattr(self, name) is not None]
-        # Sensitivity only cuts, and a search is not tried with networks that grow.
-        names += ["grow"] if self.grow else []
-        return names[0] if names else ""
 
     @property
     def method_name(self) -> str:

@@ -19,8 +19,6 @@ from ..data.torch_data import DatasetSplit, LoaderSplit
 from ..errors import ConfigError, CorruptFileError, DataError, ModelError
 from ..graph import ChannelGraph
 from ..methods.plan import Plan
-from ..methods.problem import Problem
-from ..methods.search import Search
 from ..steps.distillation import DISTILLATIONS, FINE_TUNING, OUTPUT_WEIGHT
 from ..surgery.info import info_of
 from ..train.objective import get_logits
@@ -244,24 +242,6 @@ def resolve_recipes(config: Config, name: str, data: Data, task: Task) -> tuple[
         recipe.changed(augment=data.augment) if recipe.augment == "auto" else recipe for recipe in recipes
     )
     return final, backbone
-
-
-def resolve_method(config: Config, problem: Problem) -> tuple[Config, list[str]]:
-    """The settings with the chosen method, and notes.
-
-    Of auto, PEEL where a search is not possible. PEEL needs two groups too: with one, all plans are uniform.
-    """
-    chosen = replace(config, method=config.chosen_method)
-    if config.method != "auto" or config.division != Config.division:
-        return chosen, []
-    if chosen.method == "peel" and config.plan is None:
-        reason = f"because {config.reason_for_peel} is set; --method names another"
-        return chosen, [f"The method is peel, {reason}."]
-    if chosen.method != "search" or len(problem.graph.groups) < 2:
-        return chosen, []
-    if not (obstacle := Search().obstacle(problem, chosen)):
-        return chosen, []
-    return replace(config, method="peel"), [f"The method is peel instead of search: {obstacle}."]
 
 
 def _refuse_rates(given: Mapping[str, Any]) -> None:

@@ -206,8 +206,7 @@ class Pipeline:
         slimmed = None
         if plan is not None:
             self._check_networks(plan.widths)
-            is_told = plan.fit is not None
-            told = (item.note for item in plan.rounds if item.note and (is_told or not item.distinct))
+            told = (item.note for item in plan.rounds if item.note and not item.distinct)
             self.notes += dict.fromkeys(told)
             self.notes += [item.rounding_note for item in plan.rounds[-1:] if item.rounding_note]
             self._compare_with_uniform(plan)
@@ -336,11 +335,9 @@ class Pipeline:
             return None
         else:
             began = time.perf_counter()
-            stored = None if self.folder is None else self.folder.path("stages/plan.progress.jsonl")
-            problem = replace(self.problem, progress_file=stored)
-            plan = self._compared(self.method.plan(problem, self.config, self.trainer.train))
-            if plan.fit is not None:
-                self.trainer.record_plan(time.perf_counter() - began, plan.fit.image_passes)
+            plan = self._compared(self.method.plan(self.problem, self.config, self.trainer.train))
+            if passes := self.method.search_macs(self.problem) / self.problem.graph.macs():
+                self.trainer.record_plan(time.perf_counter() - began, round(passes))
             if "plan" not in self.config.stages:
                 return None
         if self.folder is not None:

@@ -37,7 +37,6 @@ from .loading import (
     name_of_recipe,
     read_widths,
     resolve_distillation,
-    resolve_method,
     resolve_recipes,
 )
 from .own_data import check_pair, resolve_data, restrict_engine, restrict_settings
@@ -193,7 +192,6 @@ def _prepare(
         held_out=held_out if held_out is None else held_out.to(engine.device),
         callbacks=callbacks if engine.world.is_main_process else (),
     )
-    resolved, method_notes = resolve_method(resolved, problem)
     fed = loaded.normalization_notes(is_trained=config.weights != "train")
     known = model_notes(model, network, config, new_classifier)
     told = [*loaded.notes, *fed, *notes, *own_notes, *held_out_notes, *known]
@@ -206,7 +204,7 @@ def _prepare(
         weights,
         new_classifier,
         given_widths=plan,
-        notes=[*told, *latency_notes(graph), *method_notes],
+        notes=[*told, *latency_notes(graph)],
     )
 
 
@@ -246,7 +244,7 @@ def _layer_macs(network: nn.Module, graph: ChannelGraph, batch_size: int) -> flo
 
 def _run_in_folder(folder: RunFolder, pipeline: Pipeline, config: Config, command: str) -> Result:
     environment = environment_of(pipeline.problem.engine)
-    state = read_state(folder, command, pipeline.identity, environment, is_auto=config.method == "auto")
+    state = read_state(folder, command, pipeline.identity, environment)
     pipeline.evaluate_teacher()
     write_state(folder, state, environment, config)
     pipeline.state = state

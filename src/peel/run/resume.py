@@ -134,8 +134,6 @@ def read_state(
     command: str,
     identity: dict[str, Any],
     environment: dict[str, Any],
-    *,
-    is_auto: bool = False,
 ) -> RunState:
     """The state of a new run, or of the one in the folder, which these settings must be able to resume."""
     if not folder.has("state.json"):
@@ -150,7 +148,7 @@ def read_state(
     before = folder.read("environment.json", parse_object) if folder.has("environment.json") else {}
     changed = _changes(folder, state.identity, identity, before, environment)
     if changed:
-        refuse_changes(folder, changed, is_auto=is_auto)
+        refuse_changes(folder, changed)
     state.command, state.identity = command, identity
     return state
 
@@ -191,12 +189,10 @@ def _changes(
     return changed
 
 
-def refuse_changes(folder: RunFolder, changed: Mapping[str, tuple[Any, Any]], is_auto: bool = False) -> None:
-    """`is_auto`: no method was named, so that another default may be the change."""
+def refuse_changes(folder: RunFolder, changed: Mapping[str, tuple[Any, Any]]) -> None:
     lines = [f"{name}: {old!r} -> {new!r}" for name, (old, new) in changed.items()]
     shown = "\n  ".join([*lines[:12], *([f"and {len(lines) - 12} more"] if len(lines) > 12 else [])])
-    method = f" (--method {changed['method'][0]})" if is_auto and "method" in changed else ""
     raise RunError(
         f"{folder.folder} was started with other settings:\n  {shown}\nUse the same settings to resume "
-        f"it{method}, or another --output to start a new run."
+        f"it, or another --output to start a new run."
     )

@@ -26,7 +26,7 @@ TIE_BREAK = 1e-9
 #: Into how many blocks the channels of a greedy order are divided: each ends with smaller matrices.
 BLOCKS = 16
 
-#: Images that run together, where memory allows it: as many as `search` repairs networks with.
+#: Images that run together, where memory allows it.
 BATCH = 512
 
 
