@@ -144,33 +144,3 @@ def test_a_progress_bar_serves_several_runs(monkeypatch: pytest.MonkeyPatch) -> 
     left = re.findall(r"about ([\d.]+) s left", clock.text.getvalue())
     assert float(left[0]) > 0
     assert left[: len(left) // 2] == left[len(left) // 2 :]
-
-
-def test_without_a_terminal_a_search_prints_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    clock.on_stage_begin("plan", "comparing 65 cut and repaired networks")
-    for number in range(1, 66):
-        clock.now += 10
-        ProgressBar.on_step_end(clock, number, 65, 1)
-    lines = re.findall(r"(\d+) of 65", clock.text.getvalue())
-    assert lines == [str(number) for number in range(4, 66, 4)]
-
-
-@pytest.mark.parametrize("first", [1, 31], ids=["from the start", "resumed"])
-def test_the_time_left_of_a_search_is_that_of_its_networks(
-    first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first one takes longer, a resumed search has some already, and trainings have their own pace."""
-    clock = Clock(monkeypatch)
-    clock.on_run_begin([("original", 1.0), ("plan", 1.0), ("uniform", 1.0)])
-    clock.on_stage_begin("original", "training the original")
-    ProgressBar.on_train_begin(clock, [])
-    clock.now += 100
-    ProgressBar.on_step_end(clock, 1, 1, 1)
-    clock.on_stage_begin("plan", "comparing 65 cut and repaired networks")
-    clock.now += 500
-    for number in range(first, 61):
-        clock.now += 10 if number > first else 0
-        ProgressBar.on_step_end(clock, number, 65, 1)
-    # Five networks, and the uniform network as long as the original.
-    assert clock._eta() == ", about 2 min 30 s left in all"

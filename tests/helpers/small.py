@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -188,7 +189,7 @@ def fresh(seed: int = 0, **settings: Any) -> Small:
 
 
 @torch.no_grad()
-def taught(kind: type[Small] = Small, data: Data | None = None) -> Small:
+def taught(kind: Callable[..., Any] = Small, data: Data | None = None) -> Any:
     """A teacher, made without backward passes: the classifier is the one of least squares."""
     data = data or few_digits()
     train, classes = data.train, len(data.classes)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import peel
-from helpers.small import few_digits, small_run
+from helpers.small import small_run
 from peel.cli.main import main
 from peel.run.config import Config, make_config
 
@@ -40,6 +40,7 @@ def test_toml_and_back_is_the_same_config() -> None:
     )
 )
 def test_any_config_survives_toml(settings: dict[str, object]) -> None:
+    settings = {"method": "peel", **settings}
     config = make_config(settings)
     assert make_config(tomllib.loads(config.to_toml())) == config
 
@@ -67,44 +68,13 @@ def test_a_wrong_setting_is_named_with_its_value(settings: dict[str, object], wo
 
 
 @pytest.mark.parametrize(
-    ("settings", "method"),
-    [
-        ({}, "search"),
-        ({"criterion": "gradient"}, "peel"),
-        ({"backbone": {"epochs": 3}}, "peel"),
-        ({"groups": {"all": ["conv1"]}}, "peel"),
-        ({"grow": True}, "peel"),
-        ({"stages": ["original"]}, "search"),
-        ({"distill": "none"}, "search"),
-        ({"division": "uniform"}, "search"),
-        ({"method": "peel"}, "peel"),
-        ({"weights": "pretrained"}, "sensitivity"),
-        ({"weights": "pretrained", "init": "cut"}, "sensitivity"),
-        ({"weights": "pretrained", "stages": ["original, plan, final"]}, "sensitivity"),
-        ({"weights": "pretrained", "init": "scratch"}, "search"),
-        ({"weights": "pretrained", "division": "uniform"}, "search"),
-        ({"weights": "pretrained", "criterion": "gradient"}, "peel"),
-        ({"weights": "pretrained", "backbone": {"epochs": 3}}, "peel"),
-        ({"weights": "pretrained", "stages": ["original"]}, "sensitivity"),
-        ({"weights": "pretrained", "groups": {"all": ["conv1"]}}, "peel"),
-        ({"weights": "pretrained", "plan": "plan.json"}, "peel"),
-        ({"weights": "pretrained", "grow": True}, "peel"),
-        ({"weights": "pretrained", "method": "peel"}, "peel"),
-        ({"weights": "pretrained", "method": "taylor"}, "taylor"),
-    ],
+    "settings", [{"criterion": "gradient"}, {"rounds": 2}, {"groups": {"all": ["conv1"]}}, {"grow": True}]
 )
-def test_the_default_method_is_the_one_that_the_settings_mean(
-    settings: dict[str, object], method: str
-) -> None:
-    config = make_config(settings)
-    assert config.chosen_method == method
-    assert bool(config.reason_for_peel) == (method == "peel" and "method" not in settings)
-    again = make_config(tomllib.loads(config.to_toml()))
-    assert again == config
-    # A stored config says what was given: a changed setting may mean another method.
-    if "method" not in settings:
-        expected = "peel" if method == "peel" else "search"
-        assert dataclasses.replace(again, weights="train", init="auto").chosen_method == expected
+def test_a_setting_of_peel_needs_its_method(settings: dict[str, object]) -> None:
+    (name,) = settings
+    with pytest.raises(peel.ConfigError, match=f'{name} needs method="peel" .--method peel.'):
+        make_config(settings)
+    assert make_config({**settings, "method": "peel"}).method == "peel"
 
 
 def test_every_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +129,7 @@ def test_a_config_file_with_an_unknown_setting_is_refused(
 
 def test_groups_can_be_given_in_a_config_file_and_as_flags(tmp_path: Path, one_thread: None) -> None:
     groups = {"first": ("conv1", "conv2"), "last": ("conv3", "conv4")}
-    given = small_run(data=few_digits(), groups=groups, stages=["backbone", "plan"], output=tmp_path / "run")
+    given = small_run(method="peel", groups=groups, stages=["backbone", "plan"], output=tmp_path / "run")
     assert given.plan is not None
     assert given.plan.groups == groups
     assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["groups"] == {

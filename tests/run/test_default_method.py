@@ -1,82 +1,84 @@
-"""The method of a run that names none: a search from scratch, PEEL where it is not possible or asked for."""
+"""The default method, `sensitivity`, where networks are trained from scratch."""
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import peel
 from helpers.nets import Chain
-from helpers.small import Small, few_digits, small_run
-from peel.data.datasets import Data
+from helpers.small import few_digits, small_run, taught
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def ten_classes(model: nn.Module) -> nn.Module:
-    model.fc = nn.Linear(model.fc.in_features, 10)
-    return model
+class Blocks(nn.Module):
+    """Two residual blocks of one size. What the first adds hardly counts."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.up1, self.down1 = nn.Conv2d(16, 32, 1), nn.Conv2d(32, 16, 1)
+        self.up2, self.down2 = nn.Conv2d(16, 32, 1), nn.Conv2d(32, 16, 1)
+        self.fc = nn.Linear(16, num_classes)
+        with torch.no_grad():
+            self.down1.weight *= 1e-3
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + self.down1(self.up1(x).relu())
+        x = x + self.down2(self.up2(x).relu())
+        return self.fc(x.mean((2, 3)))
 
 
-@pytest.mark.parametrize(
-    ("model", "data", "settings", "method", "reason"),
-    [
-        (Small(), few_digits(), {}, "search", ""),
-        (Small(), few_digits(), {"distill": "none"}, "search", ""),
-        (Small(), few_digits(100), {}, "peel", "at least 160 training images, and here are 100"),
-        (
-            Small(),
-            few_digits(),
-            {"budget": "65%", "divisor": 4},
-            "peel",
-            "different networks have this budget",
-        ),
-        (Small(), few_digits(), {"criterion": "gradient"}, "peel", "because criterion is set"),
-        # PEEL could not do more with one group.
-        (ten_classes(Chain()), few_digits(), {"budget": "90%"}, "search", ""),
-    ],
-    ids=["possible", "no teacher", "few images", "few networks", "a setting of PEEL", "one group"],
-)
-def test_from_scratch_the_default_is_a_search_where_it_is_possible(
-    model: nn.Module, data: Data, settings: dict[str, Any], method: str, reason: str
-) -> None:
-    result = small_run(model, data, backbone={}, dry_run=True, **settings)
-    assert result.plan is not None
-    assert result.plan.name == method
-    told = [note for note in result.notes if "The method is peel" in note]
-    assert len(told) == bool(reason)
-    assert reason in " ".join(told)
-    # A method that is named is taken, or refused.
-    named = {"method": method, **settings}
-    assert small_run(model, data, backbone={}, dry_run=True, **named).plan == result.plan
+def test_a_group_keeps_its_uniform_share_and_divides_it_among_its_hidden_layers() -> None:
+    net = taught(Blocks)
+    result = small_run(net, weights=net, divisor=1, train={"epochs": 1})
+    plan = result.plan
+    assert plan is not None
+    assert plan.name == "sensitivity"
+    assert [row.name for row in result.rows] == ["original", "uniform", "sensitivity"]
+    assert plan.widths["up2"] > 2 * plan.widths["up1"]
+    assert plan.widths["stem"] == plan.uniform.widths["stem"], "the stream is as in the uniform network"
+    assert 0.97 * plan.budget <= plan.slim.macs <= plan.budget
 
 
-def test_the_default_of_a_search_that_is_not_possible_runs_and_resumes(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"backbone": {}, "train": {"epochs": 1, "batch_size": 50}}
-    straight = small_run(data=few_digits(100), output=tmp_path, stages=("original",), **settings)
-    assert straight.rows[0].image_passes == 100  # no image is left out
-    result = small_run(data=few_digits(100), output=tmp_path, **settings)
-    assert [row.name for row in result.rows] == ["original", "uniform", "peel"]
-    assert any("The method is peel instead of search" in note for note in result.notes)
-    assert tomllib.loads((tmp_path / "config.toml").read_text())["method"] == "auto"
+def test_a_run_from_scratch_with_the_default_resumes_to_the_same_plan(tmp_path: Path) -> None:
+    small_run(output=tmp_path, stages=("original", "plan"))
+    plan = (tmp_path / "plan.json").read_bytes()
+    result = small_run(output=tmp_path)
+    assert (tmp_path / "plan.json").read_bytes() == plan
+    assert [row.name for row in result.rows] == ["original", "uniform", "sensitivity"]
 
 
-def test_a_run_with_the_default_of_before_says_how_to_resume_it(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"backbone": {}, "output": tmp_path, "stages": ("original",)}
-    small_run(method="peel", **settings)
-    with pytest.raises(peel.PeelError, match=r"'peel' -> 'search'\n.*resume it \(--method peel\)"):
-        small_run(**settings)
+@pytest.mark.parametrize("init", ["inherit", "scratch"])
+def test_with_nothing_to_go_by_the_plan_is_uniform_and_a_note_says_why(init: str) -> None:
+    net = taught(Blocks)
+    short = {"epochs": 1, "batch_size": 20}
+    few = small_run(net, few_digits(40), weights=net, init=init, dry_run=True, train=short)
+    chain = Chain()
+    chain.fc = nn.Linear(chain.fc.in_features, 10)
+    alone = small_run(chain, weights=chain, init=init, freeze=("conv1",), dry_run=True, budget="90%")
+    for result, reason in ((few, "at least 64 training images, and here are"), (alone, "no two layers")):
+        assert result.plan is not None
+        assert result.plan.widths == result.plan.uniform.widths
+        assert any("The plan is uniform" in note and reason in note for note in result.notes)
 
 
 def test_settings_of_a_backbone_that_is_not_trained_are_named() -> None:
-    told = "The method search trains no backbone: --backbone has no effect."
-    notes = [small_run(dry_run=True, method=method).notes for method in ("search", "peel")]
+    told = "The method sensitivity trains no backbone: --backbone has no effect."
+    notes = [small_run(dry_run=True, method=method).notes for method in ("sensitivity", "peel")]
     assert told in notes[0]
     assert told not in notes[1]
+
+
+def test_a_run_of_another_method_is_not_resumed(tmp_path: Path) -> None:
+    small_run(method="peel", output=tmp_path, stages=("original",))
+    with pytest.raises(peel.PeelError, match="method: 'peel' -> 'sensitivity'"):
+        small_run(output=tmp_path, stages=("original",))
 
 
 def test_an_original_that_learned_nothing_is_named() -> None:

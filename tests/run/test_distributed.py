@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
 import subprocess
 import sys
@@ -91,39 +89,6 @@ def test_processes_reach_the_weights_of_one_that_accumulates_the_same_micro_batc
     assert plans[0]["slim"]["widths"] == plans[1]["slim"]["widths"]
     assert are_close(weights(tmp_path / "alone"), weights(tmp_path / "together"))
     assert read(tmp_path / "together" / "state.json")["identity"]["processes"] == processes
-
-
-def test_processes_divide_the_networks_of_a_search_and_find_the_plan_of_one(tmp_path: Path) -> None:
-    program = """
-        import json
-
-        import peel
-        from helpers.small import Small, taught
-        from peel.methods.repaired_losses import Judge
-
-        judged, loss = [], Judge._loss
-
-        def watched(self, widths):
-            judged.append(list(widths.values()))
-            return loss(self, widths)
-
-        Judge._loss = watched
-        given = dict(method="search", budget="40%", divisor=1, stages="plan", device="cpu")
-        peel.prune(Small(), "digits", weights=taught(), output="run", **given)
-        print("judged", json.dumps(judged))
-        """
-    one, two = (run_program(tmp_path / str(processes), program, processes) for processes in (1, 2))
-    judged = [
-        [json.loads(line.partition(" ")[2]) for line in output.splitlines() if line.startswith("judged")]
-        for output in (one, two)
-    ]
-    networks = [sorted(itertools.chain(*several)) for several in judged]
-    assert networks[0] == networks[1], "each network once"
-    sizes = sorted(map(len, judged[1]))
-    assert sizes[1] == sizes[0] + 1, "in the last round, one process has nothing to do"
-    plans = [read(tmp_path / name / "run" / "plan.json") for name in ("1", "2")]
-    assert plans[0]["slim"]["widths"] == plans[1]["slim"]["widths"]
-    assert plans[0]["fit"]["loss"] == pytest.approx(plans[1]["fit"]["loss"], rel=1e-3)
 
 
 @pytest.mark.slow
