@@ -16,6 +16,7 @@ import peel
 from helpers import nets
 from helpers.graphs import traced_net, traced_zoo
 from helpers.latency import planted_model
+from peel.cost.constraint import Constraint
 from peel.cost.cutting import cut_to_budget
 from peel.errors import PeelError
 
@@ -89,7 +90,7 @@ def widths_of(graph: peel.ChannelGraph, budget: str, resource: str) -> list[list
             peel.uniform(graph, budget, **options),
             base,
             peel.reallocate(graph, base, shares, budget, **options),
-            cut_to_budget(graph, losses, budget, **options),
+            cut_to_budget(Constraint.of(graph, budget, **options), losses),
         ]
     except PeelError as error:
         return str(error)

@@ -2,9 +2,9 @@ from . import graph as graph
 from . import zoo as zoo
 from .cli.progress import ProgressBar as ProgressBar
 from .cost.budget import parse_budget as parse_budget
+from .cost.constraint import round_to_budget as round_to_budget
+from .cost.constraint import uniform as uniform
 from .cost.latency import LatencyModel as LatencyModel
-from .cost.rounding import round_to_budget as round_to_budget
-from .cost.rounding import uniform as uniform
 from .cost.widths import Widths as Widths
 from .data.datasets import Data as Data
 from .data.datasets import load_data as load_data

@@ -10,6 +10,7 @@ from torch import nn
 
 import peel
 from helpers.graphs import traced_zoo
+from peel.cost.constraint import Constraint
 from peel.cost.cutting import cut_to_budget
 from peel.errors import BudgetError
 
@@ -41,7 +42,7 @@ def test_the_loss_is_near_the_least_of_all_widths(worths: tuple[float, ...], bud
     ranges = [range(max(2, width // 8), width + 1, 2) for width in graph.widths.values()]
     allowed = (dict(zip(graph.widths, some, strict=True)) for some in itertools.product(*ranges))
     best = min(loss(some) for some in allowed if graph.macs(some) <= budget * graph.macs())
-    found = cut_to_budget(graph, losses, budget, divisor=1)
+    found = cut_to_budget(Constraint.of(graph, budget, divisor=1), losses)
     assert graph.macs(found) <= budget * graph.macs()
     assert loss(dict(found)) <= 1.15 * best
     uniform = peel.uniform(graph, budget, divisor=1)
@@ -52,7 +53,7 @@ def test_the_loss_is_near_the_least_of_all_widths(worths: tuple[float, ...], bud
 def test_the_budget_is_used_up(budget: float) -> None:
     """What the last block saves too much is given back."""
     _, graph = traced_zoo("resnet18")
-    found = cut_to_budget(graph, curves(graph, tuple(range(1, 13))), budget, divisor=1)
+    found = cut_to_budget(Constraint.of(graph, budget, divisor=1), curves(graph, tuple(range(1, 13))))
     assert 0.995 * budget <= graph.macs(found) / graph.macs() <= budget
 
 
@@ -61,7 +62,7 @@ def test_frozen_ties_keep_their_width_and_others_without_losses_follow_uniform()
     first, _, third = graph.widths
     losses = curves(graph, (1.0, 1.0, 1.0))
     del losses[third]
-    found = cut_to_budget(graph, losses, "50%", divisor=1, freeze=[first])
+    found = cut_to_budget(Constraint.of(graph, "50%", divisor=1, freeze=[first]), losses)
     assert found[first] == graph.widths[first]
     uniform = peel.uniform(graph, "50%", divisor=1, freeze=[first])
     assert abs(found[third] - uniform[third]) <= 1
@@ -69,21 +70,23 @@ def test_frozen_ties_keep_their_width_and_others_without_losses_follow_uniform()
 
 def test_several_limits_hold_at_once() -> None:
     graph = chain()
-    found = cut_to_budget(graph, curves(graph, (1.0, 2.0, 0.5)), "macs<=60%, params<=40%", divisor=1)
+    found = cut_to_budget(
+        Constraint.of(graph, "macs<=60%, params<=40%", divisor=1), curves(graph, (1.0, 2.0, 0.5))
+    )
     assert graph.macs(found) <= 0.6 * graph.macs() and graph.params(found) <= 0.4 * graph.params()
 
 
 def test_an_unreachable_budget_is_refused() -> None:
     graph = chain()
     with pytest.raises(BudgetError, match="cannot be reached"):
-        cut_to_budget(graph, curves(graph, (1.0, 1.0, 1.0)), 10)
+        cut_to_budget(Constraint.of(graph, 10), curves(graph, (1.0, 1.0, 1.0)))
 
 
 @pytest.mark.parametrize("budget", [0.8, 0.5])
 def test_memory_whose_peak_several_ties_make_is_cut_by_worth(budget: float) -> None:
     graph = chain()
     losses = curves(graph, (0.1, 5.0, 1.0))
-    found = cut_to_budget(graph, losses, budget, resource="memory", divisor=1)
+    found = cut_to_budget(Constraint.of(graph, budget, resource="memory", divisor=1), losses)
     assert graph.activation_bytes(found) <= budget * graph.activation_bytes()
     uniform = peel.uniform(graph, budget, resource="memory", divisor=1)
 

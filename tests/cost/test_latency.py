@@ -14,8 +14,8 @@ from helpers.graphs import traced_net, traced_zoo
 from helpers.latency import STEP, planted, planted_model, unseen
 from helpers.nets import Chain
 from peel.cost.budget import parse_limits
+from peel.cost.constraint import Constraint
 from peel.cost.latency import Accuracy, round_up
-from peel.cost.rounding import resolve_budget
 
 
 @functools.cache
@@ -112,7 +112,7 @@ def test_a_model_of_another_network_is_refused() -> None:
 @pytest.mark.parametrize("budget", ["60%", "8ms", 0.4, "9500us"])
 def test_every_method_meets_a_latency_budget(budget: str | float) -> None:
     graph = measured()
-    target = resolve_budget(graph, budget, "latency").budget
+    target = Constraint.of(graph, budget, resource="latency").budget
     uniform = peel.uniform(graph, budget, resource="latency")
     backbone = peel.backbone(graph, budget, 0.8, resource="latency")
     shares = {"56x56": 0.1, "28x28": 0.2, "14x14": 0.3, "7x7": 0.4}
@@ -171,7 +171,7 @@ def test_a_latency_needs_a_unit_of_time(budget: str) -> None:
 )
 def test_several_limits_hold_at_once_and_one_is_used_up(limits: str, binding: str) -> None:
     graph = measured()
-    target = resolve_budget(graph, limits)
+    target = Constraint.of(graph, limits)
     assert target.resource == binding
     amounts = {**target.limits, binding: target.budget}
     assert amounts.keys() == parse_limits(limits).keys()

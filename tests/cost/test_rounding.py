@@ -13,7 +13,8 @@ import peel
 from helpers.graphs import traced_net, traced_zoo
 from helpers.nets import Chain, Grouped
 from helpers.rounding import step_of
-from peel.cost.rounding import cost_of, round_to_budget
+from peel.cost.constraint import round_to_budget
+from peel.cost.costed import cost_of
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import peel
+from peel.cost.budget import Budget
+from peel.cost.constraint import Constraint
+from peel.steps.reallocation import Growth
 
 
 def step_of(graph: peel.ChannelGraph, ideal: float, tie: str, divisor: int | str) -> float:
@@ -35,3 +39,14 @@ def assert_rounded(
         for tie, width in widths.items():
             more = count({**widths, tie: width + steps[tie]})
             assert width >= ideal[tie] - 1e-6 or more > budget or more == count(widths), tie
+
+
+def growing(
+    graph: peel.ChannelGraph,
+    base: Mapping[str, float],
+    budget: Budget,
+    resource: str = "macs",
+    **options: Any,
+) -> Growth:
+    """A backbone that grows within a budget."""
+    return Growth(graph, base, Constraint.of(graph, budget, resource=resource, **options))

@@ -11,6 +11,7 @@ from torch import nn
 import peel
 from helpers.nets import Dense, Depthwise, Flattened, Gated, Grouped, Net, Residual, Shuffled
 from helpers.small import CPU, Small, few_digits
+from peel.cost.constraint import Constraint
 from peel.methods.config import MethodConfig
 from peel.methods.method import Method
 from peel.methods.problem import Problem
@@ -26,7 +27,8 @@ def problem_of(model: nn.Module, budget: float | str = 0.5, **changes: object) -
     data = few_digits(256)
     graph = peel.trace(model, torch.zeros(1, *data.shape))
     target = peel.parse_budget(budget, graph.macs(), "macs")
-    problem = Problem(model, graph, target, "macs", 1, (), data, Recipe(), CPU, 0, trained=model)
+    constraint = Constraint.of(graph, target, divisor=1)
+    problem = Problem(model, graph, constraint, data, Recipe(), CPU, 0, trained=model)
     return replace(problem, **changes)  # type: ignore[arg-type]
 
 

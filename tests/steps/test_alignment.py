@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import peel
 from helpers.graphs import traced_zoo
-from helpers.rounding import assert_rounded, step_of
-from peel.steps.reallocation import Growth, Round, grow_by_shares
+from helpers.rounding import assert_rounded, growing, step_of
+from peel.steps.reallocation import Round, grow_by_shares
 
 NETWORKS = [
     "cifar_resnet20",
@@ -32,8 +32,8 @@ def reallocated(
     ratio: float = 0.8,
     divisor: int | str = "auto",
 ) -> Round:
-    growth = Growth(graph, peel.backbone(graph, budget, ratio), divisor=divisor)  # type: ignore[arg-type]
-    return grow_by_shares(growth, dict(zip(graph.groups, shares)), budget)
+    growth = growing(graph, peel.backbone(graph, budget, ratio), budget, divisor=divisor)
+    return grow_by_shares(growth, dict(zip(graph.groups, shares)))
 
 
 def group_levels(graph: peel.ChannelGraph, widths: Mapping[str, float], budget: str) -> list[float]:

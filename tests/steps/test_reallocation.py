@@ -14,9 +14,8 @@ from torch import nn
 import peel
 from helpers.graphs import traced_net, traced_zoo
 from helpers.nets import NETS, AuxiliaryHead, Depthwise, Grouped, Net
-from helpers.rounding import assert_rounded, step_of
+from helpers.rounding import assert_rounded, growing, step_of
 from peel.steps.reallocation import (
-    Growth,
     group_factors,
     grow_at_random,
     grow_by_shares,
@@ -90,8 +89,8 @@ def test_the_telescoped_solver_gives_the_known_factors(
     freeze = FROZEN.get(name, ())
     factor, base = fractional_backbone(graph, budget, freeze)
     assert abs(factor - width) <= 1e-4
-    growth = Growth(graph, base, freeze=frozenset(freeze), **PAPER)
-    found = group_factors(growth, dict(zip(graph.groups, map(float, shares.split()))), budget)
+    growth = growing(graph, base, budget, freeze=freeze, **PAPER)
+    found = group_factors(growth, dict(zip(graph.groups, map(float, shares.split()))))
     assert close(list(found.values()), factors)
     assert close([factor * grown for grown in found.values()], widths)
 
@@ -106,7 +105,7 @@ def test_winner_take_all_gives_the_known_widths(name: str, budget: float, widths
     reached = []
     for winner in graph.groups:
         importance = {group: float(group == winner) + 1 for group in graph.groups}
-        found = group_factors(Growth(graph, base, **PAPER), shares_of(importance, "winner-take-all"), budget)
+        found = group_factors(growing(graph, base, budget, **PAPER), shares_of(importance, "winner-take-all"))
         assert all(grown == 1 for group, grown in found.items() if group != winner)
         reached.append(factor * found[winner])
     assert close(reached, widths)
@@ -115,7 +114,7 @@ def test_winner_take_all_gives_the_known_widths(name: str, budget: float, widths
 def test_the_triangular_solver_narrows_the_group_after_a_winner() -> None:
     _, graph = traced_zoo("resnet50")
     _, base = fractional_backbone(graph, 1.1e9, ())
-    found = group_factors(Growth(graph, base, **PAPER), only(graph, "56x56"), 1.1e9, "triangular")
+    found = group_factors(growing(graph, base, 1.1e9, **PAPER), only(graph, "56x56"), "triangular")
     assert close(list(found.values()), "1.541 0.942 1.004 0.999")
 
 
@@ -134,7 +133,7 @@ def test_fractional_widths_spend_the_whole_budget(
     budget = int(getattr(graph, resource)() * part)
     base = backbone(graph, budget, ratio, resource=resource)
     found = grow_by_shares(
-        Growth(graph, base, resource, **PAPER), dict(zip(graph.groups, weights)), budget, solver
+        growing(graph, base, budget, resource, **PAPER), dict(zip(graph.groups, weights)), solver
     )
     assert found.ideal_cost == pytest.approx(budget, rel=1e-9)
     for group, ties in graph.groups.items():
@@ -150,7 +149,7 @@ def test_telescoped_each_group_adds_its_share_to_the_whole_network(
     _, graph = traced_zoo("resnet18")
     budget = int(graph.macs() * part)
     base = dict(backbone(graph, budget, ratio))
-    found = group_factors(Growth(graph, base, **PAPER), dict(zip(graph.groups, weights)), budget)
+    found = group_factors(growing(graph, base, budget, **PAPER), dict(zip(graph.groups, weights)))
     pool = budget - graph.macs(base)
     grown: dict[str, float] = dict(base)
     for (group, ties), weight in zip(graph.groups.items(), weights):
@@ -175,7 +174,7 @@ def test_triangular_each_group_adds_its_share_to_its_own_layers(
     budget = int(graph.macs() * part)
     base = backbone(graph, budget)
     shares = dict(zip(graph.groups, weights))
-    found = group_factors(Growth(graph, base, **PAPER), shares, budget, "triangular")
+    found = group_factors(growing(graph, base, budget, **PAPER), shares, "triangular")
 
     def own(group: str, factors: dict[str, float]) -> float:
         """The cost of the layers that write the group's channels (for a classifier, that it reads)."""
@@ -211,7 +210,7 @@ def test_the_budget_is_met_within_a_thousandth_and_never_exceeded(
     count = getattr(graph, resource)
     budget = int(count() * part)
     base = backbone(graph, budget, ratio, resource=resource)
-    found = grow_by_shares(Growth(graph, base, resource, **PAPER), shares, budget, solver)
+    found = grow_by_shares(growing(graph, base, budget, resource, **PAPER), shares, solver)
     assert found.cost == count(found.widths)
     assert 0.999 * budget <= count(found.widths) <= budget
     if solver == "telescoped":
@@ -240,7 +239,7 @@ def test_every_tie_is_within_one_step_on_the_smallest_networks(
     budget = int(graph.macs() * part)
     assume(budget * ratio >= graph.macs(graph.steps))
     base = backbone(graph, budget, ratio, grow=True)
-    found = grow_by_shares(Growth(graph, base, **PAPER), dict(zip(graph.groups, weights)), budget)
+    found = grow_by_shares(growing(graph, base, budget, **PAPER), dict(zip(graph.groups, weights)))
     # Where whole channels cannot keep what tells the groups apart, a note says so, and a part may be left.
     assert_rounded(graph, found.widths, found.ideal_widths, budget, is_spent=not found.rounding_note)
     assert all(found.widths[tie] >= base[tie] for tie in base)
@@ -266,8 +265,8 @@ def test_a_larger_share_makes_a_group_wider(
     base = backbone(graph, budget, ratio)
     shares = dict(zip(graph.groups, weights))
     group = list(graph.groups)[which % len(graph.groups)]
-    before = grow_by_shares(Growth(graph, base, **PAPER), shares, budget)
-    after = grow_by_shares(Growth(graph, base, **PAPER), {**shares, group: shares[group] * times}, budget)
+    before = grow_by_shares(growing(graph, base, budget, **PAPER), shares)
+    after = grow_by_shares(growing(graph, base, budget, **PAPER), {**shares, group: shares[group] * times})
     assert after.factors[group] > before.factors[group]
     ties = graph.groups[group]
     gained = sum(after.widths[tie] for tie in ties) - sum(before.widths[tie] for tie in ties)
@@ -305,7 +304,7 @@ def test_equal_groups_with_equal_shares_grow_equally(
     base = dict.fromkeys(branches.widths, 8)
     wanted = dict.fromkeys(branches.widths, grown)
     shares = dict.fromkeys(branches.groups, 0.7)
-    found = grow_by_shares(Growth(branches, base, **PAPER), shares, branches.macs(wanted), solver)
+    found = grow_by_shares(growing(branches, base, branches.macs(wanted), **PAPER), shares, solver)
     assert list(found.factors.values()) == pytest.approx([grown / 8] * 3)
     assert found.widths == wanted
 
@@ -315,9 +314,9 @@ def test_only_the_ratios_of_shares_count(times: float) -> None:
     _, graph = traced_zoo("cifar_resnet20")
     base = backbone(graph, "50%")
     shares = dict(zip(graph.groups, (0.5, 0.3, 0.2)))
-    growth, budget = Growth(graph, base, **PAPER), graph.macs() // 2
+    growth = growing(graph, base, graph.macs() // 2, **PAPER)
     scaled = {group: share * times for group, share in shares.items()}
-    assert group_factors(growth, scaled, budget) == pytest.approx(group_factors(growth, shares, budget))
+    assert group_factors(growth, scaled) == pytest.approx(group_factors(growth, shares))
 
 
 @pytest.mark.parametrize("solver", ["telescoped", "triangular"])
@@ -325,7 +324,7 @@ def test_an_empty_pool_changes_nothing(solver: str) -> None:
     _, graph = traced_zoo("cifar_resnet20")
     base = backbone(graph, "50%", 1.0)
     found = grow_by_shares(
-        Growth(graph, base, **PAPER), dict.fromkeys(graph.groups, 1), graph.macs(base), solver
+        growing(graph, base, graph.macs(base), **PAPER), dict.fromkeys(graph.groups, 1), solver
     )
     assert found.widths == base
     assert list(found.factors.values()) == pytest.approx([1, 1, 1])
@@ -372,7 +371,7 @@ def test_frozen_ties_keep_the_width_of_the_backbone(solver: str) -> None:
 def test_the_other_policies_freeze_ties_too(policy: object) -> None:
     _, graph = traced_zoo("mobilenet_v2")
     base = backbone(graph, "150M", freeze="features.18.0")
-    found = policy(Growth(graph, base, freeze=frozenset(["features.18.0"]), **PAPER), "150M")  # type: ignore[operator]
+    found = policy(growing(graph, base, "150M", freeze=frozenset(["features.18.0"]), **PAPER))  # type: ignore[operator]
     assert found.widths["features.18.0"] == found.ideal_widths["features.18.0"] == 1280
     assert found.ideal_cost == pytest.approx(150e6, rel=1e-9)
     assert 0.999 * 150e6 <= graph.macs(found.widths) <= 150e6
@@ -393,8 +392,8 @@ def test_other_groups_get_what_a_group_at_max_width_leaves(
     assume(part < 0.99 * max_width**2)
     base = backbone(graph, budget, ratio)
     shares = dict(zip(graph.groups, weights))
-    free = grow_by_shares(Growth(graph, base, **PAPER), shares, budget)
-    capped = grow_by_shares(Growth(graph, base, max_width=max_width, **PAPER), shares, budget)
+    free = grow_by_shares(growing(graph, base, budget, **PAPER), shares)
+    capped = grow_by_shares(growing(graph, base, budget, max_width=max_width, **PAPER), shares)
     assert all(
         base[tie] <= width <= max(base[tie], max_width * graph.widths[tie])
         for tie, width in capped.widths.items()
@@ -422,7 +421,7 @@ def test_what_is_left_is_divided_by_the_other_shares(branches: peel.ChannelGraph
     base = dict.fromkeys(branches.widths, 8)
     wanted = {"first.0": 16, "second.0": 16, "first.1": 12, "second.1": 12, "first.2": 12, "second.2": 12}
     shares = {"branch 0": 0.9, "branch 1": 0.05, "branch 2": 0.05}
-    found = grow_by_shares(Growth(branches, base, max_width=1.0, **PAPER), shares, branches.macs(wanted))
+    found = grow_by_shares(growing(branches, base, branches.macs(wanted), max_width=1.0, **PAPER), shares)
     assert list(found.factors.values()) == pytest.approx([2, 1.5, 1.5])
     assert found.widths == wanted
 
@@ -430,10 +429,11 @@ def test_what_is_left_is_divided_by_the_other_shares(branches: peel.ChannelGraph
 def test_a_frozen_group_must_have_no_share(branches: peel.ChannelGraph) -> None:
     base = dict.fromkeys(branches.widths, 8)
     wanted = {**dict.fromkeys(branches.widths, 14), "first.1": 8, "second.1": 8}
-    growth = Growth(branches, base, freeze=frozenset(["first.1", "second.1"]), **PAPER)
+    frozen = ["first.1", "second.1"]
+    growth = growing(branches, base, branches.macs(wanted), freeze=frozen, **PAPER)
     with pytest.raises(peel.ConfigError, match="'branch 1' has a share, but all its ties are frozen"):
-        grow_by_shares(growth, dict.fromkeys(branches.groups, 1), branches.macs(wanted))
-    found = grow_by_shares(growth, {"branch 0": 1, "branch 1": 0, "branch 2": 1}, branches.macs(wanted))
+        grow_by_shares(growth, dict.fromkeys(branches.groups, 1))
+    found = grow_by_shares(growth, {"branch 0": 1, "branch 1": 0, "branch 2": 1})
     assert list(found.factors.values()) == pytest.approx([1.75, 1, 1.75])
     assert found.widths == wanted
 
@@ -444,7 +444,7 @@ def test_a_tie_above_max_width_keeps_its_width() -> None:
         graph, "1.04G", init="equal", grow=True
     )  # 68 channels everywhere, where the first ties had 64
     found = grow_by_shares(
-        Growth(graph, base, max_width=1.0, **PAPER), dict.fromkeys(graph.groups, 1), "1.04G"
+        growing(graph, base, "1.04G", max_width=1.0, **PAPER), dict.fromkeys(graph.groups, 1)
     )
     above = [tie for tie in base if base[tie] > graph.widths[tie]]
     assert len(above) == 3
@@ -455,12 +455,12 @@ def test_a_tie_above_max_width_keeps_its_width() -> None:
 def test_a_group_without_cost_does_not_grow() -> None:
     graph = by_tie(AuxiliaryHead)  # the auxiliary head runs in training only
     base = backbone(graph, "60%")
-    found = grow_by_shares(Growth(graph, base, **PAPER), {"group 0": 1, "group 1": 9}, "100%")
+    found = grow_by_shares(growing(graph, base, "100%", **PAPER), {"group 0": 1, "group 1": 9})
     assert found.widths["conv"] == 8
     assert found.widths["aux"] == base["aux"]
     assert found.factors["group 1"] == 1
     assert all(
-        max(grow_at_random(Growth(graph, base, **PAPER), "100%", seed).widths.values()) <= 8
+        max(grow_at_random(growing(graph, base, "100%", **PAPER), seed).widths.values()) <= 8
         for seed in range(5)
     )
 
@@ -478,7 +478,7 @@ def test_the_equal_policy_adds_the_same_number_to_every_tie(name: str, part: flo
     _, graph = traced_zoo(name)
     budget = int(graph.macs() * part)
     base = backbone(graph, budget, ratio)
-    found = grow_equally(Growth(graph, base, **PAPER), budget)
+    found = grow_equally(growing(graph, base, budget, **PAPER))
     added = [found.widths[tie] - base[tie] for tie in base]
     assert max(added) - min(added) <= 1
     assert_rounded(graph, found.widths, found.ideal_widths, budget)
@@ -490,7 +490,7 @@ def test_the_equal_policy_adds_the_same_number_to_every_tie(name: str, part: flo
 def test_the_equal_policy_keeps_steps() -> None:
     _, graph = traced_net(Grouped)
     base = dict.fromkeys(graph.widths, 4)
-    assert grow_equally(Growth(graph, base, **PAPER), graph.macs({"reduce": 12, "grouped": 12})).widths == {
+    assert grow_equally(growing(graph, base, graph.macs({"reduce": 12, "grouped": 12}), **PAPER)).widths == {
         "reduce": 12,
         "grouped": 12,
     }
@@ -502,8 +502,8 @@ def test_the_equal_policy_keeps_steps() -> None:
 def test_the_random_policy_grows_half_of_the_ties_by_one_factor(name: str, seed: int, ratio: float) -> None:
     _, graph = traced_zoo(name)
     base = backbone(graph, "50%", ratio)
-    found = grow_at_random(Growth(graph, base, **PAPER), "50%", seed)
-    assert found == grow_at_random(Growth(graph, base, **PAPER), "50%", seed)
+    found = grow_at_random(growing(graph, base, "50%", **PAPER), seed)
+    assert found == grow_at_random(growing(graph, base, "50%", **PAPER), seed)
     grown = {tie: found.ideal_widths[tie] / base[tie] for tie in base if found.ideal_widths[tie] > base[tie]}
     assert len(grown) == math.ceil(len(base) / 2)
     assert list(grown.values()) == pytest.approx([max(grown.values())] * len(grown))
@@ -517,7 +517,7 @@ def test_other_seeds_draw_other_ties() -> None:
     assert (
         len(
             {
-                peel.Widths(grow_at_random(Growth(graph, base, **PAPER), "50%", seed).widths)
+                peel.Widths(grow_at_random(growing(graph, base, "50%", **PAPER), seed).widths)
                 for seed in range(10)
             }
         )
@@ -579,7 +579,7 @@ def test_wrong_options_are_refused(options: dict[str, object], message: str) -> 
     [
         grow_equally,
         grow_at_random,
-        lambda growth, budget: grow_by_shares(growth, only(growth.graph, "7x7"), budget),
+        lambda growth: grow_by_shares(growth, only(growth.graph, "7x7")),
     ],
 )
 def test_a_backbone_above_the_budget_is_refused(policy: object) -> None:
@@ -588,7 +588,7 @@ def test_a_backbone_above_the_budget_is_refused(policy: object) -> None:
         peel.BudgetError,
         match=r"backbone costs 1.81G MACs \(1,814,073,344\), more than the budget of 900.0M",
     ):
-        policy(Growth(graph, graph.widths, **PAPER), "900M")  # type: ignore[operator]
+        policy(growing(graph, graph.widths, "900M", **PAPER))  # type: ignore[operator]
 
 
 def test_memory_works_with_the_telescoped_solver_only() -> None:
@@ -639,7 +639,7 @@ def test_no_plan_costs_more_than_the_original_in_any_resource(
     except peel.BudgetError as error:
         assert "smallest network" in str(error)
         return
-    found = grow_by_shares(Growth(graph, base, resource, divisor=divisor), shares, budget)
+    found = grow_by_shares(growing(graph, base, budget, resource, divisor=divisor), shares)
     for count in (graph.macs, graph.params, graph.activation_bytes):
         assert count(found.widths) <= count()
     for tie, width in found.widths.items():
@@ -661,16 +661,16 @@ def test_aligned_plans_are_within_a_hundredth_of_the_budget(
     _, graph = traced_zoo(name)
     budget = int(part * graph.macs())
     base = peel.backbone(graph, budget, ratio)
-    found = grow_by_shares(Growth(graph, base), dict(zip(graph.groups, weights)), budget)
+    found = grow_by_shares(growing(graph, base, budget), dict(zip(graph.groups, weights)))
     assert 0.99 * min(budget, found.ideal_cost) <= graph.macs(found.widths) <= budget
 
 
 def test_a_group_stops_where_another_resource_reaches_the_original() -> None:
     _, graph = traced_zoo("resnet18")
     base = backbone(graph, "90%", 0.5)
-    free = grow_by_shares(Growth(graph, base, **PAPER), only(graph, "7x7"), "90%")
+    free = grow_by_shares(growing(graph, base, "90%", **PAPER), only(graph, "7x7"))
     assert graph.params(free.widths) > graph.params()
-    found = grow_by_shares(Growth(graph, base), only(graph, "7x7"), "90%")
+    found = grow_by_shares(growing(graph, base, "90%"), only(graph, "7x7"))
     assert 0.98 * graph.params() < graph.params(found.widths) <= graph.params()
     assert found.unspent == int(0.9 * graph.macs()) - graph.macs(found.widths) > 0
 
@@ -678,10 +678,10 @@ def test_a_group_stops_where_another_resource_reaches_the_original() -> None:
 def test_other_groups_get_what_a_group_at_a_limit_leaves() -> None:
     _, graph = traced_zoo("resnet18")
     base = backbone(graph, "95%", 0.7)
-    alone = grow_by_shares(Growth(graph, base), only(graph, "56x56"), "95%")
+    alone = grow_by_shares(growing(graph, base, "95%"), only(graph, "56x56"))
     assert 0.98 < graph.activation_bytes(alone.widths) / graph.activation_bytes() <= 1
     assert alone.unspent > 0.05 * graph.macs()
-    shared = grow_by_shares(Growth(graph, base), {**only(graph, "56x56"), "7x7": 0.001}, "95%")
+    shared = grow_by_shares(growing(graph, base, "95%"), {**only(graph, "56x56"), "7x7": 0.001})
     assert shared.factors["7x7"] > 1.1
     assert shared.unspent < alone.unspent
 

@@ -1,19 +1,9 @@
 """Widths from what each layer is worth: cut where the least is lost for the cost."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
-from .budget import Budget
-from .rounding import (
-    Costed,
-    Divisor,
-    cost_of,
-    fractional_units,
-    name_set,
-    resolve_budget,
-    round_to_budget,
-    uniform,
-)
+from .constraint import Constraint
+from .costed import Costed, cost_of, fractional_units
 from .widths import Widths
 
 #: No layer keeps less than this fraction of its channels, or than half of those in the uniform network.
@@ -26,43 +16,26 @@ BLOCK = 1 / 16
 SWEEP = 0.02
 
 
-def cut_to_budget(
-    graph: Costed,
-    losses: Mapping[str, Sequence[float]],
-    budget: Budget,
-    *,
-    resource: str = "macs",
-    limits: Mapping[str, Budget] | None = None,
-    divisor: Divisor = "auto",
-    freeze: Iterable[str] = (),
-) -> Widths:
-    """Cut blocks of channels, those with the least loss per cost first, until the budget is met.
+def cut_to_budget(constraint: Constraint, losses: Mapping[str, Sequence[float]]) -> Widths:
+    """Cut blocks of channels, those with the least loss per cost first, until the limits are met.
 
     `losses`: tie -> what is lost with 0, 1, ... all of its units kept. Other ties follow the uniform
-    network; those in `freeze` keep their width.
+    network; frozen ones keep their width.
     """
-    target, frozen = resolve_budget(graph, budget, resource, limits=limits), name_set(freeze)
-    options: dict[str, Any] = {
-        "resource": target.resource,
-        "limits": target.limits,
-        "divisor": divisor,
-        "freeze": frozen,
-    }
-    base = uniform(graph, target.budget, **options)
-    free = [tie for tie in losses if tie not in frozen]
+    graph, base = constraint.graph, constraint.uniform
+    free = [tie for tie in losses if tie not in constraint.freeze]
     floors = floors_of(graph, base, free)
     widths: dict[str, float] = {**base, **{tie: graph.widths[tie] for tie in free}}
-    amounts = {target.resource: target.budget, **target.limits}
 
     def used(resource: str, widths: Mapping[str, float]) -> float:
-        return float(cost_of(graph, resource)(fractional_units(graph, widths))) / amounts[resource]
+        cost = cost_of(graph, resource)(fractional_units(graph, widths))
+        return float(cost) / constraint.limits[resource]
 
-    def fits(widths: Mapping[str, float]) -> bool:
-        return all(used(name, widths) <= 1 for name in amounts)
-
+    fits = constraint.allows
     while not fits(widths):
-        binding = max(amounts, key=lambda name: used(name, widths))
-        now = used(binding, widths)
+        uses = constraint.used(widths)
+        binding = max(uses, key=lambda name: uses[name])
+        now = uses[binding]
         cuts = []
         for tie in free:
             for blocks in (1, 2, 4, 8):  # a latency model has steps: one block may save nothing
@@ -83,7 +56,7 @@ def cut_to_budget(
             wanted -= saved
             if wanted <= 0:
                 break
-    return round_to_budget(graph, _share_rest(graph, widths, free, fits), target.budget, **options)
+    return constraint.round(_share_rest(graph, widths, free, fits))
 
 
 def _share_rest(

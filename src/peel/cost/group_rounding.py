@@ -7,14 +7,16 @@ and some down, and the group as a whole comes out right.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from .constraint import Constraint
+from .costed import fractional_units
 from .polynomial import IntArray
-from .rounding import ALIGNMENTS, Divisor, Limits, Rounding, alternatives, fractional_units
+from .rounding import ALIGNMENTS, Rounding, alternatives
 from .widths import Widths
 
 #: Rounding keeps a reallocation where it moves the groups, relative to each other, by at most this part of
@@ -42,25 +44,21 @@ class GroupRounding:
 
 
 def round_groups(
-    limits: Limits,
+    constraint: Constraint,
     ideal: Mapping[str, float],
     groups: Mapping[str, Sequence[str]],
-    *,
-    divisor: Divisor,
     at_least: Mapping[str, int],
-    freeze: Iterable[str] = (),
-    max_width: float | None = None,
 ) -> GroupRounding:
     """Whole widths within one step of `ideal` and within the limits, with every group near its ideal.
 
-    Widths are rounded as by `round_to_budget`, which does not know of groups, where that moves the groups by
+    Widths are rounded as by `Constraint.round`, which does not know of groups, where that moves the groups by
     little. With `divisor="auto"`, groups take smaller multiples only where the others move them too much.
     What tells groups apart is their ideal over the uniform network before rounding.
     """
-    rounding = Rounding(limits, divisor, freeze, max_width, at_least)
-    wanted = fractional_units(limits.graph, ideal)
+    rounding = Rounding(constraint, at_least)
+    wanted = fractional_units(constraint.graph, ideal)
     units = rounding.clamp(wanted)
-    if limits.load(units) > 1:
+    if constraint.load(units) > 1:
         units = rounding.scaled(units)
     return _GroupRounder(rounding, np.array(wanted), np.array(units), groups).run()
 
@@ -88,7 +86,7 @@ class _GroupRounder:
         places = {tie: place for place, tie in enumerate(rounding.graph.widths)}
         self.groups = {group: [places[tie] for tie in ties] for group, ties in groups.items()}
         # A reallocation may leave a part of the budget, where a group reaches another limit.
-        self.goal = min(rounding.limits.target, rounding.limits.cost(ideal))
+        self.goal = min(rounding.constraint.budget, rounding.constraint.unit_cost(ideal))
         uniform = np.array(rounding.scaled(rounding.original))
         self.spread = float(self._means(np.log(wanted / uniform)).std())
 
@@ -151,12 +149,12 @@ class _GroupRounder:
         return found
 
     def _best(self, columns: IntArray, levels: Mapping[str, int]) -> _Found:
-        limits = self.rounding.limits
+        constraint = self.rounding.constraint
         distances = self._means(np.log(columns / self.wanted[:, None]))
         moved = distances.std(0) / self.spread if self.spread > ALIKE else np.zeros(columns.shape[1])
-        gap = 1 - limits.cost(columns) / self.goal
+        gap = 1 - constraint.unit_cost(columns) / self.goal
         loss = moved + GAP_WEIGHT * np.maximum(0.0, gap - self.rounding.gap)
-        loss = np.where(np.asarray(limits.load(columns)) <= 1, loss, np.inf)
+        loss = np.where(np.asarray(constraint.load(columns)) <= 1, loss, np.inf)
         best = int(loss.argmin())
         numbers = (float(values[best]) for values in (moved, gap, loss))
         return _Found(columns[:, best], distances[:, best], levels, *numbers)

@@ -1,21 +1,25 @@
-"""Whole widths that meet a budget: the uniform network, and the rounding that every plan uses.
+"""Whole widths that meet a constraint.
 
-Both functions promise: every tie ends within one step of its ideal width, and the cost never exceeds the
-budget. What single steps cannot spend stays unspent. Unless growth is asked for, no network costs more than
-the original in any resource.
+Every tie ends within one step of its ideal width, and the cost never exceeds the budget. What single steps
+cannot spend stays unspent.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import ceil, floor, inf, lcm
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import floor, inf, lcm
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..errors import BudgetError, check_choice, did_you_mean
+from ..errors import BudgetError, did_you_mean
 from ..utils.bisection import solve_increasing
-from .budget import RESOURCES, Budget, format_cost, format_exact, parse_budget, parse_limits
+from .budget import format_cost, format_exact
 from .polynomial import IntArray
 from .widths import Widths
+
+if TYPE_CHECKING:
+    from .constraint import Constraint
 
 #: Rounding is good enough when it leaves this fraction of the budget unspent; the second for aligned widths.
 GAP, ALIGNED_GAP = 1e-3, 5e-3
@@ -35,210 +39,26 @@ MAX_TIES = 14
 Divisor = int | Literal["auto"]
 """Widths are multiples of this. `"auto"`: of 8, else of 4 or 2, within an eighth of the ideal width."""
 
-Cost = Callable[[Any], Any]
-"""Units of the ties -> cost. Exact for whole units, continuous between them. Arrays hold many candidates."""
 
-
-@runtime_checkable
-class Costed(Protocol):
-    """The part of a `ChannelGraph` that rounding needs."""
-
-    @property
-    def widths(self) -> Widths: ...
-    @property
-    def steps(self) -> Mapping[str, int]: ...
-    @property
-    def fixed(self) -> Mapping[str, str]: ...
-    @property
-    def resources(self) -> tuple[str, ...]: ...
-    def units(self, widths: Mapping[str, int] | None = None) -> list[int]: ...
-    def cost(self, resource: str) -> Cost: ...
-
-
-def cost_of(graph: Costed, resource: str) -> Cost:
-    """The cost function of a resource, in units of the ties."""
-    if not isinstance(graph, Costed):
-        raise BudgetError(
-            f"the first argument must be a ChannelGraph from peel.trace, not a {type(graph).__name__}."
-        )
-    check_choice("resource", resource, RESOURCES, BudgetError)
-    return graph.cost(resource)
-
-
-class Target(NamedTuple):
-    """What a network may cost, in whole numbers: `budget` of one resource and `limits` of others."""
-
-    resource: str
-    budget: int
-    limits: dict[str, int]
-
-
-def resolve_budget(
-    graph: Costed,
-    budget: Budget,
-    resource: str = "macs",
-    grow: bool = False,
-    limits: Mapping[str, Budget] | None = None,
-) -> Target:
-    """The budget in whole numbers. A budget above the original needs `grow`.
-
-    Where the budget is several limits, the resource is the one that allows the narrowest uniform network.
-    """
-    cost_of(graph, resource)
-    if not graph.widths:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(graph.fixed.items())[:3])
-        raise BudgetError(
-            f"no channel of this network can be removed. Its ties are fixed: {reasons or 'none'}."
-        )
-    several = parse_limits(budget) if isinstance(budget, str) else {}
-    given = {**(limits or {}), **(several or {resource: budget})}
-    originals = {name: ceil(cost_of(graph, name)(graph.units())) for name in given}
-    amounts = {name: parse_budget(given[name], originals[name], name) for name in given}
-    if several:
-        resource = binding_limit(graph, graph.widths, {name: amounts[name] for name in several})
-    target, original = amounts.pop(resource), originals[resource]
-    if target > original and not grow:
-        raise BudgetError(
-            f"a budget of {format_cost(target, resource)} is above the original network: "
-            f"{format_exact(original, resource)}. To make the network larger, set grow=True (--grow)."
-        )
-    return Target(resource, target, amounts)
-
-
-def binding_limit(graph: Costed, widths: Mapping[str, float], amounts: Mapping[str, int]) -> str:
-    """The resource that is used up first as all widths grow by one factor."""
-    units = fractional_units(graph, widths)
-
-    def factor(resource: str) -> float:
-        cost = cost_of(graph, resource)
-        return solve_increasing(lambda f: float(cost([u * f for u in units])), amounts[resource], 1e-6)[0]
-
-    return min(amounts, key=factor)
-
-
-class Limits:
-    """What a network may cost: the target and, if `bounded`, no more than the original in any resource."""
-
-    def __init__(self, graph: Costed, target: Target, *, bounded: bool) -> None:
-        self.graph, self.target, self.resource = graph, target.budget, target.resource
-        self.cost = cost_of(graph, target.resource)
-        self.amounts = dict(target.limits)
-        """What it may cost in other resources."""
-        for name in graph.resources if bounded else ():
-            original = max(1, ceil(graph.cost(name)(graph.units())))
-            self.amounts[name] = min(self.amounts.get(name, original), original)
-        self.amounts.pop(self.resource, None)
-        self.others = [_relative(graph.cost(name), amount) for name, amount in self.amounts.items()]
-        """What is used of the other limits; at most 1 each."""
-
-    def load(self, units: Any) -> Any:
-        """The largest fraction of any limit that is used. At most 1 where the network is allowed."""
-        load = self.cost(units) / self.target
-        for other in self.others:
-            load = np.maximum(load, other(units))
-        return load
-
-    def exceeded(self, units: Any) -> str | None:
-        """The first resource of which these units use more than allowed."""
-        if int(self.cost(units)) > self.target:
-            return self.resource
-        pairs = zip(self.amounts, self.others, strict=True)
-        return next((name for name, other in pairs if other(units) > 1 + 1e-12), None)
-
-    def amount(self, resource: str) -> int:
-        return self.target if resource == self.resource else self.amounts[resource]
-
-
-def _relative(cost: Cost, amount: int) -> Cost:
-    return lambda units: cost(units) / amount
-
-
-def fractional_units(graph: Costed, widths: Mapping[str, float]) -> list[float]:
-    """As `graph.units`, of widths that need not be whole."""
-    return [widths[name] / step for name, step in graph.steps.items()]
-
-
-def name_set(names: str | Iterable[str]) -> frozenset[str]:
-    """A set from one name or several."""
-    return frozenset([names] if isinstance(names, str) else names)
-
-
-def uniform(
-    graph: Costed,
-    budget: Budget,
-    *,
-    resource: str = "macs",
-    limits: Mapping[str, Budget] | None = None,
-    divisor: Divisor = "auto",
-    freeze: Iterable[str] = (),
-    grow: bool = False,
-) -> Widths:
-    """Scale all ties by one factor, so that the network meets the budget.
-
-    `budget` is `"1.1G"`, `"87M"`, `"50%"`, a fraction or a whole number of the `resource` (`"macs"`,
-    `"params"`, `"memory"` or `"latency"`, which needs `graph.with_latency`). `limits` are budgets of other
-    resources; `"macs<=1.1G, params<=8M"` gives all in one text. Widths are multiples of `divisor`; `"auto"`
-    is 8, and finer in narrow layers. Ties in `freeze` keep their width. With `grow`, the budget may be above
-    the original's cost.
-
-    >>> peel.uniform(graph, "50%")
-    Widths(conv1=48, layer1.0.conv1=40, ...)
-    """
-    # Where no tie becomes wider, no other resource exceeds the original.
-    allowed = Limits(graph, resolve_budget(graph, budget, resource, grow, limits), bounded=False)
-    rounding = Rounding(allowed, divisor, freeze, max_width=None if grow else 1.0)
-    return rounding.widths(rounding.scaled(graph.units()))
-
-
-def round_to_budget(
-    graph: Costed,
-    ideal: Mapping[str, float],
-    budget: Budget,
-    *,
-    resource: str = "macs",
-    limits: Mapping[str, Budget] | None = None,
-    divisor: Divisor = "auto",
-    at_least: Mapping[str, int] | None = None,
-    freeze: Iterable[str] = (),
-    max_width: float | None = None,
-    grow: bool = False,
-) -> Widths:
-    """Whole widths within one step of `ideal`, together within the budget; none below `at_least`.
-
-    An ideal that costs more than allowed is scaled down first. Ties in `freeze` keep their width: the one in
-    `at_least`, or the original one. No tie becomes wider than `max_width` times its original width. Other
-    options as in `uniform`.
-    """
-    allowed = Limits(graph, resolve_budget(graph, budget, resource, grow, limits), bounded=not grow)
-    rounding = Rounding(allowed, divisor, freeze, max_width, at_least)
-    units = rounding.clamp(fractional_units(graph, ideal))
-    return rounding.widths(units if allowed.load(units) <= 1 else rounding.scaled(units))
+def check_divisor(divisor: object) -> None:
+    is_whole = isinstance(divisor, int) and not isinstance(divisor, bool) and divisor >= 1
+    if not is_whole and divisor != "auto":
+        raise BudgetError(f'divisor must be "auto" or a whole number of at least 1, not {divisor!r}.')
 
 
 class Rounding:
-    """Rounds widths to a budget. Each tie, in units, goes from `low` to `high`."""
+    """Rounds widths to a constraint. Each tie, in units, goes from `low` to `high`."""
 
-    def __init__(
-        self,
-        limits: Limits,
-        divisor: Divisor,
-        freeze: Iterable[str],
-        max_width: float | None,
-        at_least: Mapping[str, int] | None = None,
-    ) -> None:
-        is_whole = isinstance(divisor, int) and not isinstance(divisor, bool) and divisor >= 1
-        if not is_whole and divisor != "auto":
-            raise BudgetError(f'divisor must be "auto" or a whole number of at least 1, not {divisor!r}.')
+    def __init__(self, constraint: Constraint, at_least: Mapping[str, int] | None = None) -> None:
+        max_width, divisor, graph = constraint.max_width, constraint.divisor, constraint.graph
         if max_width is not None and not max_width > 0:
             raise BudgetError(f"max_width must be positive or None, not {max_width!r}.")
-        graph = limits.graph
-        frozen = name_set(freeze)
-        for name in frozen - set(graph.widths):
+        for name in constraint.freeze - set(graph.widths):
             hint = did_you_mean(name, graph.widths)
             raise BudgetError(f"freeze: no free tie is called {name!r}.{hint} peel inspect lists the ties.")
-        self.graph, self.limits, self.divisor = graph, limits, divisor
+        self.graph, self.constraint, self.divisor = graph, constraint, divisor
         self.gap, self.max_gap, self.reach = ALIGNED_GAP if divisor == "auto" else GAP, MAX_ALIGNED_GAP, REACH
-        if limits.resource == "latency":
+        if constraint.resource == "latency":
             self.gap, self.max_gap, self.reach = LATENCY_GAP, LATENCY_GAP, LATENCY_REACH
         self.original = graph.units()
         smallest = graph.units(at_least) if at_least is not None else [0] * len(self.original)
@@ -255,16 +75,16 @@ class Rounding:
                 self.high[i] = max(
                     self.low[i], floor(max_width * self.original[i] / step[i] + 1e-9) * step[i]
                 )
-            if name in frozen:
+            if name in constraint.freeze:
                 self.low[i] = self.high[i] = smallest[i] or self.original[i]
-        self._check_reachable(max_width)
+        self._check_reachable()
 
-    def _check_reachable(self, max_width: float | None) -> None:
-        resource, cost = self.limits.resource, self.limits.cost
-        if (exceeded := self.limits.exceeded(self.low)) is not None:
+    def _check_reachable(self) -> None:
+        constraint, max_width = self.constraint, self.constraint.max_width
+        if (exceeded := constraint.exceeded(self.low)) is not None:
             divisor = "" if self.divisor in (1, "auto") else " at multiples of the divisor"
             smallest = int(self.graph.cost(exceeded)(self.low))
-            amount = self.limits.amount(exceeded)
+            amount = constraint.bounds[exceeded]
             hint = f' Did you mean "{amount:g}%"?' if amount <= 100 else ""
             raise BudgetError(
                 f"a budget of {format_cost(amount, exceeded)} cannot be reached: the smallest network has "
@@ -272,12 +92,12 @@ class Rounding:
             )
         if max_width is None:
             return
-        target = format_cost(self.limits.target, resource)
+        target = format_cost(constraint.budget, constraint.resource)
         widest = [max(low, floor(max_width * u)) for low, u in zip(self.low, self.original, strict=True)]
-        if self.limits.target > (largest := int(cost(widest))):
+        if constraint.budget > (largest := int(constraint.unit_cost(widest))):
             raise BudgetError(
                 f"a budget of {target} is more than these widths can use: "
-                f"{format_exact(largest, resource)}. Choose a larger max_width."
+                f"{format_exact(largest, constraint.resource)}. Choose a larger max_width."
             )
 
     def clamp(self, units: Sequence[float]) -> list[float]:
@@ -289,7 +109,7 @@ class Rounding:
         def ideal(factor: float) -> list[float]:
             return self.clamp([u * factor for u in units])
 
-        return ideal(solve_increasing(lambda factor: self.limits.load(ideal(factor)), 1.0, 0.0)[0])
+        return ideal(solve_increasing(lambda factor: self.constraint.load(ideal(factor)), 1.0, 0.0)[0])
 
     def widths(self, ideal: Sequence[float]) -> Widths:
         """Whole widths near the ideal units, within the limits.
@@ -301,9 +121,9 @@ class Rounding:
             around = [self.around(i, u, ALIGNMENTS[first:]) for i, u in enumerate(ideal)]
             down, up = np.array(around).T
             found.append(self._improve(self._fill(down, up, ideal), down, up, ideal))
-            if self.limits.cost(found[-1]) >= self.limits.target * (1 - self.max_gap):
+            if self.constraint.unit_cost(found[-1]) >= self.constraint.budget * (1 - self.max_gap):
                 break
-        return self.whole(max(found, key=self.limits.cost))
+        return self.whole(max(found, key=self.constraint.unit_cost))
 
     def whole(self, units: Sequence[int] | IntArray) -> Widths:
         """The widths of whole units."""
@@ -339,15 +159,15 @@ class Rounding:
         Ties that are better aligned below stay there.
         """
         gain = self._misaligned(down) - self._misaligned(up)
-        units, spent = down.copy(), self.limits.cost(down)
+        units, spent = down.copy(), self.constraint.unit_cost(down)
         order = sorted(range(len(units)), key=lambda i: (-gain[i], (down[i] - ideal[i]) / ideal[i]))
         for i in order:
             units[i] = up[i]
-            cost = self.limits.cost(units)
+            cost = self.constraint.unit_cost(units)
             # A step that costs nothing (a head only used in training) is only taken toward the ideal, or to a
             # better alignment.
             is_idle = cost == spent and gain[i] <= 0 and 2 * ideal[i] < down[i] + up[i]
-            if gain[i] < 0 or is_idle or self.limits.load(units) > 1:
+            if gain[i] < 0 or is_idle or self.constraint.load(units) > 1:
                 units[i] = down[i]
             else:
                 spent = cost
@@ -355,10 +175,12 @@ class Rounding:
 
     def _improve(self, units: IntArray, down: IntArray, up: IntArray, ideal: Sequence[float]) -> IntArray:
         """Where a gap is left, round other ties up and down while that spends more."""
-        target, spent = self.limits.target, self.limits.cost(units)
+        target, spent = self.constraint.budget, self.constraint.unit_cost(units)
         while target - spent > target * self.gap:
             columns: Any = alternatives(units, down, up - down)
-            costs = np.where(np.asarray(self.limits.load(columns)) <= 1, self.limits.cost(columns), -1)
+            costs = np.where(
+                np.asarray(self.constraint.load(columns)) <= 1, self.constraint.unit_cost(columns), -1
+            )
             if costs.max(initial=-1) <= spent:
                 break
             # Of those that leave no gap, the best aligned, then the nearest to the ideal. Else the one that

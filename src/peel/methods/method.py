@@ -51,7 +51,7 @@ class Method(ABC):
 
     def preview(self, problem: Problem, config: MethodConfig) -> Plan:
         """What is known of the plan before training: at least its costs."""
-        return assemble_plan(problem, problem.uniform(), config=config)
+        return assemble_plan(problem, problem.constraint.uniform, config=config)
 
     def check(self, problem: Problem, config: MethodConfig) -> None:
         """Find errors before training."""
@@ -69,4 +69,4 @@ class Uniform(Method):
     """One factor for all layers."""
 
     def plan(self, problem: Problem, config: MethodConfig, train_backbone: TrainBackbone) -> Plan:
-        return assemble_plan(problem, problem.uniform(), config=config)
+        return assemble_plan(problem, problem.constraint.uniform, config=config)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cost.rounding import Divisor
+from ..cost.constraint import Constraint
 from ..cost.widths import Widths
 from ..data.datasets import hold_out
 from ..errors import ConfigError, did_you_mean
 from ..graph import ChannelGraph
 from ..graph.parameters import norm_scales, spans
-from ..steps.backbone import backbone
+from ..steps.backbone import backbone_within
 from ..steps.criteria import find_criterion, measure_layers
 from ..steps.importance import (
     Criterion,
@@ -63,9 +63,7 @@ class Peel(Method):
         planner = _Planner(problem, config, _untrained, self.criterion)
         equal = dict.fromkeys(problem.graph.groups, 1.0)
         importance = Importance(equal, {}, False, "Nothing was trained: every group counts the same.")
-        return planner.plan(
-            [planner.reallocate(planner.backbone, importance, problem.budget, problem.divisor)]
-        )
+        return planner.plan([planner.reallocate(planner.backbone, importance, problem.constraint)])
 
     def check(self, problem: Problem, config: MethodConfig) -> None:
         """Run steps 1 to 4 on an untrained backbone and 8 images."""
@@ -127,20 +125,13 @@ class _Planner:
         settings = {"evaluations": config.evaluations} if config.criterion == "legr" else {}
         given = config.criterion if self.own_criterion is None else self.own_criterion
         self.criterion = find_criterion(given, **settings)
-        self.backbone = backbone(
-            problem.graph,
-            problem.budget,
-            config.backbone_ratio,
-            resource=problem.resource,
-            limits=problem.limits,
-            init=config.backbone_init,
-            freeze=problem.freeze,
-            grow=problem.grow,
-        )
+        # All arithmetic is on exact widths. They are aligned once, at the end.
+        self.exact = replace(problem.constraint, divisor=1)
+        self.backbone = backbone_within(self.exact, config.backbone_ratio, config.backbone_init)
 
     def run(self) -> Plan:
-        problem, config = self.problem, self.config
-        pool = problem.budget - problem.cost(self.backbone)
+        problem, config, budget = self.problem, self.config, self.exact.budget
+        pool = budget - self.exact.cost(self.backbone)
         before = widths = self.backbone
         network: nn.Module | None = None
         importance: Importance | None = None
@@ -150,8 +141,9 @@ class _Planner:
                 network = self._widen(network, before, widths)
                 network, importance = self._train_and_measure(number, network, problem.graph.at(widths))
             spent = pool * (number + 1) // config.rounds
-            divisor = problem.divisor if number + 1 == config.rounds else 1  # aligned once, at the end
-            rounds.append(self.reallocate(widths, importance, problem.budget - pool + spent, divisor))
+            is_last = number + 1 == config.rounds
+            part = problem.constraint if is_last else self.exact.at(budget - pool + spent)
+            rounds.append(self.reallocate(widths, importance, part))
             before, widths = widths, Widths(rounds[-1].widths)
         return self.plan(rounds)
 
@@ -233,31 +225,19 @@ class _Planner:
                 raise ConfigError(f"ignore: {pattern!r} matches every layer, so nothing is left to measure.")
         return [item for item in scores if not any(fnmatch(item.layer, name) for name in self.config.ignore)]
 
-    def reallocate(
-        self, widths: Widths, importance: Importance | None, budget: int, divisor: Divisor
-    ) -> Round:
+    def reallocate(self, widths: Widths, importance: Importance | None, constraint: Constraint) -> Round:
         """Step 4."""
         problem, config = self.problem, self.config
-        freeze = frozenset(problem.freeze)
-        growth = Growth(
-            problem.graph,
-            widths,
-            problem.resource,
-            divisor,
-            freeze,
-            config.max_width,
-            problem.grow,
-            problem.limits,
-        )
+        growth = Growth(problem.graph, widths, replace(constraint, max_width=config.max_width))
         if config.policy == "equal":
-            return grow_equally(growth, budget)
+            return grow_equally(growth)
         if config.policy == "random":
-            return grow_at_random(growth, budget, problem.seed)
+            return grow_at_random(growth, problem.seed)
         assert importance is not None
         growing = {group: value for group, value in importance.groups.items() if growth.can_grow(group)}
         shares = {**dict.fromkeys(importance.groups, 0.0), **shares_of(growing, config.policy)}
         return replace(
-            grow_by_shares(growth, shares, budget, config.solver),
+            grow_by_shares(growth, shares, config.solver),
             shares=shares,
             importance=dict(importance.groups),
             tie_importance=dict(importance.ties),

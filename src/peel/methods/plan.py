@@ -98,24 +98,29 @@ def assemble_plan(
     config: MethodConfig | None = None,
 ) -> Plan:
     """The plan of these widths, with the original and the uniform network beside them."""
-    graph = problem.graph
+    graph, constraint = problem.graph, problem.constraint
 
     def architecture(chosen: Mapping[str, int]) -> Architecture:
-        costs = graph.macs(chosen), graph.params(chosen), graph.activation_bytes(chosen), problem.cost(chosen)
+        costs = (
+            graph.macs(chosen),
+            graph.params(chosen),
+            graph.activation_bytes(chosen),
+            constraint.cost(chosen),
+        )
         latency = graph.latency(chosen) * 1e9 if graph.latency_model is not None else None
         return Architecture(dict(chosen), *costs, graph.macs_by_group(chosen), latency)
 
     return Plan(
-        problem.resource,
-        problem.budget,
+        constraint.resource,
+        constraint.budget,
         {group: tuple(ties) for group, ties in graph.groups.items()},
         original=architecture(graph.widths),
-        uniform=architecture(problem.uniform()),
+        uniform=architecture(constraint.uniform),
         slim=architecture(widths),
         backbone=architecture(backbone) if backbone is not None else None,
         rounds=rounds,
         l1_coefficient=l1_coefficient,
-        limits=dict(problem.limits),
+        limits=constraint.other_limits,
         method=config.method_config() if config is not None else None,
         name=config.method_name if config is not None else "peel",
     )

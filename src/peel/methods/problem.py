@@ -1,12 +1,11 @@
 """What every method receives: a network, its graph and costs, a budget, data and the means to train."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from ..cost.rounding import Divisor, cost_of, fractional_units, uniform
-from ..cost.widths import Widths
+from ..cost.constraint import Constraint
 from ..data.datasets import Data, Split
 from ..graph import ChannelGraph
 from ..train.callbacks import Callback
@@ -21,18 +20,13 @@ from ..train.task import Task
 class Problem:
     model: nn.Module
     graph: ChannelGraph
-    budget: int
-    """In units of the resource."""
-    resource: str
-    divisor: Divisor
-    freeze: tuple[str, ...]
+    constraint: Constraint
+    """What the slim network may cost."""
     data: Data
     backbone_recipe: Recipe
     """The recipe for training the backbone."""
     engine: Engine
     seed: int
-    grow: bool = False
-    """Whether the slim network may cost more than the original."""
     trained: nn.Module | None = None
     """The trained original, once it is known."""
     inherits: bool = False
@@ -41,27 +35,12 @@ class Problem:
     """Whether those that are cut are repaired too."""
     task: Task = field(default_factory=Task)
     """Loss, metric, optimizer and training function of the user's own."""
-    limits: Mapping[str, int] = field(default_factory=dict)
-    """What the network may cost in other resources."""
     callbacks: Sequence[Callback] = ()
     """They are told the progress of a method's own work."""
     held_out: Split | None = None
     """Training images that no network is trained or repaired with: the better of two is chosen by them. None
     where networks start from fresh weights, and where none can be left out.
     """
-
-    def cost(self, widths: Mapping[str, int]) -> int:
-        return int(cost_of(self.graph, self.resource)(self.graph.units(widths)))
-
-    def allows(self, widths: Mapping[str, float]) -> bool:
-        """Whether a network of these widths, which need not be whole, meets the budget and the limits."""
-        return max(self.used(widths).values()) <= 1
-
-    def used(self, widths: Mapping[str, float]) -> dict[str, float]:
-        """Resource -> the fraction of its budget that these widths cost."""
-        units = fractional_units(self.graph, widths)
-        allowed = {self.resource: self.budget, **self.limits}
-        return {name: float(cost_of(self.graph, name)(units)) / most for name, most in allowed.items()}
 
     def evaluate(self, model: nn.Module) -> Metrics:
         """Loss and accuracies, or the metric of the task, over the test images."""
@@ -74,15 +53,3 @@ class Problem:
         metrics = evaluate(model, self.held_out, self.engine, task=self.task)
         score = metrics.score
         return metrics.loss if metrics.loss is not None else None if score is None else -score
-
-    def uniform(self) -> Widths:
-        """The baseline of every result: one factor for all layers, the same budget."""
-        return uniform(
-            self.graph,
-            self.budget,
-            resource=self.resource,
-            limits=self.limits,
-            divisor=self.divisor,
-            freeze=self.freeze,
-            grow=self.grow and self.budget > self.cost(self.graph.widths),
-        )

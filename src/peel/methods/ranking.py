@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..cost.cutting import floors_of
-from ..cost.rounding import round_to_budget
 from ..cost.widths import Widths
 from ..graph.parameters import ChannelAxis
 from ..steps.criteria.gradient import mean_effects
@@ -82,8 +81,10 @@ def _relative(values: Tensor) -> Tensor:
 
 def widths_by_rank(problem: Problem, scores: ChannelScores) -> Widths:
     """The widths that a threshold on the scores leaves, rounded to the budget."""
-    graph, uniform = problem.graph, problem.uniform()
-    free = {tie: values for tie, values in scores.by_tie(graph).items() if tie not in problem.freeze}
+    graph, uniform, freeze = problem.graph, problem.constraint.uniform, problem.constraint.freeze
+    free = {
+        tie: values for tie, values in scores.by_tie(graph).items() if tie not in problem.constraint.freeze
+    }
     floors = floors_of(graph, uniform, free)
     thresholds = torch.cat([*free.values(), torch.tensor([float("inf")])]).sort().values
 
@@ -91,20 +92,11 @@ def widths_by_rank(problem: Problem, scores: ChannelScores) -> Widths:
         counts = {tie: float((values >= thresholds[place]).sum()) for tie, values in free.items()}
         chosen = {tie: max(floors[tie], count * graph.steps[tie]) for tie, count in counts.items()}
         # Ties without a score, such as squeeze-excite layers, follow the uniform network.
-        return {**uniform, **{tie: graph.widths[tie] for tie in problem.freeze}, **chosen}
+        return {**uniform, **{tie: graph.widths[tie] for tie in freeze}, **chosen}
 
     last = len(thresholds) - 1
 
     def fits(place: int) -> bool:
-        return place == last or problem.allows(kept(place))
+        return place == last or problem.constraint.allows(kept(place))
 
-    return round_to_budget(
-        graph,
-        kept(bisect_left(range(last), True, key=fits)),
-        problem.budget,
-        resource=problem.resource,
-        limits=problem.limits,
-        divisor=problem.divisor,
-        freeze=problem.freeze,
-        grow=problem.grow,
-    )
+    return problem.constraint.round(kept(bisect_left(range(last), True, key=fits)))

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ..cost.rounding import Cost, Limits, Target, cost_of, fractional_units, round_to_budget
+from ..cost.constraint import Constraint
+from ..cost.costed import Cost, cost_of, fractional_units
 from ..cost.widths import Widths
 from ..graph.channel_graph import ChannelGraph
 from ..graph.parameters import hidden_ties
@@ -48,12 +49,13 @@ class LeastSensitive(Method):
 
     def plan(self, problem: Problem, config: MethodConfig, train_backbone: TrainBackbone) -> Plan:
         if nothing_to_go_by(problem):
-            return assemble_plan(problem, problem.uniform(), config=config)
+            return assemble_plan(problem, problem.constraint.uniform, config=config)
         measured = self.measure(problem)
         if problem.inherits:
-            widths = widths_by(measured, problem)
+            widths = widths_by(measured, problem, problem.constraint)
         else:
-            widths = divide(problem, widths_by(measured, replace(problem, divisor=1)))
+            exact = replace(problem.constraint, divisor=1)
+            widths = divide(problem, widths_by(measured, problem, exact))
         return assemble_plan(problem, widths, config=config)
 
     def scores(self, problem: Problem) -> Mapping[str, Tensor] | None:
@@ -71,7 +73,7 @@ class LeastSensitive(Method):
 
 def nothing_to_go_by(problem: Problem) -> str:
     """Why layers cannot be told apart, so that the plan is uniform; empty where they can."""
-    free = {tie for tie in problem.graph.widths if tie not in problem.freeze}
+    free = {tie for tie in problem.graph.widths if tie not in problem.constraint.freeze}
     most = max(map(len, hidden_groups(problem)), default=0) if not problem.inherits else len(free)
     if most < 2:
         of_group = "" if problem.inherits else " of a group"
@@ -84,22 +86,14 @@ def nothing_to_go_by(problem: Problem) -> str:
     return ""
 
 
-def widths_by(measured: Sensitivity, problem: Problem) -> Widths:
-    """The widths by sensitivity at the budget of a problem."""
-    widths = measured.widths(
-        problem.budget,
-        resource=problem.resource,
-        limits=problem.limits,
-        divisor=problem.divisor,
-        freeze=problem.freeze,
-    )
-    # The last digits may differ between processes: the main process decides.
-    return problem.engine.world.broadcast(widths)
+def widths_by(measured: Sensitivity, problem: Problem, constraint: Constraint) -> Widths:
+    """The widths by sensitivity. Their last digits may differ between processes: the main process decides."""
+    return problem.engine.world.broadcast(measured.widths_within(constraint))
 
 
 def hidden_groups(problem: Problem) -> list[list[str]]:
     """The hidden ties of each group of the graph that may be cut. The residual streams are left out."""
-    hidden = set(hidden_ties(problem.graph)) - set(problem.freeze)
+    hidden = set(hidden_ties(problem.graph)) - problem.constraint.freeze
     groups = ([tie for tie in ties if tie in hidden] for ties in problem.graph.groups.values())
     return [ties for ties in groups if ties]
 
@@ -109,28 +103,18 @@ def divide(problem: Problem, shape: Mapping[str, int]) -> Widths:
 
     A group keeps its MACs. What this leaves of another resource is spent on all hidden layers alike.
     """
-    graph, groups = problem.graph, hidden_groups(problem)
-    uniform, macs = problem.uniform(), cost_of(graph, "macs")
+    graph, groups, constraint = problem.graph, hidden_groups(problem), problem.constraint
+    uniform, macs = constraint.uniform, cost_of(graph, "macs")
     widths: dict[str, float] = dict(uniform)
     for ties in groups:
         wanted = float(macs(fractional_units(graph, widths)))
         widths = _scaled(graph, widths, ties, shape, macs, wanted)
     hidden = [tie for ties in groups for tie in ties]
-    given = Target(problem.resource, problem.budget, dict(problem.limits))
-    load = Limits(graph, given, bounded=False).load  # no tie is wider than in the original
+    load = replace(constraint, grow=True).load  # no tie is wider than in the original
     ideal = _scaled(graph, widths, hidden, widths, load, 1.0, least=1.0)
     kept = {tie: width for tie, width in uniform.items() if tie not in hidden}
-    return round_to_budget(
-        graph,
-        ideal,
-        problem.budget,
-        resource=problem.resource,
-        limits=problem.limits,
-        divisor=problem.divisor,
-        at_least={**graph.steps, **kept},
-        freeze=kept,
-        max_width=1.0,
-    )
+    at_least = {**graph.steps, **kept}
+    return replace(constraint, max_width=1.0).round(ideal, at_least, freeze=kept)
 
 
 def _scaled(

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..cost.budget import format_cost, format_latency
+from ..cost.constraint import binding_limit
 from ..cost.latency import LatencyModel
-from ..cost.rounding import binding_limit
 from ..cost.widths import Widths
 from ..deploy.bench import device_name
 from ..deploy.latency import LatencyTimer
@@ -62,10 +62,10 @@ def _is_measured_here(model: LatencyModel) -> bool:
 
 def budget_notes(problem: Problem, widths: Mapping[str, int]) -> list[str]:
     """Which of several limits binds."""
-    if not problem.limits:
+    allowed = problem.constraint.limits
+    if len(allowed) < 2:
         return []
-    used, allowed = problem.used(widths), {problem.resource: problem.budget, **problem.limits}
-    binding = binding_limit(problem.graph, widths, allowed)
+    used, binding = problem.constraint.used(widths), binding_limit(problem.graph, widths, allowed)
     parts = [f"{format_cost(allowed[name], name)}: {used[name]:.1%} used" for name in used]
     return [f"Of the limits ({'; '.join(parts)}), that of {binding} binds."]
 
@@ -86,7 +86,7 @@ def with_latency(
     except (PeelError, ImportError, RuntimeError) as error:
         return found, [f"The latency of the networks could not be measured: {error}"]
     measured = [replace(row, latency=time) for row, time in zip(found, times, strict=True)]
-    budget = {problem.resource: problem.budget, **problem.limits}.get("latency")
+    budget = problem.constraint.limits.get("latency")
     slims = [row for row in measured if row.name != "original"]
     return measured, [*timer.notes, *(_verdict(row, budget) for row in slims if budget is not None)]
 

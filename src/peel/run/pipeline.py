@@ -107,7 +107,7 @@ class Pipeline:
         self._check_epochs()
         self._check_given_plan()
         self._check_batch_sizes()
-        uniform = problem.uniform()
+        uniform = problem.constraint.uniform
         self._check_networks(uniform if "uniform" in stages else None, self.given_widths)
         if self.is_searched:
             self.method.check(self.problem, config)
@@ -123,15 +123,14 @@ class Pipeline:
         problem, widths = self.problem, self.given_widths
         if widths is None:
             return
-        if problem.cost(widths) > problem.budget:
-            raise BudgetError(
-                f"the given plan costs {problem.cost(widths):,} {problem.resource}, more than the "
-                f"budget of {problem.budget:,}. Set budget={problem.cost(widths)}."
+        constraint = problem.constraint
+        if excess := replace(constraint, grow=True).excess(widths):
+            way_out = (
+                f"Set budget={constraint.cost(widths)}"
+                if constraint.cost(widths) > constraint.budget
+                else "Raise it"
             )
-        if not problem.allows(widths):
-            used = problem.used(widths)
-            worst = max(used, key=lambda name: used[name])
-            raise BudgetError(f"the given plan uses {used[worst]:.1%} of the limit of {worst}: raise it.")
+            raise BudgetError(f"the given plan {excess}. {way_out}.")
 
     def _load_teacher(self) -> None:
         """Load the trained original, if it is given and something needs it."""
@@ -211,7 +210,7 @@ class Pipeline:
             self.notes += [item.rounding_note for item in plan.rounds[-1:] if item.rounding_note]
             self._compare_with_uniform(plan)
             self._tell(self.notes)
-            widths = {name: self.problem.uniform() for name in self.networks}
+            widths = dict.fromkeys(self.networks, self.problem.constraint.uniform)
             widths |= {plan.name: plan.widths} if plan.name in widths else {}
             self._make_remaining_starts(widths, plan)
             for name in widths:
@@ -252,7 +251,7 @@ class Pipeline:
             return self._given_plan(self.given_widths)
         if self.is_searched:
             return self.method.preview(self.problem, self.config)
-        return assemble_plan(self.problem, self.problem.uniform())
+        return assemble_plan(self.problem, self.problem.constraint.uniform)
 
     def _given_plan(self, widths: Widths) -> Plan:
         return replace(assemble_plan(self.problem, widths), name=self.config.method_name)
@@ -392,7 +391,7 @@ class Pipeline:
         if self.config.method == "uniform":
             return
         widths, uniform = plan.widths, Widths(plan.uniform.widths)
-        cost, resource = self.problem.cost, self.problem.resource
+        cost, resource = self.problem.constraint.cost, self.problem.constraint.resource
         difference = max(abs(widths[tie] / uniform[tie] - 1) for tie in uniform)
         if plan.yields_to_uniform:
             self.notes.append(f"The plan is the uniform network: {_compare_losses(plan, self.problem)}")
@@ -534,7 +533,7 @@ class Pipeline:
     # The end
 
     def _finish(self, plan: Plan | None, slimmed: nn.Module | None) -> Result:
-        networks = {"original": self.problem.graph.widths, "uniform": self.problem.uniform()}
+        networks = {"original": self.problem.graph.widths, "uniform": self.problem.constraint.uniform}
         if plan is not None:
             networks[plan.name] = plan.widths
             self.notes += budget_notes(self.problem, plan.widths)
@@ -591,14 +590,14 @@ class Pipeline:
     ) -> None:
         if slimmed is not None:
             folder.save_model("slim", slimmed)
-        search = self._search_cost()
+        search, constraint = self._search_cost(), self.problem.constraint
         result = {
             "format": "peel-result",
             "version": 2,
             "rows": [asdict(row) for row in rows],
-            "budget": self.problem.budget,
-            "resource": self.problem.resource,
-            **({"limits": dict(self.problem.limits)} if self.problem.limits else {}),
+            "budget": constraint.budget,
+            "resource": constraint.resource,
+            **({"limits": constraint.other_limits} if constraint.other_limits else {}),
             "seed": self.problem.seed,
             "metric": self.problem.task.metric_name,
             "search": search,
@@ -611,7 +610,7 @@ class Pipeline:
 
 def _repeats_uniform(plan: Plan, problem: Problem) -> bool:
     """Where weights are inherited, a method may keep other channels at the same widths."""
-    return plan.yields_to_uniform or (plan.widths == problem.uniform() and not problem.inherits)
+    return plan.yields_to_uniform or (plan.widths == problem.constraint.uniform and not problem.inherits)
 
 
 def _compare_losses(plan: Plan, problem: Problem) -> str:

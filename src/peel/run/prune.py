@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..cost.rounding import resolve_budget
+from ..cost.constraint import Constraint
 from ..data.datasets import OWN_DATA, Data
 from ..errors import ConfigError, CorruptFileError, PeelError, RunError
 from ..graph import ChannelGraph, trace
@@ -163,12 +163,19 @@ def _prepare(
     new_classifier = has_new_classifier(model, weights, loaded)
     task = check_model(network, loaded, task)
     graph = _graph_of(network, loaded, config, graph)
-    target = resolve_budget(graph, config.budget, config.resource, config.grow)
     config, own_notes = restrict_settings(config, loaded, task)
     recipe = name_of_recipe(config, loaded, network)
     config = resolve_distillation(config, recipe, task)
     recipes = resolve_recipes(config, recipe, loaded, task)
     resolved = _resolve_ties(config, network, graph)
+    constraint = Constraint.of(
+        graph,
+        config.budget,
+        resource=config.resource,
+        divisor=config.divisor,
+        freeze=resolved.freeze or (),
+        grow=config.grow,
+    )
     plan = read_widths(config.plan, graph, "plan") if config.plan is not None else None
     layer_macs = _layer_macs(network, graph, recipes[0].batch_size // config.accumulate)
     engine, notes = restrict_engine(_engine_of(config, layer_macs), loaded, task)
@@ -176,19 +183,14 @@ def _prepare(
     problem = Problem(
         network,
         graph,
-        target.budget,
-        target.resource,
-        config.divisor,
-        resolved.freeze or (),
+        constraint,
         remaining.to(engine.device),
         recipes[1],
         engine,
         config.seed,
-        config.grow,
         inherits=config.inherits,
         repairs=config.repairs,
         task=task,
-        limits=target.limits,
         held_out=held_out if held_out is None else held_out.to(engine.device),
         callbacks=callbacks if engine.world.is_main_process else (),
     )

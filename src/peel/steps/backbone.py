@@ -1,20 +1,11 @@
 """Step 1: the over-pruned backbone. It costs `ratio` (lambda) times the budget; the rest is the pool."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from ..cost.budget import Budget, format_cost, format_exact
-from ..cost.rounding import (
-    Divisor,
-    Limits,
-    Target,
-    cost_of,
-    fractional_units,
-    name_set,
-    resolve_budget,
-    round_to_budget,
-    uniform,
-)
+from ..cost.constraint import Constraint
+from ..cost.costed import fractional_units
+from ..cost.rounding import Divisor
 from ..cost.widths import Widths
 from ..errors import BudgetError, ConfigError, check_choice
 from ..graph import ChannelGraph
@@ -48,38 +39,41 @@ def backbone(
     >>> peel.backbone(graph, "50%")
     Widths(conv1=40, layer1.0.conv1=40, ...)
     """
+    constraint = Constraint.of(
+        graph, budget, resource=resource, limits=limits, divisor=divisor, freeze=freeze, grow=grow
+    )
+    return backbone_within(constraint, ratio, init)
+
+
+def backbone_within(
+    constraint: Constraint, ratio: float = 0.8, init: str | Mapping[str, int] = "uniform"
+) -> Widths:
+    """`backbone`, of a constraint that is resolved already. Its divisor is that of the backbone."""
     if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
         raise ConfigError(f"the backbone ratio (lambda) must be above 0 and at most 1, not {ratio!r}.")
-    target = resolve_budget(graph, budget, resource, grow, limits)
     if isinstance(init, Mapping):
-        given = graph.check(init)
-        refuse_above(Limits(graph, target, bounded=not grow), given)
+        given = constraint.graph.check(init)
+        refuse_above(constraint, given)
         return given
     check_choice("init", init, BACKBONE_INITS)
-    resource, whole, others = target
     # Much of a latency may be fixed: a kernel takes a while even for a single channel.
-    fixed = cost_of(graph, resource)([1] * len(graph.widths)) if resource == "latency" else 0
-    amount = max(2, int(fixed + max(0, whole - fixed) * ratio))
-    frozen = name_set(freeze)
-    options: dict[str, Any] = {"resource": resource, "limits": others, "divisor": divisor, "freeze": frozen}
+    is_latency, ties = constraint.resource == "latency", len(constraint.graph.widths)
+    fixed = constraint.unit_cost([1] * ties) if is_latency else 0
+    part = constraint.at(max(2, int(fixed + max(0, constraint.budget - fixed) * ratio)))
     try:
-        if init == "uniform":
-            wider = grow and amount > cost_of(graph, resource)(graph.units())
-            return uniform(graph, amount, **options, grow=wider)
-        ideal = _equal(Limits(graph, Target(resource, amount, others), bounded=not grow), frozen)
-        return round_to_budget(graph, ideal, amount, **options, grow=grow)
+        return part.uniform if init == "uniform" else part.round(_equal(part))
     except BudgetError as error:
         raise BudgetError(f"the backbone, which may cost {ratio:g} of the budget: {error}") from error
 
 
-def refuse_above(limits: Limits, widths: Mapping[str, float]) -> None:
+def refuse_above(constraint: Constraint, widths: Mapping[str, float]) -> None:
     """Refuse a backbone that costs more than allowed."""
-    units, resource = fractional_units(limits.graph, widths), limits.resource
-    exceeded = limits.exceeded(units)
+    units, resource = fractional_units(constraint.graph, widths), constraint.resource
+    exceeded = constraint.exceeded(units)
     if exceeded == resource:
         raise BudgetError(
-            f"the backbone costs {format_exact(limits.cost(units), resource)}, more than the budget of "
-            f"{format_cost(limits.target, resource)}. Give narrower widths or a larger budget."
+            f"the backbone costs {format_exact(constraint.unit_cost(units), resource)}, more than the budget "
+            f"of {format_cost(constraint.budget, resource)}. Give narrower widths or a larger budget."
         )
     if exceeded is not None:
         raise BudgetError(
@@ -88,15 +82,15 @@ def refuse_above(limits: Limits, widths: Mapping[str, float]) -> None:
         )
 
 
-def _equal(limits: Limits, frozen: frozenset[str]) -> dict[str, float]:
+def _equal(constraint: Constraint) -> dict[str, float]:
     """The same number of channels in every tie, as many as the limits allow, as fractional widths."""
-    graph = limits.graph
+    graph, frozen = constraint.graph, constraint.freeze
 
     def ideal(channels: float) -> dict[str, float]:
         widths = graph.widths.items()
         return {name: w if name in frozen else max(channels, graph.steps[name]) for name, w in widths}
 
     def load(channels: float) -> float:
-        return float(limits.load(fractional_units(graph, ideal(channels))))
+        return float(constraint.load(fractional_units(graph, ideal(channels))))
 
     return ideal(solve_increasing(load, 1.0, 1.0)[0])

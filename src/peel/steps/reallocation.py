@@ -20,17 +20,11 @@ from statistics import fmean
 from typing import Literal
 
 from ..cost.budget import Budget
+from ..cost.constraint import Constraint
+from ..cost.costed import Cost, fractional_units
 from ..cost.group_rounding import KEPT, GroupRounding, round_groups
 from ..cost.polynomial import CostModel
-from ..cost.rounding import (
-    ALIGNMENTS,
-    Cost,
-    Divisor,
-    Limits,
-    fractional_units,
-    name_set,
-    resolve_budget,
-)
+from ..cost.rounding import ALIGNMENTS, Divisor
 from ..cost.widths import Widths
 from ..errors import ConfigError, check_choice
 from ..graph import ChannelGraph
@@ -75,67 +69,48 @@ class Round:
 
 @dataclass(frozen=True)
 class Growth:
-    """A backbone that grows, and the limits of its growth. Widths may be fractional before rounding."""
+    """A backbone that grows within a constraint. Widths may be fractional before rounding."""
 
     graph: ChannelGraph
     base: Numbers
-    resource: str = "macs"
-    divisor: Divisor = "auto"
-    freeze: frozenset[str] = frozenset()
-    max_width: float | None = None
-    grow: bool = False
-    """Whether the network may cost more than the original."""
-    other_limits: Mapping[str, Budget] = field(default_factory=dict)
-    """Budgets of other resources."""
+    constraint: Constraint
+
+    def __post_init__(self) -> None:
+        refuse_above(self.constraint, self.base)
 
     def cost(self, widths: Numbers) -> float:
-        return self.graph.cost(self.resource)(fractional_units(self.graph, widths))
+        return float(self.constraint.unit_cost(fractional_units(self.graph, widths)))
 
     def can_grow(self, group: str) -> bool:
-        return any(tie not in self.freeze for tie in self.graph.groups[group])
+        return any(tie not in self.constraint.freeze for tie in self.graph.groups[group])
 
     def scaled(self, factors: Numbers) -> dict[str, float]:
         """Every tie times the factor of its group, up to `max_width`, but never below its base width."""
-        widths = dict(self.base)
+        widths, freeze, max_width = dict(self.base), self.constraint.freeze, self.constraint.max_width
         for group, ties in self.graph.groups.items():
             for tie in ties:
-                if tie not in self.freeze:
+                if tie not in freeze:
                     widths[tie] *= factors[group]
-                if self.max_width is not None:
+                if max_width is not None:
                     step = self.graph.steps[tie]
-                    limit = self.max_width * self.graph.widths[tie] // step * step
+                    limit = max_width * self.graph.widths[tie] // step * step
                     widths[tie] = max(self.base[tie], min(widths[tie], limit))
         return widths
 
-    def limits(self, budget: Budget) -> Limits:
-        """What the grown network may cost; an error where the backbone costs more."""
-        target = resolve_budget(self.graph, budget, self.resource, self.grow, self.other_limits)
-        limits = Limits(self.graph, target, bounded=not self.grow)
-        refuse_above(limits, self.base)
-        return limits
-
-    def rounded(
-        self, factors: dict[str, float], ideal: dict[str, float], limits: Limits, *, in_groups: bool = True
-    ) -> Round:
+    def rounded(self, factors: dict[str, float], ideal: dict[str, float], *, in_groups: bool = True) -> Round:
         """Whole widths near the ideal ones; with `in_groups`, every group is near its factor.
 
         A tie may end below its backbone's width, by less than a step: groups without a share are aligned too.
         """
-        graph, most = self.graph, self.max_width or math.inf
+        graph, constraint = self.graph, self.constraint
+        most = constraint.max_width or math.inf
         kept = {
             tie: int(width)
             for tie, width in self.base.items()
-            if tie in self.freeze or width > most * graph.widths[tie]
+            if tie in constraint.freeze or width > most * graph.widths[tie]
         }
-        found = round_groups(
-            limits,
-            ideal,
-            graph.groups if in_groups else {"all": tuple(graph.widths)},
-            divisor=self.divisor,
-            at_least={**graph.steps, **kept},
-            freeze=self.freeze,
-            max_width=self.max_width,
-        )
+        groups = graph.groups if in_groups else {"all": tuple(graph.widths)}
+        found = round_groups(constraint, ideal, groups, {**graph.steps, **kept})
         cost = int(self.cost(found.widths))
         rounded = {
             group: factor
@@ -148,9 +123,9 @@ class Growth:
             ideal,
             self.cost(ideal),
             cost,
-            limits.target - cost,
+            constraint.budget - cost,
             rounded_factors=rounded,
-            rounding_note=_rounding_note(found, self.divisor),
+            rounding_note=_rounding_note(found, constraint.divisor),
         )
 
 
@@ -202,27 +177,31 @@ def reallocate(
 
     >>> peel.reallocate(graph, backbone, {"56x56": 0.4, "28x28": 0.3, "14x14": 0.2, "7x7": 0.1}, "50%")
     """
-    resource, amount, others = resolve_budget(graph, budget, resource, grow, limits)
-    base = graph.check(backbone)
-    growth = Growth(graph, base, resource, divisor, name_set(freeze), max_width, grow, others)
-    found = grow_by_shares(growth, shares, amount, solver)
+    constraint = Constraint.of(
+        graph,
+        budget,
+        resource=resource,
+        limits=limits,
+        divisor=divisor,
+        freeze=freeze,
+        max_width=max_width,
+        grow=grow,
+    )
+    found = grow_by_shares(Growth(graph, graph.check(backbone), constraint), shares, solver)
     if found.rounding_note:
         log.warning(found.rounding_note)
     return Widths(found.widths)
 
 
-def grow_by_shares(growth: Growth, shares: Numbers, budget: Budget, solver: str = "telescoped") -> Round:
+def grow_by_shares(growth: Growth, shares: Numbers, solver: str = "telescoped") -> Round:
     """The policies `importance` and `winner-take-all`: all ties of a group grow by one factor."""
-    factors = group_factors(growth, shares, budget, solver)
-    return growth.rounded(factors, growth.scaled(factors), growth.limits(budget))
+    factors = group_factors(growth, shares, solver)
+    return growth.rounded(factors, growth.scaled(factors))
 
 
-def group_factors(
-    growth: Growth, shares: Numbers, budget: Budget, solver: str = "telescoped"
-) -> dict[str, float]:
+def group_factors(growth: Growth, shares: Numbers, solver: str = "telescoped") -> dict[str, float]:
     """The factor of each group, before rounding."""
     check_choice("solver", solver, SOLVERS)
-    limits = growth.limits(budget)
     solve = _telescoped if solver == "telescoped" else _triangular
     for group in shares:
         check_choice("each group of the shares", group, growth.graph.groups)
@@ -231,12 +210,12 @@ def group_factors(
             raise ConfigError(f"the shares do not name the group {group!r}: give it 0 if it gets nothing.")
         if shares[group] > 0 and not growth.can_grow(group):
             raise ConfigError(f"the group {group!r} has a share, but all its ties are frozen: give it 0.")
-    return solve(growth, _normalized(shares, "shares"), limits)
+    return solve(growth, _normalized(shares, "shares"))
 
 
-def _telescoped(growth: Growth, shares: Numbers, limits: Limits) -> dict[str, float]:
+def _telescoped(growth: Growth, shares: Numbers) -> dict[str, float]:
     factors = dict.fromkeys(growth.graph.groups, 1.0)
-    target = limits.target
+    target = growth.constraint.budget
 
     def total(group: str, factor: float) -> float:
         return growth.cost(growth.scaled({**factors, group: factor}))
@@ -255,7 +234,7 @@ def _telescoped(growth: Growth, shares: Numbers, limits: Limits) -> dict[str, fl
         for group in growing:
             wanted = spent + pool * shares[group] / weight
             factor, is_full = solve_increasing(partial(total, group), wanted, factors[group])
-            for limit in limits.others:
+            for limit in growth.constraint.others.values():
                 if used(limit, group, factor) > 1:
                     factor, _ = solve_increasing(partial(used, limit, group), 1.0, factors[group])
                     is_full = True
@@ -270,9 +249,9 @@ def _telescoped(growth: Growth, shares: Numbers, limits: Limits) -> dict[str, fl
     return factors
 
 
-def _triangular(growth: Growth, shares: Numbers, limits: Limits) -> dict[str, float]:
-    graph, resource = growth.graph, growth.resource
-    if growth.max_width is not None:
+def _triangular(growth: Growth, shares: Numbers) -> dict[str, float]:
+    graph, resource = growth.graph, growth.constraint.resource
+    if growth.constraint.max_width is not None:
         raise ConfigError(
             'max_width needs solver="telescoped", which gives the rest of the pool to other groups.'
         )
@@ -287,7 +266,7 @@ def _triangular(growth: Growth, shares: Numbers, limits: Limits) -> dict[str, fl
         own = {index[tie] for tie in ties}
         costs[group] = CostModel(tuple(term for term in model.terms if term.tie in own)).total
     start = fractional_units(graph, growth.base)
-    pool = limits.target - growth.cost(growth.base)
+    pool = growth.constraint.budget - growth.cost(growth.base)
     factors = dict.fromkeys(graph.groups, 1.0)
 
     def own_cost(group: str, factor: float) -> float:
@@ -304,40 +283,39 @@ def _triangular(growth: Growth, shares: Numbers, limits: Limits) -> dict[str, fl
     raise ConfigError('these groups have no triangular solution: use solver="telescoped".')
 
 
-def grow_equally(growth: Growth, budget: Budget) -> Round:
+def grow_equally(growth: Growth) -> Round:
     """The policy `equal`: the same number of channels is added to every tie."""
-    return _grow(growth, set(growth.base) - growth.freeze, operator.add, budget, in_groups=True)
+    return _grow(growth, set(growth.base) - growth.constraint.freeze, operator.add, in_groups=True)
 
 
-def grow_at_random(growth: Growth, budget: Budget, seed: int = 0) -> Round:
+def grow_at_random(growth: Growth, seed: int = 0) -> Round:
     """The policy `random`: half of the ties, drawn at random, grow by a common factor."""
-    free = [name for name in growth.base if name not in growth.freeze]
+    free = [name for name in growth.base if name not in growth.constraint.freeze]
     drawn = random.Random(seed).sample(free, -(-len(free) // 2))
-    return _grow(growth, set(drawn), lambda width, by: width * (1 + by), budget, in_groups=False)
+    return _grow(growth, set(drawn), lambda width, by: width * (1 + by), in_groups=False)
 
 
 def _grow(
     growth: Growth,
     growing: set[str],
     grow: Callable[[float, float], float],
-    budget: Budget,
     *,
     in_groups: bool,
 ) -> Round:
     """Grow some ties by the one amount that spends the budget."""
-    limits, base = growth.limits(budget), growth.base
+    constraint, base = growth.constraint, growth.base
 
     def widths(amount: float) -> dict[str, float]:
         return {name: grow(width, amount) if name in growing else width for name, width in base.items()}
 
     def load(amount: float) -> float:
-        return float(limits.load(fractional_units(growth.graph, widths(amount))))
+        return float(constraint.load(fractional_units(growth.graph, widths(amount))))
 
     ideal = widths(solve_increasing(load, 1.0, 0.0)[0])
     factors = {}
     for group, ties in growth.graph.groups.items():
         factors[group] = sum(ideal[tie] for tie in ties) / sum(base[tie] for tie in ties)
-    return growth.rounded(factors, ideal, limits, in_groups=in_groups)
+    return growth.rounded(factors, ideal, in_groups=in_groups)
 
 
 def _normalized(values: Numbers, name: str) -> dict[str, float]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..cost.rounding import Divisor, uniform
+from ..cost.constraint import uniform
+from ..cost.rounding import Divisor
 from ..cost.widths import Widths
 from ..graph.channel_graph import ChannelGraph
 from .calibration import Images, recalibrate

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cost.budget import Budget
+from ..cost.constraint import Constraint
 from ..cost.cutting import cut_to_budget
 from ..cost.rounding import Divisor
 from ..cost.widths import Widths
@@ -75,10 +76,15 @@ class Sensitivity:
         freeze: Iterable[str] = (),
     ) -> Widths:
         """Widths that meet the budget with the least change of the output; options as in `peel.uniform`."""
-        losses = {tie: values.tolist() for tie, values in self.change.items()}
-        return cut_to_budget(
-            self.graph, losses, budget, resource=resource, limits=limits, divisor=divisor, freeze=freeze
+        return self.widths_within(
+            Constraint.of(
+                self.graph, budget, resource=resource, limits=limits, divisor=divisor, freeze=freeze
+            )
         )
+
+    def widths_within(self, constraint: Constraint) -> Widths:
+        """`widths`, of a constraint that is resolved already."""
+        return cut_to_budget(constraint, {tie: values.tolist() for tie, values in self.change.items()})
 
 
 def measure_sensitivity(model: nn.Module, graph: ChannelGraph, images: Images) -> Sensitivity:
