@@ -24,8 +24,11 @@ from __future__ import annotations
 
 import argparse
 import copy
+import io
 import json
+import multiprocessing
 import statistics
+import tarfile
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -33,14 +36,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import peel
 from peel import zoo
-
-from .trained.images import prepare as decode_archive
 
 RESULTS = Path(__file__).parent / "results" / "recipes.jsonl"
 
@@ -287,6 +289,34 @@ def repaired(name: str, seed: int, net: nn.Module, few: Images, work: Path) -> n
     small = peel.slim(net, stored["widths"], graph=graph)
     small.load_state_dict(stored["state"])
     return small
+
+
+def decode_archive(archive: Path, images: Path) -> None:
+    """Decode JPEG files, train/CLASS/NAME and test/CLASS/NAME, into one file of tensors."""
+    files: dict[str, dict[str, dict[str, bytes]]] = {"train": {}, "test": {}}
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            parts = Path(member.name).parts
+            if member.isfile() and len(parts) >= 3 and parts[-3] in files:
+                file = tar.extractfile(member)
+                assert file is not None
+                files[parts[-3]].setdefault(parts[-2], {})[parts[-1]] = file.read()
+    classes = sorted(files["train"])
+    stored: dict[str, Any] = {"classes": classes}
+    with multiprocessing.get_context("fork").Pool() as pool:
+        for part, by_class in files.items():
+            jpegs = [[jpeg for _, jpeg in sorted(by_class[label].items())] for label in classes]
+            pixels = pool.map(decode, [jpeg for some in jpegs for jpeg in some], chunksize=256)
+            labels = torch.tensor([i for i, some in enumerate(jpegs) for _ in some])
+            stored[part] = torch.from_numpy(np.stack(pixels)), labels
+    images.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(stored, images)
+
+
+def decode(jpeg: bytes) -> np.ndarray[Any, Any]:
+    from PIL import Image
+
+    return np.asarray(Image.open(io.BytesIO(jpeg)).convert("RGB"))
 
 
 def sharded(values: Iterable[Any], shard: str) -> list[Any]:

@@ -1,1 +1,0 @@
-"""How much there is to win by allocation: many allocations of one budget, each trained from scratch."""

@@ -1,1 +1,0 @@
-"""The confirmation of the chosen search: fresh seeds, test images, other data, one more network."""

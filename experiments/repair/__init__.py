@@ -1,1 +1,0 @@
-"""Repair of a network that somebody else trained."""

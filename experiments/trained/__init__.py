@@ -1,1 +1,0 @@
-"""Trained networks cut, repaired and fine-tuned: peel against Torch-Pruning on CIFAR-10."""
