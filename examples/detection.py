@@ -76,7 +76,7 @@ def main(
     if model is None:
         model = ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=CLASSES)
     train, val = Rectangles(samples, seed=0), Rectangles(samples // 4, seed=1)
-    # Naming the submodules saves the search for them; see docs/detection.md.
+    # Naming the submodules saves looking for them; see docs/detection.md.
     graph = peel.trace(model, [train[0][0]], modules=["backbone", "head"])
     return peel.prune(
         model,
@@ -87,6 +87,7 @@ def main(
         metric=Found(),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
         graph=graph,
+        method="peel",
         criterion="gradient",
         train={"epochs": epochs},
         output=output,
