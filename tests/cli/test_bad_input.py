@@ -122,7 +122,7 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--export", "slim.tflite"], ["slim.tflite has no format", ".onnx"]),
     (["--export", "slim.onnx", "--stages", "original"], ["--export needs the slim network", "final"]),
     (["--method", "sensitive"], ["'sensitive'", "Did you mean sensitivity"]),
-    (["--max-width", "0.5"], ['max_width needs method="peel"', "'sensitivity'"]),
+    (["--method", "sensitivity", "--max-width", "0.5"], ['max_width needs method="peel"', "'sensitivity'"]),
     (["--method", "uniform", "--criterion", "gradient"], ['criterion needs method="peel"', "'uniform'"]),
     (["--solver", "triangle"], ["'triangle'", "Did you mean triangular"]),
     (["--backbone-init", "even"], ["backbone_init is one of uniform, equal, not 'even'"]),
@@ -195,7 +195,8 @@ def test_a_wrong_flag_is_explained_and_nothing_is_written(
     before = content(place)
     output = [] if "--output" in options else ["--output", "out"]
     data = [] if "--data" in options else ["--data", "digits"]
-    assert main(["run", "own.py:model", "--quiet", *output, *data, *options]) == code
+    method = [] if "--method" in options else ["--method", "peel"]
+    assert main(["run", "own.py:model", "--quiet", *output, *data, *method, *options]) == code
     captured = capsys.readouterr()
     shown = " ".join((captured.out + captured.err).replace("│", " ").split())
     for part in expected:
@@ -420,7 +421,16 @@ def test_a_run_that_diverges_says_so_and_keeps_finished_stages(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["run", "own.py:model", "--data", "digits", "--output", "out", "--quiet", "--train.epochs", "1"]
-    command += ["--train.batch-size", "256", "--backbone.epochs", "2", "--backbone.lr", "1e30"]
+    command += [
+        "--train.batch-size",
+        "256",
+        "--method",
+        "peel",
+        "--backbone.epochs",
+        "2",
+        "--backbone.lr",
+        "1e30",
+    ]
     assert main([*command, "--backbone.warmup-epochs", "1"]) == 4
     assert "finite" in capsys.readouterr().err
     assert (place / "out" / "stages" / "original.record.json").exists()

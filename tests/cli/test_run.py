@@ -34,6 +34,8 @@ COMMAND = [
     "1",
     "--train.batch-size",
     "256",
+    "--method",
+    "peel",
     "--backbone.epochs",
     "1",
     "--bench-seconds",

@@ -27,8 +27,9 @@ from peel.train.recipe import Recipe
 
 CPU = Engine(torch.device("cpu"))
 
-#: Two epochs of three steps for every network, one for the backbone; networks are not timed.
+#: PEEL with two epochs of three steps for every network, one for the backbone; networks are not timed.
 SHORT: dict[str, Any] = {
+    "method": "peel",
     "train": {"epochs": 2, "batch_size": 64},
     "backbone": {"epochs": 1},
     "bench_seconds": 0,

@@ -89,6 +89,8 @@ def test_the_config_of_a_run_repeats_it_to_the_bit(tmp_path: Path, one_thread: N
     flags = [
         "--train.epochs",
         "1",
+        "--method",
+        "peel",
         "--backbone.epochs",
         "1",
         "--budget",

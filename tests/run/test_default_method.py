@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 
 import peel
 from helpers.nets import Chain
-from helpers.small import few_digits, small_run, taught
+from helpers.small import SHORT, Small, few_digits, taught
+from peel.run.prune import prune
+from peel.run.result import Result
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,9 +37,16 @@ class Blocks(nn.Module):
         return self.fc(x.mean((2, 3)))
 
 
+def default_run(model: Any = None, data: Any = None, **settings: Any) -> Result:
+    """A short run of a method that nobody has named."""
+    short = {name: value for name, value in SHORT.items() if name not in ("method", "backbone")}
+    given = {**short, "weights": "train", "init": "scratch", **settings}
+    return prune(Small() if model is None else model, data or few_digits(), **given)
+
+
 def test_a_group_keeps_its_uniform_share_and_divides_it_among_its_hidden_layers() -> None:
     net = taught(Blocks)
-    result = small_run(net, weights=net, divisor=1, train={"epochs": 1})
+    result = default_run(net, weights=net, divisor=1, train={"epochs": 1})
     plan = result.plan
     assert plan is not None
     assert plan.name == "sensitivity"
@@ -47,9 +57,9 @@ def test_a_group_keeps_its_uniform_share_and_divides_it_among_its_hidden_layers(
 
 
 def test_a_run_from_scratch_with_the_default_resumes_to_the_same_plan(tmp_path: Path) -> None:
-    small_run(output=tmp_path, stages=("original", "plan"))
+    default_run(output=tmp_path, stages=("original", "plan"))
     plan = (tmp_path / "plan.json").read_bytes()
-    result = small_run(output=tmp_path)
+    result = default_run(output=tmp_path)
     assert (tmp_path / "plan.json").read_bytes() == plan
     assert [row.name for row in result.rows] == ["original", "uniform", "sensitivity"]
 
@@ -58,10 +68,10 @@ def test_a_run_from_scratch_with_the_default_resumes_to_the_same_plan(tmp_path: 
 def test_with_nothing_to_go_by_the_plan_is_uniform_and_a_note_says_why(init: str) -> None:
     net = taught(Blocks)
     short = {"epochs": 1, "batch_size": 20}
-    few = small_run(net, few_digits(40), weights=net, init=init, dry_run=True, train=short)
+    few = default_run(net, few_digits(40), weights=net, init=init, dry_run=True, train=short)
     chain = Chain()
     chain.fc = nn.Linear(chain.fc.in_features, 10)
-    alone = small_run(chain, weights=chain, init=init, freeze=("conv1",), dry_run=True, budget="90%")
+    alone = default_run(chain, weights=chain, init=init, freeze=("conv1",), dry_run=True, budget="90%")
     for result, reason in ((few, "at least 64 training images, and here are"), (alone, "no two layers")):
         assert result.plan is not None
         assert result.plan.widths == result.plan.uniform.widths
@@ -70,18 +80,21 @@ def test_with_nothing_to_go_by_the_plan_is_uniform_and_a_note_says_why(init: str
 
 def test_settings_of_a_backbone_that_is_not_trained_are_named() -> None:
     told = "The method sensitivity trains no backbone: --backbone has no effect."
-    notes = [small_run(dry_run=True, method=method).notes for method in ("sensitivity", "peel")]
+    notes = [
+        default_run(dry_run=True, method=method, backbone={"epochs": 1}).notes
+        for method in ("sensitivity", "peel")
+    ]
     assert told in notes[0]
     assert told not in notes[1]
 
 
 def test_a_run_of_another_method_is_not_resumed(tmp_path: Path) -> None:
-    small_run(method="peel", output=tmp_path, stages=("original",))
+    default_run(method="peel", output=tmp_path, stages=("original",))
     with pytest.raises(peel.PeelError, match="method: 'peel' -> 'sensitivity'"):
-        small_run(output=tmp_path, stages=("original",))
+        default_run(output=tmp_path, stages=("original",))
 
 
 def test_an_original_that_learned_nothing_is_named() -> None:
     slow = {"epochs": 1, "batch_size": 64, "lr": 1e-9}
-    notes = small_run(data=few_digits(200, 300), train=slow, stages=("original",)).notes
+    notes = default_run(data=few_digits(200, 300), train=slow, stages=("original",)).notes
     assert any("The original has learned little" in note and "--train.lr" in note for note in notes)

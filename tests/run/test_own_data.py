@@ -23,7 +23,12 @@ from peel.train.callbacks import Callback
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SHORT: dict[str, Any] = {"train": {"epochs": 2}, "backbone": {"epochs": 1}, "bench_seconds": 0}
+SHORT: dict[str, Any] = {
+    "method": "peel",
+    "train": {"epochs": 2},
+    "backbone": {"epochs": 1},
+    "bench_seconds": 0,
+}
 
 
 def run(data: Any = PAIR, model: nn.Module | None = None, **settings: Any) -> Result:

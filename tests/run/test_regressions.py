@@ -26,7 +26,7 @@ def gray():
     return model
 """
 
-SHORT = ["--train.epochs", "1", "--backbone.epochs", "1", "--quiet", "--device", "cpu"]
+SHORT = ["--method", "peel", "--train.epochs", "1", "--backbone.epochs", "1", "--quiet", "--device", "cpu"]
 
 
 @pytest.mark.parametrize("resource", ["macs", "params", "memory"])

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 #: Two epochs of three steps in every stage.
 BASE: dict[str, Any] = {
     "train": {"epochs": 2, "batch_size": 64},
+    "method": "peel",
     "backbone": {"epochs": 2},
     "checkpoint_seconds": 0.0,
 }
@@ -54,7 +55,11 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 #: Twelve steps in every stage.
-LONGER: dict[str, Any] = {"train": {"epochs": 4, "batch_size": 64}, "backbone": {"epochs": 4}}
+LONGER: dict[str, Any] = {
+    "train": {"epochs": 4, "batch_size": 64},
+    "method": "peel",
+    "backbone": {"epochs": 4},
+}
 
 VARIANTS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "ten kills in every stage, a checkpoint after every step": (LONGER, "Small", STAGES),
@@ -170,7 +175,7 @@ def test_metrics_ahead_of_the_checkpoint_and_half_lines_are_corrected(
 def test_the_command_killed_at_random_times_ends_bit_identical(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "peel", "run", "cifar_resnet20", "--train.epochs", "1", "--train.batch-size",
-        "128", "--backbone.epochs", "1", "--checkpoint-seconds", "0", "--bench-seconds", "0", "--quiet",
+        "128", "--method", "peel", "--backbone.epochs", "1", "--checkpoint-seconds", "0", "--bench-seconds", "0", "--quiet",
         "--output",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

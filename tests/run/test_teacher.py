@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 #: Two epochs of three steps in every stage, with a checkpoint after each step.
 SHORT: dict[str, Any] = {
     "train": {"epochs": 2, "batch_size": 64},
+    "method": "peel",
     "backbone": {"epochs": 2},
     "checkpoint_seconds": 0.0,
 }
