@@ -21,7 +21,8 @@ from helpers.small import Small
 #: With a low learning rate: a high one amplifies differences in rounding.
 SHORT = [
     "--data", "digits",
-    "--method", "peel", "--train.epochs", "1", "--backbone.epochs", "1", "--train.batch-size", "128", "--train.lr", "0.01",
+    "--method", "peel", "--train.epochs", "1", "--backbone.epochs", "1", "--train.batch-size", "128",
+    "--train.lr", "0.01",
     "--distill", "none", "--device", "cpu", "--bench-seconds", "0", "--quiet",
 ]  # fmt: skip
 

@@ -175,7 +175,8 @@ def test_metrics_ahead_of_the_checkpoint_and_half_lines_are_corrected(
 def test_the_command_killed_at_random_times_ends_bit_identical(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "peel", "run", "cifar_resnet20", "--train.epochs", "1", "--train.batch-size",
-        "128", "--method", "peel", "--backbone.epochs", "1", "--checkpoint-seconds", "0", "--bench-seconds", "0", "--quiet",
+        "128", "--method", "peel", "--backbone.epochs", "1", "--checkpoint-seconds", "0",
+        "--bench-seconds", "0", "--quiet",
         "--output",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
