@@ -24,7 +24,7 @@ def assert_rounded(
     divisor: int = 1,
     is_spent: bool = True,
 ) -> None:
-    """Within the budget, every tie within one step of its ideal; if `is_spent`, no gap that could be spent."""
+    """Within the budget, each tie within one step of its ideal; if `is_spent`, no gap that could be spent."""
     count = getattr(graph, resource)
     steps = {tie: min(max(divisor, graph.steps[tie]), width) for tie, width in graph.widths.items()}
     assert count(widths) <= budget
