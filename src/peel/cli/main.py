@@ -20,6 +20,7 @@ from cyclopts.config import Toml
 
 from ..errors import DataError, DivergedError, OutOfMemoryError, PeelError, StoreError
 from ..utils.environment import PEER_LOST, is_main_process, is_peer_lost
+from ..utils.files import parse_toml, read_file
 from ..version import __version__
 from .launch import command_line, set_arguments
 
@@ -119,6 +120,7 @@ def _config_files(arguments: Sequence[str]) -> list[Toml]:
             path = value or next(iter(arguments[place + 1 :]), "")
             if not os.path.isfile(path):
                 raise PeelError(f"--config: there is no file {path!r}.")
+            read_file(Path(path), parse_toml, "Correct it, or name another file with --config.")
             return [Toml(path, use_commands_as_keys=False)]
     return []
 

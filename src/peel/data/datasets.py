@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -177,7 +178,8 @@ class Data:
         train, test, count = self.train, self.test, self.shape[0]
         values = []
         for name, given in (("mean", mean or train.mean), ("std", std or train.std)):
-            if len(given) not in (1, count) or (name == "std" and min(given) <= 0):
+            is_number = all(map(math.isfinite, given)) and (name == "mean" or min(given) > 0)
+            if len(given) not in (1, count) or not is_number:
                 kind = "positive numbers" if name == "std" else "numbers"
                 raise ConfigError(f"{name} must be 1 or {count} {kind}, one per channel, not {list(given)}.")
             values.append(tuple(given) * (count // len(given)))

@@ -45,6 +45,8 @@ class OnnxModel(nn.Module):
             self.session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # its errors have no common type
             raise StoreError(f"ONNX Runtime cannot load {path}: {first_line(error)}") from error
+        if not self.session.get_inputs():
+            raise StoreError(f"{path} takes no input.")
         self.input_names = [item.name for item in self.session.get_inputs()]
         self.input_shape: list[Axis] = list(self.session.get_inputs()[0].shape)
         self.metadata = _parse(self.session.get_modelmeta().custom_metadata_map)
@@ -63,7 +65,7 @@ def _parse(metadata: Mapping[str, str]) -> dict[str, Any]:
     for name, text in metadata.items():
         try:
             values[name] = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             values[name] = text
     return values
 

@@ -406,7 +406,7 @@ def _training(
     scale = 100 if score.is_fraction else 1
     panels = {
         name: {
-            stage: [(line["epoch"], _number(line.get(part, {}).get("loss"))) for line in epochs]
+            stage: [(line["epoch"], _number((line.get(part) or {}).get("loss"))) for line in epochs]
             for stage, epochs in stages.items()
         }
         for name, part in (("training loss", "train"), ("test loss", "test"))
@@ -453,7 +453,7 @@ def _epochs_table(curves: Curves, score: _Score) -> Table:
 
 def _training_row(stage: str, epochs: Sequence[Mapping[str, Any]], score: _Score) -> list[str]:
     last = epochs[-1]
-    train, test = last.get("train", {}), last.get("test", {})
+    train, test = last.get("train", {}), last.get("test") or {}
     terms = [f"{name} {_short(value)}" for name, value in train.items() if name not in ("loss", "top1")]
     metrics: list[tuple[Mapping[str, Any], str, Callable[[float], str]]] = [
         (train, "loss", _short),
@@ -475,7 +475,7 @@ def _training_row(stage: str, epochs: Sequence[Mapping[str, Any]], score: _Score
 
 def _settings_table(settings: Mapping[str, Any]) -> Table:
     rows = [
-        [name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)]
+        [name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)]
         for name, value in flatten(settings).items()
     ]
     return Table(("setting", "value"), rows, words=2)

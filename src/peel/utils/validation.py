@@ -1,11 +1,20 @@
 """Values of settings, checked against their types."""
 
 import re
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from ..errors import ConfigError
+
+#: Numbers as files hold them. Within these limits, sums, products with 100 and quotients stay finite.
+Whole = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Channels = Annotated[int, Meta(ge=1, lt=2**31)]
+Epoch = Annotated[int, Meta(ge=0, lt=2**31)]
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]
+Value = Annotated[float, Meta(ge=-1e30, le=1e30)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 
 def check_value(setting: str, value: Any, kind: Any) -> Any:
