@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, DataError, PeelError, did_you_mean
 from ..utils.rng import class_order, epoch_order
+from ..utils.text import short
 from .augmentation import EVAL, View
 from .batch import Batch
 from .image_folder import ImageFolder, check_image, find_images, is_image, load_image, read_all
@@ -181,7 +182,9 @@ class Data:
             is_number = all(map(math.isfinite, given)) and (name == "mean" or min(given) > 0)
             if len(given) not in (1, count) or not is_number:
                 kind = "positive numbers" if name == "std" else "numbers"
-                raise ConfigError(f"{name} must be 1 or {count} {kind}, one per channel, not {list(given)}.")
+                raise ConfigError(
+                    f"{name} must be 1 or {count} {kind}, one per channel, not {short(list(given))}."
+                )
             values.append(tuple(given) * (count // len(given)))
         told = replace(
             self,

@@ -150,7 +150,7 @@ def _of_onnx(path: Path, threads: int | None) -> Network:
     given = network.metadata
     try:
         msgspec.convert(given, Metadata)
-    except msgspec.ValidationError as error:
+    except ValueError as error:
         where = str(error).rpartition("$.")[2].strip("`")
         raise StoreError(
             f"{path}: its metadata {where} is malformed: {describe_error(error)}. Export the network again."

@@ -80,10 +80,10 @@ class NetworkRow(TypedDict):
     """A row of result.json."""
 
     name: str
-    macs: Whole
-    params: Whole
-    memory: Whole
     top1: Fraction | None
+    macs: NotRequired[Whole]
+    params: NotRequired[Whole]
+    memory: NotRequired[Whole]
     seconds: NotRequired[Seconds]
     image_passes: NotRequired[Whole]
     file: NotRequired[str]

@@ -286,7 +286,7 @@ def read_widths(given: Mapping[str, Any] | str, graph: ChannelGraph, setting: st
             given = Plan.from_json(data).widths if isinstance(found, dict) and "format" in found else found
         except OSError as error:
             raise ConfigError(f"{setting}: cannot read {given}: {error.strerror}.") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{setting}: {given} is not JSON: {error}.") from error
         except CorruptFileError as error:
             raise ConfigError(f"{setting}: {given}: {error}") from error

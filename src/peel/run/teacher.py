@@ -109,8 +109,8 @@ def check_accuracy(teacher: Teacher, top1: float, problem: Problem, is_chosen: b
     """
     data, history = problem.data, teacher.record.history if teacher.record is not None else []
     text = f"the network is right for only {top1:.1%} of the test images of {data.name}"
-    if history and history[-1].test:
-        recorded = history[-1].test["top1"]
+    recorded = (history[-1].test or {}).get("top1") if history else None
+    if recorded is not None:
         least = (recorded + min(recorded, 1 / len(data.classes))) / 2
         if top1 < least - _error(recorded, data.test.size):
             raise DataError(
@@ -363,18 +363,15 @@ def _has_tensors(value: Any) -> bool:
 def _nested_state_dicts(stored: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Where in a checkpoint, and what. Each dict once: a checkpoint may hold itself."""
     seen: set[int] = set()
-    level = [("", stored)] if isinstance(stored, dict) else []
-    for _ in range(DEPTH):
-        inner = [
-            (f"{place}.{name_of_key(key)}", value) for place, table in level for key, value in table.items()
-        ]
-        level = []
-        for place, value in inner:
-            if isinstance(value, dict) and id(value) not in seen:
-                seen.add(id(value))
-                level.append((place, value))
-                if _has_tensors(value) and all(isinstance(name, str) for name in value):
-                    yield place.removeprefix("."), value
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), stored)]
+    while waiting:
+        place, table = waiting.pop()
+        if not isinstance(table, dict) or id(table) in seen or len(place) > DEPTH:
+            continue
+        seen.add(id(table))
+        if place and _has_tensors(table) and all(isinstance(name, str) for name in table):
+            yield ".".join(map(name_of_key, place)), table
+        waiting += [((*place, key), value) for key, value in reversed(table.items())]
 
 
 def _without_prefix(stored: dict[str, Any], wanted: Sequence[str]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ..errors import CorruptFileError, ModelError, StoreError
 from ..graph.capture import computed_tensors
 from ..graph.rebuild import set_attributes, tensors_of
 from ..utils.files import check_name, parse_object, write_bytes
-from ..utils.text import name_of_key, short
+from ..utils.text import brief, name_of_key, short
 from ..utils.validation import Channels, Whole
 from ..version import __version__
 from .info import SlimInfo, attach_info, changed_sizes, info_of
@@ -43,6 +43,7 @@ T = TypeVar("T")
 
 Size = Annotated[int, Meta(ge=0, lt=2**31)]
 Place = Annotated[int, Meta(ge=-1, lt=2**31)]
+Attribute = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 
 Source = TypedDict("Source", {"zoo": str, "arguments": dict[str, Any], "class": str}, total=False)
 
@@ -58,7 +59,7 @@ class Input(TypedDict, total=False):
     classes: list[str]
     shape: list[Channels]
     mean: list[Annotated[float, Meta(ge=-1e6, le=1e6)]]
-    std: list[Annotated[float, Meta(gt=0, le=1e6)]]
+    std: list[Annotated[float, Meta(ge=1e-6, le=1e6)]]
     resize: Annotated[int, Meta(ge=1, le=2**16)]
 
 
@@ -74,7 +75,7 @@ class Description(TypedDict):
 
     model: Source
     widths: dict[str, Size]
-    modules: dict[str, dict[str, Size | list[Size]]]
+    modules: dict[str, dict[str, Attribute | list[Attribute]]]
     original_shapes: NotRequired[dict[str, list[Size | None]]]
     kept: NotRequired[Kept]
     original_weights: NotRequired[str]
@@ -145,8 +146,8 @@ def read_info(path: str | os.PathLike[str]) -> SlimInfo:
     try:
         found = msgspec.convert(document, Description)
         kept = _spread_lists(found["kept"]) if "kept" in found else None
-    except (msgspec.ValidationError, IndexError) as error:
-        raise CorruptFileError(f"{file} is malformed: {error}.") from error
+    except (ValueError, IndexError) as error:
+        raise CorruptFileError(f"{file} is malformed: {brief(error)}.") from error
     return SlimInfo(
         found["model"],
         found["widths"],
@@ -381,9 +382,9 @@ def _open(file: Path, read: Callable[[Any], T]) -> T:
     except FileNotFoundError:
         raise StoreError(f"there is no file {file}. Restore it from a copy, or name another.") from None
     except OSError as error:
-        raise StoreError(f"cannot read {file}: {error}.") from error
+        raise StoreError(f"cannot read {file}: {brief(error)}.") from error
     except safetensors.SafetensorError as error:
-        raise CorruptFileError(f"{file} is corrupt, or is no safetensors file: {error}.") from error
+        raise CorruptFileError(f"{file} is corrupt, or is no safetensors file: {brief(error)}.") from error
 
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:
@@ -409,4 +410,6 @@ def _read_document(file: Path) -> dict[str, Any] | None:
         return parse_object(text.encode())
     except (ValueError, OSError) as error:
         place = file if text is not None else old
-        raise CorruptFileError(f"the description of the model in {place} is corrupt: {error}.") from error
+        raise CorruptFileError(
+            f"the description of the model in {place} is corrupt: {brief(error)}."
+        ) from error

@@ -7,6 +7,7 @@ from typing import Any
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 _SHORT.maxlong = 30
+_SHORT.maxlevel = 2
 
 
 def format_duration(seconds: float) -> str:
@@ -26,7 +27,13 @@ def format_number_of(count: int, noun: str) -> str:
 
 def short(value: Any) -> str:
     """A value of a file, in one line that a message can show: its `repr`, with the middle left out."""
-    return _SHORT.repr(value)
+    return " ".join(_SHORT.repr(value).split())
+
+
+def brief(error: BaseException, length: int = 300) -> str:
+    """The text of an error of a library, in one line: it may quote the file that it comes from."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def name_of_key(key: Any) -> str:
