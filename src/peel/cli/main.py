@@ -19,7 +19,7 @@ from typing import Any, get_args
 from cyclopts import App, CycloptsError, CycloptsPanel, Parameter, Token, convert
 from cyclopts.config import Toml
 
-from ..errors import DataError, DivergedError, OutOfMemoryError, PeelError, StoreError
+from ..errors import CorruptFileError, DataError, DivergedError, OutOfMemoryError, PeelError, StoreError
 from ..utils.environment import PEER_LOST, is_main_process, is_peer_lost
 from ..utils.files import parse_toml, read_file
 from ..utils.text import brief
@@ -126,7 +126,10 @@ def _config_files(arguments: Sequence[str]) -> list[Toml]:
             path = value or next(iter(arguments[place + 1 :]), "")
             if not os.path.isfile(path):
                 raise PeelError(f"--config: there is no file {path!r}.")
-            read_file(Path(path), parse_toml, "Correct it, or name another file with --config.")
+            try:
+                read_file(Path(path), parse_toml, "Correct it.")
+            except CorruptFileError as error:  # a setting, not a file of a run: another exit code
+                raise PeelError(f"--config: {error}") from error
             return [Toml(path, use_commands_as_keys=False)]
     return []
 
