@@ -252,10 +252,13 @@ def _check(teacher: nn.Module, problem: Problem) -> None:
 def saved_file(path: Path) -> Path:
     """The teacher in a run folder, a model saved by peel, or a state dict."""
     inside = path / "stages" / "original.safetensors"
-    candidates = (inside,) if path.is_dir() else (path, saved_path(path))
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
+    try:
+        candidates = (inside,) if path.is_dir() else (path, saved_path(path))
+        for candidate in candidates:
+            if candidate.is_file():
+                return candidate
+    except OSError as error:  # the name is too long
+        raise StoreError(f"there are no weights at {path}: {error.strerror}.") from error
     if (path / "state.json").is_file() and (given := _given_weights(path)) is not None:
         raise StoreError(
             f"{path} holds no original: it is a run that was given a trained one, and does not store it "
