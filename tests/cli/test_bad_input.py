@@ -109,7 +109,6 @@ FILES: list[tuple[list[str], list[str]]] = [
     (["--data", "good", "--train.batch-size", "6", "--backbone.batch-size", "13"], ["batch of 13"]),
     (["--train.batch-size", "1438"], ["batch of 1438", "at most 1437"]),
     (["--weights", "file"], ["file cannot be loaded by torch"]),
-    (["--weights", "x" * 300], ["there are no weights at", "File name too long"]),
     (["--weights", "missing.pt"], ["there are no weights at missing.pt"]),
 ]
 
@@ -187,6 +186,7 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--rounds", "1000"], ["rounds: expected int <= 100, not 1000"]),
     (["--mean", "nan"], ["mean must be 1 or 3 numbers", "nan"]),
     (["--output", "a\0b"], ["cannot create the folder a\0b", "NUL character"]),
+    (["--weights", "x" * 300], ["no file can have this name, it is too long"]),
     (["--data", "x" * 300], ["no file can have this name, it is too long"]),
     (["--config", "deep.toml"], ["deep.toml is corrupt: it is nested too deeply", "--config"]),
     (["--config", "binary.toml"], ["binary.toml is corrupt", "--config"]),

@@ -20,7 +20,7 @@ from helpers.small import CPU, WIDTHS, Counting, Small, few_digits, same_weights
 from peel import zoo
 from peel.errors import ConfigError, CorruptFileError, DataError, RunError, StoreError
 from peel.run.result import Result
-from peel.run.teacher import load_weights, why_it_fails
+from peel.run.teacher import load_weights, saved_file, why_it_fails
 from peel.train.loop import evaluate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -229,6 +229,12 @@ def test_a_checkpoint_that_holds_itself_is_searched_once(tmp_path: Path) -> None
         load_weights(tmp_path / "empty.pt", model)
     torch.save({**checkpoint, "ema": {"weights": model.state_dict()}}, tmp_path / "full.pt")
     assert same_weights(load_weights(tmp_path / "full.pt", Small()), model)
+
+
+def test_weights_with_an_impossible_name_are_refused() -> None:
+    for name in ("x" * 300, "a\0b"):
+        with pytest.raises(StoreError, match="there are no weights at"):
+            saved_file(Path(name))
 
 
 def test_a_message_quotes_a_long_name_in_part(tmp_path: Path) -> None:
