@@ -25,7 +25,7 @@ from msgspec import Meta
 from ..errors import ConfigError, StoreError
 from ..utils.files import check_name, write_bytes
 from ..utils.least_squares import nonnegative_least_squares
-from ..utils.text import short
+from ..utils.text import name_of_key, short
 from ..utils.validation import Channels, Value, Whole
 from .activations import ActivationCost
 from .polynomial import CostModel, Form, product
@@ -195,7 +195,9 @@ class LatencyModel:
         try:
             model = msgspec.json.decode(Path(path).read_bytes(), type=cls)
         except OSError as error:
-            raise StoreError(f"cannot read the latency file {path}: {error.strerror}.") from error
+            raise StoreError(
+                f"cannot read the latency file {name_of_key(str(path))}: {error.strerror}."
+            ) from error
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise StoreError(
                 f"{path} is not a latency file: {error}. Write one with peel latency."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +40,9 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 #: Whose mean and standard deviation are taken where nobody names others.
 OF_TRAINING, OF_IMAGENET = "of the training images", "of ImageNet"
+
+#: Means and standard deviations beyond it make images that are not finite, or all the same.
+LARGEST = 1e6
 
 #: Images (uint8, images x height x width x channels) and their labels.
 Labeled = tuple[Tensor, Tensor]
@@ -179,7 +181,8 @@ class Data:
         train, test, count = self.train, self.test, self.shape[0]
         values = []
         for name, given in (("mean", mean or train.mean), ("std", std or train.std)):
-            is_number = all(map(math.isfinite, given)) and (name == "mean" or min(given) > 0)
+            least = -LARGEST if name == "mean" else 1 / LARGEST
+            is_number = all(least <= number <= LARGEST for number in given)
             if len(given) not in (1, count) or not is_number:
                 kind = "positive numbers" if name == "std" else "numbers"
                 raise ConfigError(

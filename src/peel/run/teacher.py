@@ -251,22 +251,22 @@ def _check(teacher: nn.Module, problem: Problem) -> None:
 
 def saved_file(path: Path) -> Path:
     """The teacher in a run folder, a model saved by peel, or a state dict."""
-    inside = path / "stages" / "original.safetensors"
+    inside, shown = path / "stages" / "original.safetensors", name_of_key(str(path))
     try:
         candidates = (inside,) if path.is_dir() else (path, saved_path(path))
         for candidate in candidates:
             if candidate.is_file():
                 return candidate
     except OSError as error:  # the name is too long
-        raise StoreError(f"there are no weights at {path}: {error.strerror}.") from error
+        raise StoreError(f"there are no weights at {shown}: {error.strerror}.") from error
     if (path / "state.json").is_file() and (given := _given_weights(path)) is not None:
         raise StoreError(
             f"{path} holds no original: it is a run that was given a trained one, and does not store it "
             f"again. {given}"
         )
     raise StoreError(
-        f"there are no weights at {path}. Name a file, or a run folder. To train the original once for "
-        f"several runs: peel run ... --stages original --output {path}"
+        f"there are no weights at {shown}. Name a file, or a run folder. To train the original once for "
+        f"several runs: peel run ... --stages original --output {shown}"
     )
 
 
