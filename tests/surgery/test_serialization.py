@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
@@ -98,6 +99,25 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weight: weight * float("nan"), "fc.weight holds 640 values that are not finite"),
+        (lambda weight: weight.int(), "fc.weight is of another kind than in the model: int32 tensor"),
+    ],
+)
+def test_weights_that_cannot_be_used_are_refused(saved: Path, change: Any, message: str) -> None:
+    path = saved / "slim.safetensors"
+    with safetensors.safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    tensors["fc.weight"] = change(torch.ones(10, 64))
+    tensors["fc.weight"] = tensors["fc.weight"][:, : load_file(path)["fc.weight"].shape[1]].contiguous()
+    save_file(tensors, path, metadata)
+    with pytest.raises(peel.StoreError, match=message.replace("640", str(tensors["fc.weight"].numel()))):
+        peel.load(path)
+
+
 def test_a_truncated_file_is_one_clear_error(saved: Path) -> None:
     path = saved / "slim.safetensors"
     good = path.read_bytes()
@@ -138,6 +158,12 @@ def rewrite(path: Path, **changes: object) -> None:
     [
         ({"modules": {"conv1": {"forward": 3}}}, "conv1.forward = 3 does not fit"),
         ({"modules": {"conv1": {"out_channels": "os.system"}}}, "malformed"),
+        ({"modules": {"conv1": {"out_channels": 10**30}}}, "malformed"),
+        ({"input": {"mean": [float("nan")]}}, "malformed"),
+        ({"input": {"std": [0.0]}}, "malformed"),
+        ({"costs": {"macs": "many"}}, "malformed"),
+        ({"model": {"zoo": "cifar:cifar_resnet20", "arguments": {"num_classes": 10**9}}}, "does not fit"),
+        ({"\ud800": 1}, "malformed"),
         ({"modules": {"nowhere": {"out_channels": 3}}}, "no module nowhere"),
         ({"format": "other"}, "not a model saved by peel"),
         ({"model": {"zoo": "canary.py:run", "arguments": {}}}, "does not run other code"),

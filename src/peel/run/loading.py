@@ -27,6 +27,7 @@ from ..train.objective import get_logits
 from ..train.recipe import Recipe, backbone_recipe, named_recipe
 from ..train.task import Task
 from ..train.trial import try_task
+from ..utils.text import name_of_key
 from .config import Config
 from .teacher import input_of
 
@@ -285,8 +286,8 @@ def read_widths(given: Mapping[str, Any] | str, graph: ChannelGraph, setting: st
             found = json.loads(data)
             given = Plan.from_json(data).widths if isinstance(found, dict) and "format" in found else found
         except OSError as error:
-            raise ConfigError(f"{setting}: cannot read {given}: {error.strerror}.") from error
-        except ValueError as error:
+            raise ConfigError(f"{setting}: cannot read {name_of_key(given)}: {error.strerror}.") from error
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{setting}: {given} is not JSON: {error}.") from error
         except CorruptFileError as error:
             raise ConfigError(f"{setting}: {given}: {error}") from error

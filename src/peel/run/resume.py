@@ -28,7 +28,7 @@ from ..train.recipe import Recipe
 from ..train.task import Task
 from ..utils.files import parse_object
 from ..utils.fingerprint import fingerprint
-from ..utils.text import flatten
+from ..utils.text import flatten, name_of_key, short
 from ..version import __version__
 from .config import Config
 from .folder import RunFolder
@@ -193,7 +193,7 @@ def _changes(
 
 def refuse_changes(folder: RunFolder, changed: Mapping[str, tuple[Any, Any]], is_auto: bool = False) -> None:
     """`is_auto`: no method was named, so that another default may be the change."""
-    lines = [f"{name}: {old!r} -> {new!r}" for name, (old, new) in changed.items()]
+    lines = [f"{name_of_key(name)}: {short(old)} -> {short(new)}" for name, (old, new) in changed.items()]
     shown = "\n  ".join([*lines[:12], *([f"and {len(lines) - 12} more"] if len(lines) > 12 else [])])
     method = f" (--method {changed['method'][0]})" if is_auto and "method" in changed else ""
     raise RunError(

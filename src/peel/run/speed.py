@@ -15,7 +15,7 @@ from ..deploy.onnx_model import first_line
 from ..errors import PeelError
 from ..graph.capture import computed_tensors
 from ..methods.problem import Problem
-from ..utils.files import parse_object
+from ..report.record import parse_result
 from ..utils.process_state import preserve_process_state
 from .folder import RunFolder
 from .result import Row
@@ -72,7 +72,7 @@ def stored_speed(folder: RunFolder | None, macs: Mapping[str, int]) -> Bench | N
         return None
     bench: Bench = {}
     with contextlib.suppress(PeelError):  # a corrupt file is written again
-        bench = folder.read("result.json", parse_object).get("bench") or {}
+        bench = folder.read("result.json", parse_result).get("bench") or {}
     found = {entry["network"]: entry["macs"] for entry in bench.get("entries", ())}
     return bench if found == macs else None
 
