@@ -434,7 +434,7 @@ class AttributeSearch:
     def _first_mismatch(self, graph: ChannelGraph) -> tuple[Node, list[Axis]] | None:
         """The first operator whose result has another shape than predicted, with the axes that differ."""
         units = probing_units(graph)[0]
-        twin = rebuild(self.model, graph, units, empty_as, keep_hooks=False)
+        twin = rebuild(self.model, graph, units, empty_as)
         operators = [node for node in capture(twin, self.example_input).nodes if node.op == "call_function"]
         for node, other in zip(self.operators, operators, strict=False):
             if node.target is not other.target:

@@ -1,11 +1,10 @@
 """Capture a model with `torch.export` and leave the given model exactly as it was.
 
 The model itself never runs. What is captured is a structural copy with new modules and shared tensors (export
-works on fake tensors and writes to none of them). The copy has none of the user's forward hooks, so none of
-them fires.
+works on fake tensors and writes to none of them). The user's forward hooks are part of what the model does:
+the copy has copies of them, with copies of what they hold.
 """
 
-import copy
 import io
 import logging
 import os
@@ -23,10 +22,11 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves, tree_map  # has no public name
 
 from ..errors import TraceError
+from .copying import structural_copy
 
-#: Folders whose code is not the user's. With a separator at the end: torchvision is not torch.
-PEEL = str(Path(__file__).resolve().parents[1]) + os.sep
-TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
+#: Folders whose code is not the user's, as frames name them (links are not resolved).
+PEEL = str(Path(__file__).parents[1]) + os.sep
+TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
 @dataclass(frozen=True)
@@ -85,40 +85,6 @@ def _is_nest_of_tensors(value: Any) -> bool:
 def input_shapes(*arguments: Any) -> tuple[tuple[int, ...], ...]:
     """Shapes of all tensors in the arguments of a call."""
     return tuple(tuple(value.shape) for value in tree_leaves(arguments) if isinstance(value, Tensor))
-
-
-def structural_copy(
-    model: nn.Module, replace: dict[int, Tensor] | None = None, *, keep_hooks: bool = False
-) -> nn.Module:
-    """A copy with new modules and shared tensors, except those replaced (by the `id` of the original).
-
-    Without `keep_hooks` the user's forward hooks are left out. torch's own (weight norm has one) are part of
-    the model and are kept.
-    """
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    memo.update(computed_tensors(model))
-    memo.update(replace or {})
-    twin = copy.deepcopy(model, memo)
-    for module in () if keep_hooks else twin.modules():
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            hooks = getattr(module, name)  # torch has no public way to list hooks
-            for key, hook in list(hooks.items()):
-                if not (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch."):
-                    del hooks[key]
-    return twin
-
-
-def computed_tensors(model: nn.Module) -> dict[int, Tensor]:
-    """Tensors that a module computed from parameters and keeps (as weight norm does), by `id`, detached.
-
-    Each forward computes them again, and deepcopy refuses tensors with a gradient history.
-    """
-    return {
-        id(value): value.detach()
-        for module in model.modules()
-        for value in vars(module).values()
-        if isinstance(value, Tensor) and value.grad_fn is not None
-    }
 
 
 @contextmanager

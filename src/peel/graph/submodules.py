@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # has no public name
 from torch.utils._pytree import tree_leaves, tree_map  # has no public name
 
 from ..errors import TraceError, did_you_mean
-from .capture import capture, structural_copy, untouched, with_batch
+from .capture import capture, untouched, with_batch
+from .copying import FORWARD_HOOKS, structural_copy
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def record_calls(model: nn.Module, example_input: Any, modules: Sequence[str]) -> ModuleCalls:
     """Run a copy of the model on the example input and record the calls of these submodules."""
-    copies = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
-    twin = structural_copy(model, copies).eval()
+    twin = _copy_to_run(model)
     args, kwargs = with_batch(example_input, 1)
     with untouched(), torch.no_grad():
         recorder = _Recorder(twin, modules)
@@ -142,6 +142,11 @@ def record_calls(model: nn.Module, example_input: Any, modules: Sequence[str]) -
         if not is_complete or id(tensor) in recorder.tensors_read:
             module_calls.outputs.add(returned)
     return module_calls
+
+
+def _copy_to_run(model: nn.Module) -> nn.Module:
+    copies = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
+    return structural_copy(model, copies).eval()
 
 
 def as_calls(model: nn.Module, module_calls: ModuleCalls) -> tuple[nn.Module, Any]:
@@ -169,6 +174,8 @@ def as_calls(model: nn.Module, module_calls: ModuleCalls) -> tuple[nn.Module, An
 
     twin = structural_copy(model)
     twin.__class__ = type(type(model).__name__, (type(model),), {"forward": forward})
+    for name in FORWARD_HOOKS:  # those of the model itself expect its own inputs and outputs
+        getattr(twin, name).clear()
     return twin, (list(module_calls.inputs),)
 
 
@@ -196,6 +203,11 @@ def check_modules(model: nn.Module, modules: str | Sequence[str]) -> tuple[str, 
 
 def find_modules(model: nn.Module, example_input: Any) -> tuple[str, ...]:
     """The largest submodules with weights that can be captured, and those that pass channels between them."""
+    # Each is captured by itself. What hooks hand to it from others (skips) is then of this example, not of
+    # whatever the model ran on last.
+    model, (args, kwargs) = _copy_to_run(model), with_batch(example_input, 1)
+    with untouched(), torch.no_grad():
+        model(*args, **kwargs)
     chosen: list[str] = []
     pending = [name for name, _ in model.named_children()]
     while pending:

@@ -4,7 +4,6 @@ The description holds how to build the original, attributes and shapes that diff
 channels were kept. `docs/format.md` has it key by key, and a reader that does not need `peel`.
 """
 
-import copy
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from ..errors import CorruptFileError, StoreError
-from ..graph.capture import computed_tensors
+from ..graph.copying import deep_copy
 from ..graph.rebuild import set_attributes, tensors_of
 from ..utils.files import parse_object, write_bytes
 from ..version import __version__
@@ -198,12 +197,12 @@ def _build(model: nn.Module, info: SlimInfo, tensors: Mapping[str, Tensor], path
     """A copy of the model with the saved tensors and attributes."""
     expected = tensors_of(model)
     _check_shapes(expected, tensors, info, path)
-    replaced: dict[int, Any] = dict(computed_tensors(model))
+    replaced: dict[int, Any] = {}
     for name, old in expected.items():
         new = tensors[name].to(old.device)
         is_parameter = isinstance(old, nn.Parameter)
         replaced[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
-    built = copy.deepcopy(model, replaced)
+    built = deep_copy(model, replaced)
     modules = dict(built.named_modules())
     for name, attributes in info.modules.items():
         if name not in modules:
