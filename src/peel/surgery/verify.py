@@ -216,6 +216,11 @@ def _difference(first: list[Tensor], second: list[Tensor]) -> float:
     """The largest difference relative to the largest output; infinite for other shapes and for NaN."""
     if [a.shape for a in first] != [b.shape for b in second]:
         return float("inf")
-    pairs = zip(first, second, strict=True)
+    # A mask has no difference, and an empty tensor no largest value.
+    pairs = [
+        tuple(x.double() if x.dtype == torch.bool else x for x in pair)
+        for pair in zip(first, second, strict=True)
+        if pair[0].numel()
+    ]
     relative = [float((a - b).abs().max()) / (float(a.abs().max()) or 1.0) for a, b in pairs]
     return max((value if value == value else float("inf") for value in relative), default=0.0)
