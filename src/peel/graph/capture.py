@@ -10,7 +10,7 @@ import logging
 import os
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves, tree_map  # has no public name
 
 from ..errors import TraceError
+from ..utils.rng import get_rng_state, set_rng_state
+from .caches import no_cached_tensors
 from .copying import structural_copy
 
 #: Folders whose code is not the user's, as frames name them (links are not resolved).
@@ -53,6 +55,8 @@ def with_batch(example_input: Any, batch: int) -> tuple[tuple[Any, ...], dict[st
     Tensors inside lists, tuples and dicts may have no batch axis (the images of a detection network). Where
     there are any, the arguments stay as they are.
     """
+    if isinstance(example_input, Mapping):  # also what the processors of transformers return
+        example_input = dict(example_input)
     if isinstance(example_input, Tensor | list):
         example_input = (example_input,)
     is_call = isinstance(example_input, tuple | dict)
@@ -89,15 +93,18 @@ def input_shapes(*arguments: Any) -> tuple[tuple[int, ...], ...]:
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Restore what capturing could disturb outside the model: random states, warnings, logging.
+    """Restore what capturing could disturb outside the model: random states, caches, warnings, logging.
 
     Nothing is printed meanwhile: of a model that it cannot capture, torch prints the graph so far.
     """
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    cpu = torch.device("cpu")
+    random_state = get_rng_state(cpu)
     disabled = logging.root.manager.disable
     nowhere = io.StringIO()
     with (
         torch.random.fork_rng(devices=devices),
+        no_cached_tensors(),
         warnings.catch_warnings(),
         redirect_stdout(nowhere),
         redirect_stderr(nowhere),
@@ -108,6 +115,7 @@ def untouched() -> Iterator[None]:
             yield
         finally:
             logging.disable(disabled)
+            set_rng_state(random_state, cpu)
 
 
 def capture(model: nn.Module, example_input: Any, *, training: bool = False) -> Capture:
@@ -120,6 +128,7 @@ def capture(model: nn.Module, example_input: Any, *, training: bool = False) -> 
             program = torch.export.export(twin, args, kwargs, strict=False)
         except Exception as error:
             raise TraceError(_explain(model, error, shapes)) from error
+    _use_first_names(model, program.graph_module)
     signature = program.graph_signature
     nodes, returned = tuple(program.graph.nodes), signature.user_outputs
     for node in nodes:
@@ -133,6 +142,21 @@ def capture(model: nn.Module, example_input: Any, *, training: bool = False) -> 
         inputs=frozenset(signature.user_inputs),
         outputs=tuple(node for node in nodes if node.name in returned),
     )
+
+
+def _use_first_names(model: nn.Module, program: GraphModule) -> None:
+    """A module that is registered twice has its first name in every call, as in `named_modules()`."""
+    first: dict[nn.Module, str] = {}
+    names = {
+        name: first.setdefault(module, name) for name, module in model.named_modules(remove_duplicate=False)
+    }
+    if len(names) == len(first):
+        return
+    graphs = [part.graph for part in program.modules() if isinstance(part, GraphModule)]
+    for node in (node for graph in graphs for node in graph.nodes):
+        stack = node.meta.get("nn_module_stack") or {}
+        for key, (path, kind) in stack.items():
+            stack[key] = (names.get(path.split("@")[0], path), kind)
 
 
 #: Stands for a length that depends on values (how many boxes are chosen). No network has this many channels.

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map  # has no public name
 
 from ..cost.count import OperatorCount, macs_over_one_channel, plain_attention
+from ..utils.rng import seed_everything
 from .capture import TORCH, untouched, user_frame, with_batch
 from .channel_graph import ChannelGraph
 from .copying import structural_copy
@@ -92,6 +93,7 @@ class Twin:
         recorder = _Recorder({**self.names, **inputs}, expected)
         try:
             with untouched(), torch.no_grad(), plain_attention(), recorder:
+                seed_everything(0)  # layers that are dropped at random are the same in every run
                 self.model(*args, **kwargs)
         except Exception as error:
             frame = user_frame(error)
