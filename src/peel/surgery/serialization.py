@@ -294,8 +294,9 @@ def _refuse_lost_info(model: nn.Module) -> None:
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
     """The tensor as a file holds it."""
-    if hasattr(tensor, "__tensor_flatten__") or tensor.is_meta or tensor.layout != torch.strided:
-        kind = "meta tensor" if tensor.is_meta else type(tensor.data).__name__
+    is_flat = hasattr(tensor, "_is_flat_param")  # several parameters in one; FSDP has no public name for it
+    if is_flat or hasattr(tensor, "__tensor_flatten__") or tensor.is_meta or tensor.layout != torch.strided:
+        kind = "FlatParameter" if is_flat else "meta tensor" if tensor.is_meta else type(tensor.data).__name__
         raise StoreError(
             f"{name} is a {kind}, which a file cannot hold: it holds plain tensors. A sharded network "
             "(DTensor): copy the full_tensor() of each into one that is not sharded. A quantized network: "
