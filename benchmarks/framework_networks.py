@@ -116,11 +116,11 @@ def _() -> Any:
     return HardNet(pretrained=False), torch.randn(4, 1, 32, 32)
 
 
-@network("kornia/dexined")
+@network("kornia/rrdbnet")
 def _() -> Any:
-    from kornia.models import DexiNed
+    from kornia.models.rrdbnet import RRDBNet
 
-    return DexiNed(pretrained=False), SMALL
+    return RRDBNet(num_feat=16, num_block=1, num_grow_ch=8), torch.rand(1, 3, 24, 24)
 
 
 @network("pytorch-wavelets/scattering_classifier")
@@ -374,9 +374,9 @@ def _() -> Any:
 
 @network("libreyolo/yolox_nano")
 def _() -> Any:
-    from libreyolo.models.yolox.nn import YOLOXModel
+    from libreyolo.models.yolox.nn import LibreYOLOXModel
 
-    return YOLOXModel(config="n", nb_classes=5), SMALL
+    return LibreYOLOXModel(config="n", nb_classes=5), SMALL
 
 
 # How networks are trained

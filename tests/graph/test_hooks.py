@@ -147,6 +147,10 @@ class Decoder(nn.Module):
         return self.last(torch.cat([self.conv(x), self.stored.value], 1))
 
 
+class Image(Tensor):
+    """fastai gives its outputs a class of its own."""
+
+
 class InTwoModules(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -154,8 +158,9 @@ class InTwoModules(nn.Module):
         self.decoder = Decoder(Stored(self.encoder[0]))
 
     def forward(self, x: Tensor) -> Tensor:
+        is_broken = x.isnan().any()
         x = self.decoder(self.encoder(x))
-        return x if x.isnan().any() else 2 * x  # no capture as a whole
+        return x * 0 if is_broken else x.as_subclass(Image)  # no capture as a whole
 
 
 def test_skips_between_modules_that_are_captured_by_themselves() -> None:
