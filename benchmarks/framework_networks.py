@@ -120,7 +120,7 @@ def _() -> Any:
 def _() -> Any:
     from kornia.models.rrdbnet import RRDBNet
 
-    return RRDBNet(num_feat=16, num_block=1, num_grow_ch=8), torch.rand(1, 3, 24, 24)
+    return RRDBNet(3, 3, num_feat=16, num_block=1, num_grow_ch=8), torch.rand(1, 3, 24, 24)
 
 
 @network("pytorch-wavelets/scattering_classifier")

@@ -73,7 +73,7 @@ Key = tuple[Any, ...]
 
 
 def _key(tensor: Tensor) -> Key:
-    """The same for two objects that are one tensor. `x.as_subclass(...)`, as in fastai, is seen by no mode."""
+    """The same for two objects that are one tensor. No mode sees `x.as_subclass(...)`, which fastai calls."""
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
