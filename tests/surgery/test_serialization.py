@@ -8,15 +8,19 @@ import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.optim.swa_utils import AveragedModel
 
 import peel
@@ -395,6 +399,27 @@ def test_tensors_of_other_kinds_are_refused_by_name(tmp_path: Path) -> None:
         peel.save(small, tmp_path / "slim")
     with pytest.raises(peel.StoreError, match=r"conv1.weight is a meta tensor"):
         peel.save(slimmed().to("meta"), tmp_path / "slim")
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")  # FSDP has something to say about one process
+@pytest.mark.usefixtures("one_process")
+def test_a_sharded_network_is_refused(tmp_path: Path) -> None:
+    sharded = slimmed()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(peel.StoreError, match=r"is a DTensor.*full_tensor"):
+        peel.save(sharded, tmp_path / "slim")
+    flat = FullyShardedDataParallel(slimmed(), device_id=torch.device("cpu"))
+    with pytest.raises(peel.StoreError, match=r"holds a slim network as _fsdp_wrapped_module"):
+        peel.save(flat, tmp_path / "slim")
+    with pytest.raises(peel.StoreError, match=r"is a FlatParameter"):
+        peel.save(flat.get_submodule("_fsdp_wrapped_module"), tmp_path / "slim")
 
 
 # Without peel

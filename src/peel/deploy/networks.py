@@ -1,6 +1,5 @@
 """Networks by reference: a run folder, a saved model, an ONNX file, or a name of the zoo."""
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,8 @@ from torch import nn
 from .. import zoo
 from ..cost.count import count_macs
 from ..errors import ModelError, RunError, StoreError
-from ..graph.capture import computed_tensors, with_batch
+from ..graph.capture import with_batch
+from ..graph.copying import deep_copy
 from ..report.record import RunRecord
 from ..surgery.info import SlimInfo, info_of
 from ..surgery.serialization import Input, build_original, load, read_info, saved_path
@@ -65,7 +65,7 @@ def make_network(name: str, model: nn.Module, shape: tuple[int, ...] | None = No
     found = shape or shape_of(info)
     if found is None:
         raise ModelError(f"the input shape of {name} is not known: give an example input (--input).")
-    model = copy.deepcopy(model, dict(computed_tensors(model))).cpu().eval()
+    model = deep_copy(model).cpu().eval()
     try:
         macs = count_macs(model, (torch.zeros(1, *found),), {})
     except Exception as error:  # the code of the model may raise any

@@ -1,7 +1,6 @@
 """Model, data, recipes and plan of a run: loaded, and checked against each other."""
 
 import contextlib
-import copy
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
@@ -18,6 +17,7 @@ from ..data.in_memory import InMemoryImages
 from ..data.torch_data import DatasetSplit, LoaderSplit
 from ..errors import ConfigError, CorruptFileError, DataError, ModelError
 from ..graph import ChannelGraph
+from ..graph.copying import deep_copy
 from ..methods.plan import Plan
 from ..methods.problem import Problem
 from ..methods.search import Search
@@ -82,7 +82,7 @@ def has_new_classifier(model: nn.Module | str, weights: object, data: Data) -> b
 def _on_cpu(model: nn.Module) -> nn.Module:
     """The model itself, or a copy of it where it is on another device."""
     is_elsewhere = any(parameter.device.type != "cpu" for parameter in model.parameters())
-    return copy.deepcopy(model).cpu() if is_elsewhere else model
+    return deep_copy(model).cpu() if is_elsewhere else model
 
 
 def _input_channels(network: nn.Module, shape: tuple[int, int, int]) -> int:

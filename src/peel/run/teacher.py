@@ -4,7 +4,6 @@ It is evaluated before anything is trained: a teacher that fails on the data wou
 """
 
 import contextlib
-import copy
 import math
 import warnings
 from collections import Counter
@@ -22,6 +21,7 @@ from ..data.augmentation import EVAL
 from ..data.batch import call_model, map_tensors
 from ..data.datasets import IMAGENET_MEAN, IMAGENET_STD, Data
 from ..errors import ConfigError, DataError, StoreError
+from ..graph.copying import deep_copy
 from ..methods.problem import Problem
 from ..surgery.info import info_of
 from ..surgery.serialization import is_saved, load, read_info, refuse_unusable, saved_path
@@ -69,11 +69,11 @@ def find_teacher(reference: nn.Module | Mapping[str, Tensor] | str, problem: Pro
     if reference == "train":
         return None
     if isinstance(reference, nn.Module):
-        teacher = Teacher(copy.deepcopy(reference))
+        teacher = Teacher(deep_copy(reference))
     elif isinstance(reference, Mapping):
         teacher = Teacher(_with_weights(problem.model, dict(reference), "the given state dict"))
     elif reference == "pretrained":
-        teacher = Teacher(copy.deepcopy(problem.model))
+        teacher = Teacher(deep_copy(problem.model))
     else:
         file = saved_file(Path(reference))
         record = file.with_name("original.record.json")
@@ -301,7 +301,7 @@ def load_weights(path: Path, original: nn.Module) -> nn.Module:
 
 
 def _with_weights(original: nn.Module, stored: Any, source: str) -> nn.Module:
-    model = copy.deepcopy(original)
+    model = deep_copy(original)
     weights = _find_state_dict(stored, source, model)
     if wrong := _misfits(model.state_dict(), weights):
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""

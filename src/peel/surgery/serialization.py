@@ -5,7 +5,6 @@ channels were kept. `docs/format.md` has it key by key, and a reader that does n
 """
 
 import contextlib
-import copy
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from ..errors import CorruptFileError, ModelError, StoreError
-from ..graph.capture import computed_tensors
+from ..graph.copying import deep_copy
 from ..graph.rebuild import set_attributes, tensors_of
 from ..utils.files import check_name, parse_object, write_bytes
 from ..utils.text import brief, name_of_key, short
@@ -208,12 +207,12 @@ def _build(model: nn.Module, info: SlimInfo, tensors: Mapping[str, Tensor], path
     expected = tensors_of(model)
     _check_shapes(expected, {name: list(tensor.shape) for name, tensor in tensors.items()}, info, path)
     refuse_unusable(tensors, expected, str(path))
-    replaced: dict[int, Any] = dict(computed_tensors(model))
+    replaced: dict[int, Any] = {}
     for name, old in expected.items():
         new = tensors[name].to(old.device)
         is_parameter = isinstance(old, nn.Parameter)
         replaced[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
-    built = copy.deepcopy(model, replaced)
+    built = deep_copy(model, replaced)
     modules = dict(built.named_modules())
     for name, attributes in info.modules.items():
         if name not in modules:
@@ -277,11 +276,19 @@ def refuse_unusable(weights: Mapping[str, Any], expected: Mapping[str, Any], sou
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return not (hasattr(tensor, "__tensor_flatten__") or tensor.is_meta or tensor.layout != torch.strided)
+    is_wrapper = hasattr(tensor, "__tensor_flatten__") or _is_flat(tensor)
+    return not (is_wrapper or tensor.is_meta or tensor.layout != torch.strided)
+
+
+def _is_flat(tensor: Tensor) -> bool:
+    """Whether it is several parameters in one, as FSDP keeps them; it has no public name for that."""
+    return hasattr(tensor, "_is_flat_param")
 
 
 def _kind_of(tensor: Tensor) -> str:
     """What a tensor is, as a message says it."""
+    if _is_flat(tensor):
+        return "FlatParameter"
     if tensor.layout != torch.strided:
         return f"{str(tensor.layout).removeprefix('torch.')} tensor"
     if tensor.is_quantized:
@@ -377,8 +384,12 @@ def _spread_lists(kept: Kept) -> dict[str, list[list[int] | None]]:
 
 def _open(file: Path, read: Callable[[Any], T]) -> T:
     try:
-        with safetensors.safe_open(file, "pt") as opened:
-            return read(opened)
+        with file.open("rb") as handle:
+            # The library takes names in UTF-8 only; others are reached through the open file.
+            is_utf8 = str(file) == str(file).encode(errors="replace").decode()
+            name = str(file) if is_utf8 else f"/dev/fd/{handle.fileno()}"
+            with safetensors.safe_open(name, "pt") as opened:
+                return read(opened)
     except FileNotFoundError:
         raise StoreError(f"there is no file {file}. Restore it from a copy, or name another.") from None
     except OSError as error:
