@@ -77,4 +77,4 @@ def check_choice(
 ) -> None:
     if value not in known:
         hint = did_you_mean(value, known)
-        raise error(f"{setting} is one of {', '.join(known)}, not {value!r}.{hint}")
+        raise error(f"{setting} is one of {', '.join(known)}, not {str(value)[:100]!r}.{hint}")

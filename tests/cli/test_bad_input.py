@@ -80,7 +80,8 @@ def content(folder: Path) -> dict[str, bytes | None]:
 
 
 def write_plans(place: Path) -> None:
-    """Plans that cannot be used."""
+    """Plans and settings that cannot be used."""
+    (place / "binary.toml").write_bytes(b"a = \xff")
     for name, text in {
         "not.json": "widths: 3",
         "list.json": "[1, 2]",
@@ -88,6 +89,8 @@ def write_plans(place: Path) -> None:
         "zero.json": '{"0": 0, "3": 4, "6": 8}',
         "fraction.json": '{"0": 4.5, "3": 4, "6": 8}',
         "corrupt.json": '{"format": "peel-plan"}',
+        "deep.toml": f"{'.'.join('a' * 3000)} = 1",
+        "long.toml": f"seed = '{'x' * 10_000}'",
     }.items():
         (place / name).write_text(text)
 
@@ -178,6 +181,14 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     ),
     (["--threads", "0"], ["threads: expected int >= 1, not 0"]),
     (["--threads", "100000"], ["threads: this machine has", "cores", "not 100000"]),
+    (["--rounds", "1000"], ["rounds: expected int <= 100, not 1000"]),
+    (["--mean", "nan"], ["mean must be 1 or 3 numbers", "nan"]),
+    (["--output", "a\0b"], ["cannot create the folder a\0b", "NUL character"]),
+    (["--weights", "x" * 300], ["no file can have this name, it is too long"]),
+    (["--data", "x" * 300], ["no file can have this name, it is too long"]),
+    (["--config", "deep.toml"], ["deep.toml is corrupt: it is nested too deeply", "--config"]),
+    (["--config", "binary.toml"], ["binary.toml is corrupt", "--config"]),
+    (["--config", "long.toml"], ["seed", "..."]),
     (["--workers", "-1"], ["workers: expected int >= 0, not -1"]),
     (["--seed", "one"], ["one"]),
     (["--seed", "-1"], ["seed: expected int >= 0, not -1"]),

@@ -73,12 +73,24 @@ def test_a_file_gives_the_same_times(tmp_path: Path) -> None:
     assert graph.with_latency(loaded).latency(widths) == graph.latency(widths)
 
 
+#: A network whose ties have no steps.
+NO_STEPS = {"widths": {"a": 8}, "steps": {}, "input_shapes": [], "macs": 1, "params": 1}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"constant": -5.0}, "corrupt"),
+        ({"constant": -5.0}, "not a latency file: Expected `float` >= 0.0"),
+        ({"constant": 1e308}, "not a latency file: Expected `float` <= 1000000000000000.0"),
+        (
+            {"constant": 1e15, "terms": [[1e14, 8, [[9, [[0, 1]]]]]]},
+            "corrupt: a time or a term is impossible",
+        ),
+        ({"terms": [[0.0, 8, [[10**400, [[0, 1]]]]]]}, "corrupt: a time or a term is impossible"),
+        ({"network": NO_STEPS, "terms": []}, "corrupt: a time or a term is impossible"),
+        ({"conditions": {"a": [[[1]]]}}, "not a latency file: Expected"),
         ({"terms": [[1.0, 8, [[0, [[99, 1]]]]]]}, "corrupt"),
-        ({"terms": [[1.0, 0, [[0, [[0, 1]]]]]]}, "corrupt"),
+        ({"terms": [[1.0, 0, [[0, [[0, 1]]]]]]}, "not a latency file: Expected `int` >= 1"),
         ({"version": 1}, "not a latency file of this version"),
         ({"terms": "none"}, "not a latency file: Expected `array`"),
     ],
@@ -89,6 +101,13 @@ def test_a_damaged_file_is_refused(tmp_path: Path, change: dict[str, object], me
     path = model.save(tmp_path / "latency.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(peel.StoreError, match=message):
+        peel.LatencyModel.load(path)
+
+
+def test_a_file_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "latency.json"
+    path.write_text('{"network":' * 5000)
+    with pytest.raises(peel.StoreError, match="is not a latency file"):
         peel.LatencyModel.load(path)
 
 

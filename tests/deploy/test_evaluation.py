@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
 
@@ -16,7 +21,7 @@ from peel.deploy.evaluation import check_classes, evaluate_network, load_data_fo
 from peel.deploy.networks import load_network, make_network
 from peel.deploy.onnx_model import OnnxModel
 from peel.deploy.quantization import export_int8
-from peel.errors import ConfigError, DataError, ExportError
+from peel.errors import ConfigError, DataError, ExportError, StoreError
 from peel.run.result import Result
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -37,6 +42,38 @@ def test_a_run_and_its_onnx_file_have_the_accuracy_of_its_table(
     assert stored.input["classes"] == list(few_digits().classes)
     again = evaluate_network(stored, few_digits())
     assert (again.top1, again.top5) == (row.top1, row.top5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("macs", "many", "its metadata macs is malformed: expected int"),
+        ("shape", "3x8x8", "its metadata shape is malformed: expected a list"),
+        ("shape", [3, 9, 9], r"inputs have the shape \(3, 9, 9\), its graph says \(3, 8, 8\)"),
+        ("mean", [float("nan")] * 3, "its metadata mean.* is malformed"),
+        ("std", [0.0] * 3, "its metadata std.* is malformed"),
+        ("classes", 10, "its metadata classes is malformed"),
+        ("resize", 10**12, "its metadata resize is malformed"),
+    ],
+)
+def test_metadata_that_an_onnx_file_cannot_have_are_named(
+    name: str, value: object, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.onnx"
+    shutil.copyfile(_exported(), path)
+    model = onnx.load(path)
+    kept = [item for item in model.metadata_props if item.key != name]
+    del model.metadata_props[:]
+    model.metadata_props.extend(kept)
+    model.metadata_props.add(key=name, value=json.dumps(value))
+    onnx.save(model, path)
+    with pytest.raises(StoreError, match=rf"x.onnx: .*{message}.*Export the network again"):
+        load_network(str(path))
+
+
+@cache
+def _exported() -> Path:
+    return peel.export(slim_small(), Path(tempfile.mkdtemp()) / "slim.onnx").path
 
 
 def test_images_are_normalized_as_the_network_was_trained() -> None:

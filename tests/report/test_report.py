@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from peel.errors import RunError
+from peel.errors import CorruptFileError, RunError
 from peel.methods.config import MethodConfig
 from peel.methods.plan import Architecture, Plan, Round
 from peel.report import RunRecord, render
@@ -408,3 +408,62 @@ def test_a_file_of_another_format_or_version_is_named(
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(RunError, match=f"{name}.*({'other' if 'format' in change else 'version 1'})"):
         RunRecord.read(tmp_path)
+
+
+#: A file, where in it, and a value that it cannot have.
+WRONG: list[tuple[str, str, Any]] = [
+    ("state.json", "identity", 3),
+    ("state.json", "identity.data", {"shape": "abc"}),
+    ("environment.json", "device", 7),
+    ("result.json", "rows", 3),
+    ("result.json", "rows.0.macs", "many"),
+    ("result.json", "rows.0.macs", 10**400),
+    ("result.json", "rows.0.seconds", float("nan")),
+    ("result.json", "rows.0.seconds", 1e308),
+    ("result.json", "wall_seconds", 1e308),
+    ("result.json", "notes", 3),
+    ("result.json", "bench", [1]),
+    ("result.json", "bench", {"notes": []}),
+    ("plan.json", "budget", 0),
+    ("plan.json", "budget", 10**400),
+    ("plan.json", "slim.widths", {"conv1": 8}),
+    ("plan.json", "groups", {}),
+    ("plan.json", "original.widths.conv1", 0),
+]
+
+
+@pytest.mark.parametrize(("name", "place", "value"), WRONG)
+def test_a_value_that_a_file_cannot_have_is_named(name: str, place: str, value: Any, tmp_path: Path) -> None:
+    path = write(tmp_path) / name
+    document = json.loads(path.read_text())
+    *parents, last = place.split(".")
+    holder = document
+    for key in parents:
+        holder = holder[int(key)] if isinstance(holder, list) else holder.setdefault(key, {})
+    holder[last] = value
+    path.write_text(json.dumps(document))
+    with pytest.raises(CorruptFileError, match=f"{name} is corrupt: "):
+        render(RunRecord.read(tmp_path))
+
+
+@pytest.mark.parametrize("line", [{"stage": "peel"}, {"stage": "a", "epoch": "1", "epochs": 2}, 3])
+def test_a_complete_line_of_metrics_that_does_not_fit_is_named(line: Any, tmp_path: Path) -> None:
+    with (write(tmp_path) / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    with pytest.raises(CorruptFileError, match=r"metrics.jsonl is corrupt in line \d+"):
+        RunRecord.read(tmp_path)
+
+
+def test_odd_values_that_a_run_may_write_are_shown(tmp_path: Path) -> None:
+    """A metric of the user's own may be infinite or huge; a setting in TOML may be a date."""
+    for name, text in (
+        (
+            "metrics.jsonl",
+            '{"stage": "a", "epoch": 1, "epochs": 2, "train": {"loss": 1e308}, "test": null}\n',
+        ),
+        ("metrics.jsonl", '{"stage": "a", "epoch": 2, "epochs": 2, "test": {"top1": -Infinity}}\n'),
+        ("config.toml", "since = 1979-05-27\n"),
+    ):
+        with (write(tmp_path) / name).open("a") as file:
+            file.write(text)
+        assert "</html>" in render(RunRecord.read(tmp_path))

@@ -48,6 +48,10 @@ def test_any_config_survives_toml(settings: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"train": [3]}, r"train is a table such as {epochs = 20}, not \[3\]\."),
+        ({"gamma_init": 1e308}, r"gamma_init: expected float <= 1e\+30, not 1e\+308"),
+        ({"rounds": 101}, "rounds: expected int <= 100, not 101."),
+        ({"x" * 10_000: 1}, r"there is no setting 'x+\.\.\.x+'\."),
         ({"rounds": 0}, "rounds: expected int >= 1, not 0"),
         ({"rounds": True}, "rounds: expected int, not True"),
         ({"seed": "3"}, "seed: expected int, not '3'"),

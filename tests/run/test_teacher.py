@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torchvision
-from torch import nn
+from torch import Tensor, nn
 
 import peel
 from helpers.folders import content, read
@@ -20,7 +20,7 @@ from helpers.small import CPU, WIDTHS, Counting, Small, few_digits, same_weights
 from peel import zoo
 from peel.errors import ConfigError, CorruptFileError, DataError, RunError, StoreError
 from peel.run.result import Result
-from peel.run.teacher import load_weights, why_it_fails
+from peel.run.teacher import load_weights, saved_file, why_it_fails
 from peel.train.loop import evaluate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -181,6 +181,69 @@ def test_an_unusable_teacher_is_refused_before_anything_is_written(
         small_run(weights=path, output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "canary").exists()
+
+
+def odd_tensor(kind: str, tensor: Tensor) -> Tensor:
+    if kind == "quantized":
+        return torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
+    if kind == "beyond float32":
+        return tensor.double() * 1e300
+    return (
+        tensor.to_sparse()
+        if kind == "sparse"
+        else tensor.to(kind if kind == "meta" else getattr(torch, kind))
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("sparse", "sparse_coo tensor, not float32 tensor"),
+        ("meta", "meta tensor, not float32 tensor"),
+        ("quantized", "quantized tensor, not float32 tensor"),
+        ("bool", "bool tensor, not float32 tensor"),
+        ("int32", "int32 tensor, not float32 tensor"),
+        ("complex64", "complex64 tensor, not float32 tensor"),
+        ("beyond float32", "holds 160 values that are not finite"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_weights_of_another_kind_are_refused(kind: str, message: str, tmp_path: Path) -> None:
+    state = Small().state_dict()
+    torch.save({**state, "fc.weight": odd_tensor(kind, state["fc.weight"])}, tmp_path / "odd.pt")
+    with pytest.raises(StoreError, match=rf"odd.pt: fc.weight .*{message}"):
+        load_weights(tmp_path / "odd.pt", Small())
+
+
+def test_weights_of_other_precision_are_taken(tmp_path: Path) -> None:
+    model = Small().half()
+    torch.save(model.state_dict(), tmp_path / "half.pt")
+    assert same_weights(load_weights(tmp_path / "half.pt", Small()), model.float())
+
+
+def test_a_checkpoint_that_holds_itself_is_searched_once(tmp_path: Path) -> None:
+    """Its state dict is found; without one, the error comes at once."""
+    model, checkpoint = Small(), dict[str, Any](epoch=3)
+    checkpoint |= {"state_dict": checkpoint, "self": checkpoint}
+    torch.save(checkpoint, tmp_path / "empty.pt")
+    with pytest.raises(StoreError, match=r"holds no state dict .* Its keys: epoch, state_dict, self\."):
+        load_weights(tmp_path / "empty.pt", model)
+    torch.save({**checkpoint, "ema": {"weights": model.state_dict()}}, tmp_path / "full.pt")
+    assert same_weights(load_weights(tmp_path / "full.pt", Small()), model)
+
+
+def test_weights_with_an_impossible_name_are_refused() -> None:
+    for name in ("x" * 300, "a\0b"):
+        with pytest.raises(StoreError, match="there are no weights at"):
+            saved_file(Path(name))
+
+
+def test_a_message_quotes_a_long_name_in_part(tmp_path: Path) -> None:
+    torch.save({"one\ntwo\n" + "x" * 10_000: 3}, tmp_path / "odd.pt")
+    with pytest.raises(StoreError, match="holds no state dict") as caught:
+        load_weights(tmp_path / "odd.pt", Small())
+    assert len(str(caught.value)) < 500
+    assert "\n" not in str(caught.value)
 
 
 def test_a_teacher_module_with_other_classes_is_refused(tmp_path: Path) -> None:

@@ -8,14 +8,19 @@ import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.optim.swa_utils import AveragedModel
 
 import peel
@@ -98,6 +103,25 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weight: weight * float("nan"), "fc.weight holds 640 values that are not finite"),
+        (lambda weight: weight.int(), "fc.weight is of another kind than in the model: int32 tensor"),
+    ],
+)
+def test_weights_that_cannot_be_used_are_refused(saved: Path, change: Any, message: str) -> None:
+    path = saved / "slim.safetensors"
+    with safetensors.safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    tensors["fc.weight"] = change(torch.ones(10, 64))
+    tensors["fc.weight"] = tensors["fc.weight"][:, : load_file(path)["fc.weight"].shape[1]].contiguous()
+    save_file(tensors, path, metadata)
+    with pytest.raises(peel.StoreError, match=message.replace("640", str(tensors["fc.weight"].numel()))):
+        peel.load(path)
+
+
 def test_a_truncated_file_is_one_clear_error(saved: Path) -> None:
     path = saved / "slim.safetensors"
     good = path.read_bytes()
@@ -138,6 +162,12 @@ def rewrite(path: Path, **changes: object) -> None:
     [
         ({"modules": {"conv1": {"forward": 3}}}, "conv1.forward = 3 does not fit"),
         ({"modules": {"conv1": {"out_channels": "os.system"}}}, "malformed"),
+        ({"modules": {"conv1": {"out_channels": 10**30}}}, "malformed"),
+        ({"input": {"mean": [float("nan")]}}, "malformed"),
+        ({"input": {"std": [0.0]}}, "malformed"),
+        ({"costs": {"macs": "many"}}, "malformed"),
+        ({"model": {"zoo": "cifar:cifar_resnet20", "arguments": {"num_classes": 10**9}}}, "does not fit"),
+        ({"\ud800": 1}, "malformed"),
         ({"modules": {"nowhere": {"out_channels": 3}}}, "no module nowhere"),
         ({"format": "other"}, "not a model saved by peel"),
         ({"model": {"zoo": "canary.py:run", "arguments": {}}}, "does not run other code"),
@@ -369,6 +399,27 @@ def test_tensors_of_other_kinds_are_refused_by_name(tmp_path: Path) -> None:
         peel.save(small, tmp_path / "slim")
     with pytest.raises(peel.StoreError, match=r"conv1.weight is a meta tensor"):
         peel.save(slimmed().to("meta"), tmp_path / "slim")
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")  # FSDP has something to say about one process
+@pytest.mark.usefixtures("one_process")
+def test_a_sharded_network_is_refused(tmp_path: Path) -> None:
+    sharded = slimmed()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(peel.StoreError, match=r"is a DTensor.*full_tensor"):
+        peel.save(sharded, tmp_path / "slim")
+    flat = FullyShardedDataParallel(slimmed(), device_id=torch.device("cpu"))
+    with pytest.raises(peel.StoreError, match=r"holds a slim network as _fsdp_wrapped_module"):
+        peel.save(flat, tmp_path / "slim")
+    with pytest.raises(peel.StoreError, match=r"is a FlatParameter"):
+        peel.save(flat.get_submodule("_fsdp_wrapped_module"), tmp_path / "slim")
 
 
 # Without peel

@@ -3,6 +3,7 @@
 Commands are imported when they run: `peel --help` answers at once.
 """
 
+import errno
 import io
 import os
 import re
@@ -15,16 +16,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from cyclopts import App, CycloptsError, Parameter, Token, convert
+from cyclopts import App, CycloptsError, CycloptsPanel, Parameter, Token, convert
 from cyclopts.config import Toml
 
-from ..errors import DataError, DivergedError, OutOfMemoryError, PeelError, StoreError
+from ..errors import CorruptFileError, DataError, DivergedError, OutOfMemoryError, PeelError, StoreError
 from ..utils.environment import PEER_LOST, is_main_process, is_peer_lost
+from ..utils.files import parse_toml, read_file
+from ..utils.text import brief
 from ..version import __version__
 from .launch import command_line, set_arguments
 
 #: Exit codes, documented in docs/faults.md.
 OK, WRONG_INPUT, BAD_FILES, DIVERGED, OUT_OF_MEMORY, INTERRUPTED = 0, 2, 3, 4, 5, 130
+
+#: The longest line of an error, in characters.
+LONGEST = 1000
 
 
 def _converted(kind: Any, tokens: Sequence[Token]) -> Any:
@@ -42,6 +48,7 @@ app = App(
     default_parameter=Parameter(converter=_converted),
     help="Make a convolutional network fit a budget.",
     version=__version__,
+    error_formatter=lambda error: CycloptsPanel(brief(error, LONGEST)),
     suppress_keyboard_interrupt=False,  # main handles it
     help_epilogue="MODEL is a name of torchvision or timm, a network of peel.zoo such as cifar_resnet20, "
     "or your own as package.module:callable or path/to/file.py:callable.",
@@ -119,6 +126,10 @@ def _config_files(arguments: Sequence[str]) -> list[Toml]:
             path = value or next(iter(arguments[place + 1 :]), "")
             if not os.path.isfile(path):
                 raise PeelError(f"--config: there is no file {path!r}.")
+            try:
+                read_file(Path(path), parse_toml, "Correct it.")
+            except CorruptFileError as error:  # a setting, not a file of a run: another exit code
+                raise PeelError(f"--config: {error}") from error
             return [Toml(path, use_commands_as_keys=False)]
     return []
 
@@ -126,7 +137,8 @@ def _config_files(arguments: Sequence[str]) -> list[Toml]:
 def _report(error: PeelError) -> int:
     if not is_main_process():
         time.sleep(10)  # the main process prints an error of all; torchrun then stops the others
-    print(f"error: {error}", file=sys.stderr)
+    lines = [line[:LONGEST] for line in str(error).splitlines()]  # they may quote a value of any length
+    print("error:", "\n".join(lines), file=sys.stderr)
     if isinstance(error, DivergedError):
         return DIVERGED
     if isinstance(error, OutOfMemoryError):
@@ -161,6 +173,8 @@ def _report_other(error: BaseException, arguments: Sequence[str]) -> int:
     if type(error).__name__ == "OutOfMemoryError" or "CPUAllocator" in str(error):
         message = f"{str(error).splitlines()[0]} Use a smaller batch, smaller images, or --accumulate."
         return _report(OutOfMemoryError(message))
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return _report(PeelError(f"{error.filename}: no file can have this name, it is too long."))
     if is_peer_lost(error):
         time.sleep(5)  # the process that failed prints its error, and its end ends this one
         print(f"error: another process did not answer ({str(error).splitlines()[0]}).", file=sys.stderr)

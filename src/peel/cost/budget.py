@@ -5,6 +5,7 @@ import re
 from numbers import Integral, Real
 
 from ..errors import BudgetError, check_choice
+from ..utils.text import short
 
 Budget = str | int | float
 
@@ -53,8 +54,8 @@ def parse_budget(budget: Budget, original: int, resource: str = "macs") -> int:
             f"{budget!r} is neither a fraction between 0 and 1 nor a whole number from 2 on. "
             'Write a percentage ("100%", "150%") or a count ("1.5M").'
         )
-    if not 1 - 1e-6 <= value < math.inf:
-        raise BudgetError(f"the budget must be finite and at least 1, not {budget!r}.")
+    if not 1 - 1e-6 <= value < 2**63:
+        raise BudgetError(f"the budget must be finite and at least 1, and below 2**63, not {short(budget)}.")
     # Round down: the budget is never exceeded. The small addition takes back what floating point lost.
     return math.floor(value + 1e-6) if value < 1e15 else int(value)
 

@@ -55,7 +55,9 @@ class Constraint:
         if not graph.widths:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in list(graph.fixed.items())[:3])
             raise BudgetError(
-                f"no channel of this network can be removed. Its ties are fixed: {reasons or 'none'}."
+                f"no channel of this network can be removed. Its ties are fixed: {reasons or 'none'}. Where "
+                "other code than layers is the reason, capture the parts: "
+                "peel.trace(..., modules=['backbone'])."
             )
         several = parse_limits(budget) if isinstance(budget, str) else {}
         given = {**(limits or {}), **(several or {resource: budget})}

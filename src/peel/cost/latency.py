@@ -15,15 +15,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from ..errors import ConfigError, StoreError
-from ..utils.files import write_bytes
+from ..utils.files import check_name, write_bytes
 from ..utils.least_squares import nonnegative_least_squares
+from ..utils.text import name_of_key, short
+from ..utils.validation import Channels, Value, Whole
 from .activations import ActivationCost
 from .polynomial import CostModel, Form, product
 from .widths import Widths
@@ -48,6 +51,12 @@ ORIGINAL_WEIGHT = 32.0
 MIN_NETWORKS = 16
 
 
+#: 11 days.
+LONGEST = 1e15
+
+Nanoseconds = Annotated[float, Meta(ge=0, le=LONGEST)]
+
+
 class Costs(Protocol):
     """The part of a `ChannelGraph` that a latency model needs."""
 
@@ -69,8 +78,8 @@ class Costs(Protocol):
 class LatencyTerm(NamedTuple):
     """`nanoseconds` times the product of the forms, rounded up to multiples of `kernel_step`."""
 
-    nanoseconds: float
-    kernel_step: int
+    nanoseconds: Nanoseconds
+    kernel_step: Annotated[int, Meta(ge=1, le=2**16)]
     factors: Factors
 
 
@@ -78,12 +87,12 @@ class LatencyTerm(NamedTuple):
 class NetworkKey:
     """What a network must have in common with the one that was measured."""
 
-    widths: dict[str, int]
-    steps: dict[str, int]
-    input_shapes: tuple[tuple[int, ...], ...]
+    widths: dict[str, Channels]
+    steps: dict[str, Channels]
+    input_shapes: tuple[tuple[Channels, ...], ...]
     """Of one sample."""
-    macs: int
-    params: int
+    macs: Whole
+    params: Whole
 
     @classmethod
     def of(cls, graph: Costs) -> NetworkKey:
@@ -97,9 +106,9 @@ class NetworkKey:
 class Accuracy:
     """Relative errors on measured networks that took no part in the fit."""
 
-    median: float
-    p95: float
-    networks: int
+    median: Value
+    p95: Value
+    networks: Whole
 
     @classmethod
     def of(cls, predicted: Iterable[float], measured: Iterable[float]) -> Accuracy:
@@ -116,7 +125,7 @@ class LatencyModel:
     """
 
     network: NetworkKey
-    constant: float
+    constant: Nanoseconds
     """Nanoseconds that no width changes."""
     terms: tuple[LatencyTerm, ...]
     accuracy: Accuracy
@@ -174,6 +183,7 @@ class LatencyModel:
         """Write a JSON file."""
         target = Path(path)
         try:
+            check_name(target)
             target.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(target, msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
         except OSError as error:
@@ -185,28 +195,35 @@ class LatencyModel:
         try:
             model = msgspec.json.decode(Path(path).read_bytes(), type=cls)
         except OSError as error:
-            raise StoreError(f"cannot read the latency file {path}: {error.strerror}.") from error
-        except (msgspec.MsgspecError, ValueError) as error:
+            raise StoreError(
+                f"cannot read the latency file {name_of_key(str(path))}: {error.strerror}."
+            ) from error
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise StoreError(
                 f"{path} is not a latency file: {error}. Write one with peel latency."
             ) from error
         if (model.format, model.version) != (cls.format, cls.version):
-            found = f"format {model.format!r}, version {model.version}"
+            found = f"format {short(model.format)}, version {short(model.version)}"
             raise StoreError(f"{path} is not a latency file of this version: {found}.")
         return model._sound(path)
 
     def _sound(self, path: str | os.PathLike[str]) -> LatencyModel:
-        """Refuse times with which the latency would fall as a width grows."""
-        forms, terms = self._forms
-        times = np.array([self.constant, *(time for time, _ in terms)])
+        """Refuse terms with which the latency would fall as a width grows, or could not be computed."""
+        forms, network = self._forms[0], self.network
         numbers = [
             number for form, _ in forms for number in (form.constant, *(times for _, times in form.units))
         ]
         ties = {tie for form, _ in forms for tie, _ in form.units}
         is_sound = (
-            np.isfinite(times).all() and (times >= 0).all() and min((s for _, s in forms), default=1) >= 1
+            network.steps.keys() == network.widths.keys()
+            and ties <= set(range(len(network.widths)))
+            and all(0 <= number < 2**31 for number in numbers)
         )
-        if not is_sound or min(numbers, default=0) < 0 or not ties <= set(range(len(self.network.widths))):
+        if is_sound:
+            units = [width / network.steps[name] for name, width in network.widths.items()]
+            with np.errstate(over="ignore"):
+                is_sound = bool(self.total(units) <= LONGEST)
+        if not is_sound:
             raise StoreError(
                 f"{path} is corrupt: a time or a term is impossible. Measure again: peel latency."
             )

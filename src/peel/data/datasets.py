@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, DataError, PeelError, did_you_mean
 from ..utils.rng import class_order, epoch_order
+from ..utils.text import short
 from .augmentation import EVAL, View
 from .batch import Batch
 from .image_folder import ImageFolder, check_image, find_images, is_image, load_image, read_all
@@ -39,6 +40,9 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 #: Whose mean and standard deviation are taken where nobody names others.
 OF_TRAINING, OF_IMAGENET = "of the training images", "of ImageNet"
+
+#: Means and standard deviations beyond it make images that are not finite, or all the same.
+LARGEST = 1e6
 
 #: Images (uint8, images x height x width x channels) and their labels.
 Labeled = tuple[Tensor, Tensor]
@@ -177,9 +181,13 @@ class Data:
         train, test, count = self.train, self.test, self.shape[0]
         values = []
         for name, given in (("mean", mean or train.mean), ("std", std or train.std)):
-            if len(given) not in (1, count) or (name == "std" and min(given) <= 0):
+            least = -LARGEST if name == "mean" else 1 / LARGEST
+            is_number = all(least <= number <= LARGEST for number in given)
+            if len(given) not in (1, count) or not is_number:
                 kind = "positive numbers" if name == "std" else "numbers"
-                raise ConfigError(f"{name} must be 1 or {count} {kind}, one per channel, not {list(given)}.")
+                raise ConfigError(
+                    f"{name} must be 1 or {count} {kind}, one per channel, not {short(list(given))}."
+                )
             values.append(tuple(given) * (count // len(given)))
         told = replace(
             self,

@@ -1,6 +1,5 @@
 """Backends: what runs a network. A `Runner` is a network made ready to run on batches by one of them."""
 
-import copy
 import inspect
 import shutil
 import tempfile
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, check_choice
 from ..graph.capture import untouched
+from ..graph.copying import deep_copy
 from .onnx_model import OnnxModel, write_onnx
 
 #: torch as it is, compiled by torch.compile, exported and run by ONNX Runtime (on the CPU only).
@@ -57,7 +57,7 @@ def make_runner(
         return _onnx_runner(model, example, threads)
     if not can_run(backend, model):
         raise ConfigError(f"an ONNX file cannot run with the backend {backend}: choose onnxruntime.")
-    twin = copy.deepcopy(model).to(device).eval()
+    twin = deep_copy(model).to(device).eval()
     return _torch_runner(twin if backend == "eager" else _compiled(twin), device)
 
 
@@ -87,7 +87,7 @@ def _onnx_runner(model: nn.Module, example: Tensor, threads: int) -> Runner:
         return OnnxModel(model.path, threads=threads)
     with tempfile.TemporaryDirectory() as folder, untouched():
         path = Path(folder) / "model.onnx"
-        twin = copy.deepcopy(model).eval()
+        twin = deep_copy(model).eval()
         inputs = example if len(example) > 1 else example.expand(2, *example.shape[1:])
         dynamic = ({0: torch.export.Dim("batch")},)
         write_onnx(twin, path, (inputs,), outputs=0, dynamic_shapes=dynamic, metadata={})

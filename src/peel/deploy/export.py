@@ -1,7 +1,6 @@
 """`export`: a network as a file that runs elsewhere, checked by running it before it gets its name."""
 
 import contextlib
-import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves  # has no public name
 
 from ..errors import ExportError, PeelError
-from ..graph.capture import computed_tensors, untouched
+from ..graph.capture import untouched
+from ..graph.copying import deep_copy
 from ..surgery.info import info_of
 from ..surgery.serialization import load, save
 from ..utils.files import temporary_folder
@@ -148,7 +148,7 @@ def _prepare(model: nn.Module, example: Tensor | tuple[Tensor, ...] | None, batc
     inputs = given if isinstance(given, tuple) else (given,)
     if not all(isinstance(value, Tensor) and value.ndim > 0 for value in inputs):
         raise ExportError("example_input must be a tensor, or a tuple of tensors, with the batch axis first.")
-    twin = copy.deepcopy(model, dict(computed_tensors(model))).cpu().eval()
+    twin = deep_copy(model).cpu().eval()
     job = Job(twin, tuple(value.detach().cpu() for value in inputs), batch=batch)
     try:
         return replace(job, outputs=len(_call(twin, job.examples(2))))
@@ -190,7 +190,7 @@ def check(job: Job, run: Run, name: str) -> float:
 
 def _sensitivity(job: Job, inputs: tuple[Tensor, ...]) -> str:
     """A remark where torch itself does not compute the network within the tolerance: nobody else can."""
-    twin = copy.deepcopy(job.model).double()
+    twin = deep_copy(job.model).double()
     exact = _call(twin, tuple(value.double() if value.is_floating_point() else value for value in inputs))
     first, second = exact[0].float(), _call(job.model, inputs)[0]
     difference = float((first - second).abs().max() / first.abs().max())

@@ -1,25 +1,35 @@
 """Networks by reference: a run folder, a saved model, an ONNX file, or a name of the zoo."""
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
 from .. import zoo
 from ..cost.count import count_macs
 from ..errors import ModelError, RunError, StoreError
-from ..graph.capture import computed_tensors, with_batch
+from ..graph.capture import with_batch
+from ..graph.copying import deep_copy
 from ..report.record import RunRecord
 from ..surgery.info import SlimInfo, info_of
-from ..surgery.serialization import build_original, load, read_info, saved_path
-from .onnx_model import OnnxModel
+from ..surgery.serialization import Input, build_original, load, read_info, saved_path
+from ..utils.text import short
+from ..utils.validation import Whole, describe_error
+from .onnx_model import OnnxModel, first_line
 
 #: Files that hold weights or programs, but not a network that peel can build.
 FOREIGN = (".pt", ".pth", ".pt2", ".ckpt", ".bin", ".pb", ".tflite", ".py")
+
+
+class Metadata(Input, total=False):
+    """What an ONNX file says of its network. Other programs may add keys of their own."""
+
+    macs: Whole | None
+    params: Whole | None
 
 
 @dataclass(frozen=True)
@@ -55,12 +65,13 @@ def make_network(name: str, model: nn.Module, shape: tuple[int, ...] | None = No
     found = shape or shape_of(info)
     if found is None:
         raise ModelError(f"the input shape of {name} is not known: give an example input (--input).")
-    model = copy.deepcopy(model, dict(computed_tensors(model))).cpu().eval()
+    model = deep_copy(model).cpu().eval()
     try:
         macs = count_macs(model, (torch.zeros(1, *found),), {})
-    except (RuntimeError, ValueError, TypeError) as error:
-        text = str(error).strip().split("\n")[0]
-        raise ModelError(f"{name} cannot run on an input of shape {(1, *found)}: {text}") from error
+    except Exception as error:  # the code of the model may raise any
+        raise ModelError(
+            f"{name} cannot run on an input of shape {(1, *found)}: {first_line(error)}"
+        ) from error
     params = sum(parameter.numel() for parameter in model.parameters())
     return Network(name, model, found, info.input or {}, macs, params, **{"key": name, **fields})
 
@@ -137,7 +148,21 @@ def load_networks(
 def _of_onnx(path: Path, threads: int | None) -> Network:
     network = OnnxModel(path, threads=threads)
     given = network.metadata
+    try:
+        msgspec.convert(given, Metadata)
+    except ValueError as error:
+        where = str(error).rpartition("$.")[2].strip("`")
+        raise StoreError(
+            f"{path}: its metadata {where} is malformed: {describe_error(error)}. Export the network again."
+        ) from error
     shape = tuple(given.get("shape") or network.input_shape[1:])
+    fixed = network.input_shape[1:]
+    pairs = zip(fixed, shape, strict=False)
+    if len(fixed) != len(shape) or any(isinstance(size, int) and size != said for size, said in pairs):
+        raise StoreError(
+            f"{path}: its metadata say that inputs have the shape {short(shape)}, its graph says "
+            f"{short(tuple(fixed))}. Export the network again."
+        )
     if not all(isinstance(size, int) for size in shape):
         raise ModelError(
             f"the input of {path} has the shape {network.input_shape}: only a free batch is known."
@@ -165,7 +190,7 @@ def _of_saved(
     if is_own:
         original = _build_own(place, info, reference)
     else:
-        original = build_original(info.source, file)
+        original = build_original(info, file)
     slim = load(file, model=original)
     shape = shape or shape_of(info)
     key = f"{info.source} {reference if is_own else None} {shape}"

@@ -43,11 +43,14 @@ class OnnxModel(nn.Module):
             raise StoreError(f"there is no file {path}.")
         try:
             self.session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            inputs, stored = self.session.get_inputs(), self.session.get_modelmeta().custom_metadata_map
         except Exception as error:  # its errors have no common type
             raise StoreError(f"ONNX Runtime cannot load {path}: {first_line(error)}") from error
-        self.input_names = [item.name for item in self.session.get_inputs()]
-        self.input_shape: list[Axis] = list(self.session.get_inputs()[0].shape)
-        self.metadata = _parse(self.session.get_modelmeta().custom_metadata_map)
+        if not inputs:
+            raise StoreError(f"{path} takes no input: it is no network.")
+        self.input_names = [item.name for item in inputs]
+        self.input_shape: list[Axis] = list(inputs[0].shape)
+        self.metadata = _parse(stored)
 
     def forward(self, *inputs: Tensor) -> Any:
         feed = {
@@ -63,7 +66,7 @@ def _parse(metadata: Mapping[str, str]) -> dict[str, Any]:
     for name, text in metadata.items():
         try:
             values[name] = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             values[name] = text
     return values
 

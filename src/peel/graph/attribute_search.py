@@ -7,13 +7,14 @@ that were running. If none helps, the ties that cause the failure are fixed, wit
 reason.
 """
 
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.fx import Node
@@ -23,13 +24,15 @@ from ..errors import TraceError
 from .axes import Axis, Symbol, axis_size, expand, fix, is_free, mark_inexact, symbols_of
 from .call import module_of, results_of, values_in
 from .capture import TORCH, Capture, capture, with_batch
-from .channel_graph import ChannelGraph
+from .channel_graph import OUTPUT, ChannelGraph
 from .interpreter import Interpreter
 from .probe import probing_units, smallest_cause
 from .program import Program, RecordedCall, Recording, predict_lengths
 from .rebuild import empty_as, rebuild
 from .recording import Failure, Twin
 from .ties import GraphBuilder
+
+log = logging.getLogger("peel")
 
 #: At most this many runs look for the ties that cause a failure. Beyond that, all ties there are fixed.
 _MAX_TRIALS = 100
@@ -64,14 +67,15 @@ class AttributeSearch:
         interpreter: Interpreter,
         captured: Capture,
         *,
-        has_training_head: bool = False,
+        training: Literal["", "captured", "run"] = "",
     ) -> None:
         self.model = model
         self.example_input = example_input
         self.interpreter = interpreter
         self.findings = interpreter.findings
         self.captured = captured
-        self.has_training_head = has_training_head
+        self.training = training
+        """Whether the code also runs in training mode, because it uses more parameters there."""
         self.training_calls: tuple[RecordedCall, ...] = ()
         self.operators = [node for node in captured.nodes if node.op == "call_function"]
         self.choice: dict[tuple[str, str], int] = {}
@@ -125,18 +129,32 @@ class AttributeSearch:
 
     def _record_original(self, graph: ChannelGraph) -> None:
         """Record what the code does at its original widths: without data or, where that fails, with data."""
-        for with_data in (False, True):
-            self.twin = Twin(self.model, with_batch(self.example_input, 1), with_data=with_data)
-            self.with_data = with_data
-            self.twin.set_widths(graph, graph.units())
-            original = self.twin.run()
-            if isinstance(original, Recording):
-                self.original = original
-                training = self.twin.run(training=True) if self.has_training_head else None
-                self.training_calls = training.calls if isinstance(training, Recording) else ()
-                return
-            line = original.line
-        raise TraceError(f"{type(self.model).__name__} runs only in torch.export: {line}")
+        found: tuple[Twin, bool, Recording] | None = None
+        training: Recording | Failure | None = None
+        # Without data, `x[mask] = y` fits at all widths: only a capture or data show what must fit.
+        for with_data in (True, False) if self.training == "run" else (False, True):
+            twin = Twin(self.model, with_batch(self.example_input, 1), with_data=with_data)
+            twin.set_widths(graph, graph.units())
+            original = twin.run()
+            if isinstance(original, Failure):
+                line = original.line
+                continue
+            training = twin.run(training=True) if self.training else None
+            if found is None or not with_data or isinstance(training, Recording):
+                found = twin, with_data, original
+            if not isinstance(training, Failure):
+                break
+        if found is None:
+            raise TraceError(f"{type(self.model).__name__} runs only in torch.export: {line}")
+        self.twin, self.with_data, self.original = found
+        self.training_calls = training.calls if isinstance(training, Recording) else ()
+        if isinstance(training, Failure):
+            log.warning(
+                "%s does not run in training mode on the example input (%s). What it uses only there was not "
+                "analyzed and keeps its shape.",
+                type(self.model).__name__,
+                training.line,
+            )
 
     def _probe(self, graph: ChannelGraph, units: list[int]) -> Recording | Failure:
         """What the code does at other widths, or where that is not as predicted."""
@@ -197,6 +215,8 @@ class AttributeSearch:
         """Module -> attribute -> what it holds in terms of widths, by the guesses in use."""
         self.guesses: dict[tuple[str, str], list[Any]] = {}
         called, seen = self._called_lengths(), self._seen_lengths()
+        for place, forms in self._lengths_at_head().items():
+            seen[place] += forms
         found: dict[str, dict[str, Any]] = {}
         for name, module in self.model.named_modules():
             attributes: dict[str, Any] = {
@@ -231,6 +251,22 @@ class AttributeSearch:
             for axis in self._axes_at(node):
                 if self.builder.form(axis).units:
                     lengths[module_of(node), axis_size(axis)].append(self.builder.form(axis))
+        return lengths
+
+    def _lengths_at_head(self) -> Guesses:
+        """What the layers before the outputs read, for the modules that they are in.
+
+        No operator is called with `num_features` of a timm network, but `reset_classifier` builds by it.
+        """
+        lengths: Guesses = defaultdict(list)
+        for name, places in self.findings.consumers.items():
+            axes = self.interpreter.tensors[name]
+            if any(symbol.fixed == OUTPUT for symbol in symbols_of(axes[0])):
+                form = self.builder.form(axes[min(places)])
+                module = name
+                while module and form.units:
+                    module = module.rpartition(".")[0]
+                    lengths[module, axis_size(axes[min(places)])].append(form)
         return lengths
 
     def _try_next_guess(self, failure: Failure) -> bool:
@@ -434,7 +470,7 @@ class AttributeSearch:
     def _first_mismatch(self, graph: ChannelGraph) -> tuple[Node, list[Axis]] | None:
         """The first operator whose result has another shape than predicted, with the axes that differ."""
         units = probing_units(graph)[0]
-        twin = rebuild(self.model, graph, units, empty_as, keep_hooks=False)
+        twin = rebuild(self.model, graph, units, empty_as)
         operators = [node for node in capture(twin, self.example_input).nodes if node.op == "call_function"]
         for node, other in zip(self.operators, operators, strict=False):
             if node.target is not other.target:

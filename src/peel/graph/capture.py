@@ -1,17 +1,16 @@
 """Capture a model with `torch.export` and leave the given model exactly as it was.
 
 The model itself never runs. What is captured is a structural copy with new modules and shared tensors (export
-works on fake tensors and writes to none of them). The copy has none of the user's forward hooks, so none of
-them fires.
+works on fake tensors and writes to none of them). The user's forward hooks are part of what the model does:
+the copy has copies of them, with copies of what they hold.
 """
 
-import copy
 import io
 import logging
 import os
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +18,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves, tree_map  # has no public name
 
 from ..errors import TraceError
+from ..utils.rng import get_rng_state, set_rng_state
+from .caches import no_cached_tensors
+from .copying import structural_copy
 
-#: Folders whose code is not the user's. With a separator at the end: torchvision is not torch.
-PEEL = str(Path(__file__).resolve().parents[1]) + os.sep
-TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
+#: Folders whose code is not the user's, as frames name them (links are not resolved).
+PEEL = str(Path(__file__).parents[1]) + os.sep
+TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ def with_batch(example_input: Any, batch: int) -> tuple[tuple[Any, ...], dict[st
     Tensors inside lists, tuples and dicts may have no batch axis (the images of a detection network). Where
     there are any, the arguments stay as they are.
     """
+    if isinstance(example_input, Mapping):  # also what the processors of transformers return
+        example_input = dict(example_input)
     if isinstance(example_input, Tensor | list):
         example_input = (example_input,)
     is_call = isinstance(example_input, tuple | dict)
@@ -87,51 +91,20 @@ def input_shapes(*arguments: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(value.shape) for value in tree_leaves(arguments) if isinstance(value, Tensor))
 
 
-def structural_copy(
-    model: nn.Module, replace: dict[int, Tensor] | None = None, *, keep_hooks: bool = False
-) -> nn.Module:
-    """A copy with new modules and shared tensors, except those replaced (by the `id` of the original).
-
-    Without `keep_hooks` the user's forward hooks are left out. torch's own (weight norm has one) are part of
-    the model and are kept.
-    """
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    memo.update(computed_tensors(model))
-    memo.update(replace or {})
-    twin = copy.deepcopy(model, memo)
-    for module in () if keep_hooks else twin.modules():
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            hooks = getattr(module, name)  # torch has no public way to list hooks
-            for key, hook in list(hooks.items()):
-                if not (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch."):
-                    del hooks[key]
-    return twin
-
-
-def computed_tensors(model: nn.Module) -> dict[int, Tensor]:
-    """Tensors that a module computed from parameters and keeps (as weight norm does), by `id`, detached.
-
-    Each forward computes them again, and deepcopy refuses tensors with a gradient history.
-    """
-    return {
-        id(value): value.detach()
-        for module in model.modules()
-        for value in vars(module).values()
-        if isinstance(value, Tensor) and value.grad_fn is not None
-    }
-
-
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Restore what capturing could disturb outside the model: random states, warnings, logging.
+    """Restore what capturing could disturb outside the model: random states, caches, warnings, logging.
 
     Nothing is printed meanwhile: of a model that it cannot capture, torch prints the graph so far.
     """
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    cpu = torch.device("cpu")
+    random_state = get_rng_state(cpu)
     disabled = logging.root.manager.disable
     nowhere = io.StringIO()
     with (
         torch.random.fork_rng(devices=devices),
+        no_cached_tensors(),
         warnings.catch_warnings(),
         redirect_stdout(nowhere),
         redirect_stderr(nowhere),
@@ -142,6 +115,7 @@ def untouched() -> Iterator[None]:
             yield
         finally:
             logging.disable(disabled)
+            set_rng_state(random_state, cpu)
 
 
 def capture(model: nn.Module, example_input: Any, *, training: bool = False) -> Capture:
@@ -154,6 +128,7 @@ def capture(model: nn.Module, example_input: Any, *, training: bool = False) -> 
             program = torch.export.export(twin, args, kwargs, strict=False)
         except Exception as error:
             raise TraceError(_explain(model, error, shapes)) from error
+    _use_first_names(model, program.graph_module)
     signature = program.graph_signature
     nodes, returned = tuple(program.graph.nodes), signature.user_outputs
     for node in nodes:
@@ -167,6 +142,21 @@ def capture(model: nn.Module, example_input: Any, *, training: bool = False) -> 
         inputs=frozenset(signature.user_inputs),
         outputs=tuple(node for node in nodes if node.name in returned),
     )
+
+
+def _use_first_names(model: nn.Module, program: GraphModule) -> None:
+    """A module that is registered twice has its first name in every call, as in `named_modules()`."""
+    first: dict[nn.Module, str] = {}
+    names = {
+        name: first.setdefault(module, name) for name, module in model.named_modules(remove_duplicate=False)
+    }
+    if len(names) == len(first):
+        return
+    graphs = [part.graph for part in program.modules() if isinstance(part, GraphModule)]
+    for node in (node for graph in graphs for node in graph.nodes):
+        stack = node.meta.get("nn_module_stack") or {}
+        for key, (path, kind) in stack.items():
+            stack[key] = (names.get(path.split("@")[0], path), kind)
 
 
 #: Stands for a length that depends on values (how many boxes are chosen). No network has this many channels.

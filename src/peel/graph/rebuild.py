@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from ..cost.polynomial import Form
 from ..errors import WidthsError
-from .capture import structural_copy
 from .channel_graph import ChannelGraph
+from .copying import deep_copy
 
 
 def new_shapes(graph: ChannelGraph, units: Sequence[int]) -> dict[str, tuple[int, ...]]:
@@ -38,13 +38,11 @@ def rebuild(
     graph: ChannelGraph,
     units: list[int],
     make: Callable[[Tensor, tuple[int, ...]], Tensor],
-    *,
-    keep_hooks: bool = True,
 ) -> nn.Module:
     """A copy of the model whose tensors are made by `make(original, new shape)`, with attributes to match."""
     shapes = new_shapes(graph, units)
     replaced = {id(tensor): make(tensor, shapes[name]) for name, tensor in tensors_of(model).items()}
-    twin = structural_copy(model, replaced, keep_hooks=keep_hooks)
+    twin = deep_copy(model, replaced)
     for name, attributes in evaluate(graph.attributes, units).items():
         set_attributes(twin.get_submodule(name), attributes)
     return twin

@@ -19,13 +19,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map  # has no public name
 
 from ..cost.count import OperatorCount, macs_over_one_channel, plain_attention
-from .capture import TORCH, structural_copy, untouched, user_frame, with_batch
+from ..utils.rng import seed_everything
+from .capture import TORCH, untouched, user_frame, with_batch
 from .channel_graph import ChannelGraph
+from .copying import structural_copy
 from .program import RecordedCall, Recording
 from .rebuild import empty_as, evaluate, new_shapes, set_attributes, tensors_of
 
 #: The code that runs the user's.
-_GRAPH = str(Path(__file__).resolve().parent) + os.sep
+_GRAPH = str(Path(__file__).parent) + os.sep
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,13 @@ class Twin:
         ]
         tensors = [*tensors_of(model).values(), *(() if with_data else plain)]
         replaced = {id(tensor): first(tensor, tuple(tensor.shape)) for tensor in tensors}
-        self.model = structural_copy(model, replaced, keep_hooks=False)
+        self.model = structural_copy(model, replaced)
         devices = [tensor.device for tensor in tensors_of(model).values()] if with_data else ["meta"]
         self.example = tree_map(lambda x: x.to(devices[0]) if isinstance(x, Tensor) else x, example)
         self.tensors = tensors_of(self.model)
         self.names = {id(tensor): name for name, tensor in self.tensors.items()}
         self.modules = {module: name for name, module in self.model.named_modules()}
-        self.state = [(module, _copied(vars(module))) for module in self.modules if _is_plain(module)]
+        self.state = [(module, _State(vars(module))) for module in self.modules if _is_plain(module)]
 
     def set_widths(self, graph: ChannelGraph, units: list[int], unchanged: Any = ()) -> None:
         """Resize tensors and set attributes, except those in `unchanged` ((module, attribute) pairs).
@@ -67,8 +69,7 @@ class Twin:
         Attributes that an earlier run set (a cache of the user's code) are gone.
         """
         for module, state in self.state:
-            vars(module).clear()
-            vars(module).update(_copied(state))
+            state.restore(vars(module))
         for name, shape in new_shapes(graph, units).items():
             tensor = self.tensors.get(name)
             if tensor is not None and tensor.shape != shape:
@@ -92,6 +93,7 @@ class Twin:
         recorder = _Recorder({**self.names, **inputs}, expected)
         try:
             with untouched(), torch.no_grad(), plain_attention(), recorder:
+                seed_everything(0)  # layers that are dropped at random are the same in every run
                 self.model(*args, **kwargs)
         except Exception as error:
             frame = user_frame(error)
@@ -241,8 +243,31 @@ def _is_plain(module: nn.Module) -> bool:
     return not isinstance(module, torch.jit.ScriptModule)
 
 
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the attributes of a module, and of the lists and dicts among them."""
-    return {
-        name: value.copy() if isinstance(value, dict | list | set) else value for name, value in state.items()
-    }
+class _State:
+    """The attributes of a module, and what the lists, dicts and sets among them hold."""
+
+    def __init__(self, attributes: Mapping[str, Any]) -> None:
+        self.attributes = dict(attributes)
+        kinds = (list, dict, set)
+        containers = [value for value in attributes.values() if isinstance(value, kinds)]
+        self.contents = [
+            (value, dict(value) if isinstance(value, dict) else list(value)) for value in containers
+        ]
+
+    def restore(self, attributes: dict[str, Any]) -> None:
+        """Containers are changed in place: a hook may hold the same one. Others are not touched.
+
+        A configuration may be a dict of a class of its own that refuses changes (diffusers has one).
+        """
+        attributes.clear()
+        attributes.update(self.attributes)
+        for value, before in self.contents:
+            now = dict(value) if isinstance(value, dict) else list(value)
+            if _identities(now) != _identities(before):
+                value.clear()
+                value.extend(before) if isinstance(value, list) else value.update(before)
+
+
+def _identities(items: dict[Any, Any] | list[Any]) -> list[int]:
+    """To compare what may be tensors."""
+    return [*map(id, items), *(map(id, items.values()) if isinstance(items, dict) else ())]

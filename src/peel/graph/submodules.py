@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # has no public name
 from torch.utils._pytree import tree_leaves, tree_map  # has no public name
 
 from ..errors import TraceError, did_you_mean
-from .capture import capture, structural_copy, untouched, with_batch
+from .capture import capture, untouched, with_batch
+from .copying import FORWARD_HOOKS, structural_copy
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,14 @@ class ModuleCalls:
         return receives and any(read.call in own for call in others for read in call.reads)
 
 
+Key = tuple[Any, ...]
+
+
+def _key(tensor: Tensor) -> Key:
+    """The same for two objects that are one tensor. No mode sees `x.as_subclass(...)`, which fastai calls."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the calls of submodules. Between calls, it notes which of their results operators read."""
 
@@ -75,9 +84,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.module_calls = ModuleCalls(tuple(modules))
         self.depth = 0
-        self.source: dict[int, Received | Returned] = {}
-        self.tensors_read: set[int] = set()
-        self.parameters = {id(parameter) for parameter in model.parameters()}
+        self.source: dict[Key, Received | Returned] = {}
+        self.tensors_read: set[Key] = set()
+        self.parameters = {_key(parameter) for parameter in model.parameters()}
         for name in modules:
             module = model.get_submodule(name)
             module.register_forward_pre_hook(lambda *call: self._enter())
@@ -90,8 +99,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def read(self, values: Any) -> None:
         """Code outside the calls reads these values."""
-        found = {id(value) for value in tree_leaves(values) if isinstance(value, Tensor)}
-        # Only tensors that stay alive: the id of another one may come again.
+        found = {_key(value) for value in tree_leaves(values) if isinstance(value, Tensor)}
+        # Only tensors that stay alive: the memory of another one may come again.
         self.tensors_read |= found & (self.source.keys() | self.parameters)
 
     def _enter(self) -> None:
@@ -109,7 +118,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     returned = Returned(len(calls), place)
                     # A module may return what it received. Then the tensor keeps its first source.
                     results[returned] = value
-                    self.source.setdefault(id(value), returned)
+                    self.source.setdefault(_key(value), returned)
             calls.append(ModuleCall(name, args, kwargs))
 
         return leave
@@ -117,16 +126,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _source_of(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if id(value) not in self.source:
-            self.source[id(value)] = Received(len(self.module_calls.inputs))
-            self.module_calls.inputs.append(value)  # also keeps it alive, and its id with it
-        return self.source[id(value)]
+        if _key(value) not in self.source:
+            self.source[_key(value)] = Received(len(self.module_calls.inputs))
+            self.module_calls.inputs.append(value)  # also keeps its memory
+        return self.source[_key(value)]
 
 
 def record_calls(model: nn.Module, example_input: Any, modules: Sequence[str]) -> ModuleCalls:
     """Run a copy of the model on the example input and record the calls of these submodules."""
-    copies = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
-    twin = structural_copy(model, copies).eval()
+    twin = _copy_to_run(model)
     args, kwargs = with_batch(example_input, 1)
     with untouched(), torch.no_grad():
         recorder = _Recorder(twin, modules)
@@ -137,11 +145,16 @@ def record_calls(model: nn.Module, example_input: Any, modules: Sequence[str]) -
     inside = tuple(f"{name}." for name in modules)
     others = [tensor for name, tensor in twin.named_parameters() if not f"{name}.".startswith(inside)]
     # Code that did not run on this example has weights of its own and may read anything.
-    is_complete = all(id(tensor) in recorder.tensors_read for tensor in others)
+    is_complete = all(_key(tensor) in recorder.tensors_read for tensor in others)
     for returned, tensor in module_calls.results.items():
-        if not is_complete or id(tensor) in recorder.tensors_read:
+        if not is_complete or _key(tensor) in recorder.tensors_read:
             module_calls.outputs.add(returned)
     return module_calls
+
+
+def _copy_to_run(model: nn.Module) -> nn.Module:
+    copies = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
+    return structural_copy(model, copies).eval()
 
 
 def as_calls(model: nn.Module, module_calls: ModuleCalls) -> tuple[nn.Module, Any]:
@@ -169,6 +182,8 @@ def as_calls(model: nn.Module, module_calls: ModuleCalls) -> tuple[nn.Module, An
 
     twin = structural_copy(model)
     twin.__class__ = type(type(model).__name__, (type(model),), {"forward": forward})
+    for name in FORWARD_HOOKS:  # those of the model itself expect its own inputs and outputs
+        getattr(twin, name).clear()
     return twin, (list(module_calls.inputs),)
 
 
@@ -196,6 +211,11 @@ def check_modules(model: nn.Module, modules: str | Sequence[str]) -> tuple[str, 
 
 def find_modules(model: nn.Module, example_input: Any) -> tuple[str, ...]:
     """The largest submodules with weights that can be captured, and those that pass channels between them."""
+    # Each is captured by itself. What hooks hand to it from others (skips) is then of this example, not of
+    # whatever the model ran on last.
+    model, (args, kwargs) = _copy_to_run(model), with_batch(example_input, 1)
+    with untouched(), torch.no_grad():
+        model(*args, **kwargs)
     chosen: list[str] = []
     pending = [name for name, _ in model.named_children()]
     while pending:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -80,13 +80,16 @@ def _trace(
 ) -> ChannelGraph:
     interpreter = Interpreter(model, rules)
     interpreter.run(captured)
-    head = _capture_training_heads(model, example_input, captured)
-    if head is not None:
-        interpreter.run(head, counting=False)
+    training: Literal["", "captured", "run"] = ""
+    if _uses_more_in_training(model, captured):
+        try:
+            interpreter.run(capture(model, example_input, training=True), counting=False)
+            training = "captured"
+        except TraceError as error:
+            log.info("%s cannot be captured in training mode: %s", type(model).__name__, error)
+            training = "run"
     # Builds the ties and probes them.
-    has_head = head is not None
-    search = AttributeSearch(model, example_input, interpreter, captured, has_training_head=has_head)
-    return search.run()
+    return AttributeSearch(model, example_input, interpreter, captured, training=training).run()
 
 
 def _try_modules(model: nn.Module, example_input: Any, rules: Mapping[str, Rule]) -> ChannelGraph | None:
@@ -129,15 +132,10 @@ def _check_code_between(model: nn.Module, example_input: Any, graph: ChannelGrap
             )
 
 
-def _capture_training_heads(model: nn.Module, example_input: Any, captured: Capture) -> Capture | None:
-    """A capture in training mode, if the first one leaves parameters unused (Inception's auxiliary heads)."""
+def _uses_more_in_training(model: nn.Module, captured: Capture) -> bool:
+    """Whether a capture leaves parameters unused (Inception's auxiliary heads, Wav2Vec2's mask)."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if not any(captured.tensors.get(node.name) in parameters and not node.users for node in captured.nodes):
-        return None
-    try:
-        return capture(model, example_input, training=True)
-    except TraceError:
-        return None
+    return any(captured.tensors.get(node.name) in parameters and not node.users for node in captured.nodes)
 
 
 @contextmanager

@@ -29,8 +29,8 @@ PEEL_ONLY = (
 )
 
 Count = Annotated[int, Meta(ge=1)]
-Positive = Annotated[float, Meta(gt=0)]
-NotNegative = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0, le=1e30)]
+NotNegative = Annotated[float, Meta(ge=0, le=1e30)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class MethodConfig:
     """Step 4: importance, winner-take-all, equal (the same number of channels) or random."""
     solver: str = "telescoped"
     """Step 4: telescoped or triangular."""
-    rounds: Count = 1
+    rounds: Annotated[int, Meta(ge=1, le=100)] = 1
     """Step 4: rounds of reallocation; the backbone is widened and trained again between them."""
     max_width: Positive | None = None
     """Step 4: no layer grows beyond this multiple of its original width."""

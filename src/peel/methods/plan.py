@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from ..cost.widths import Widths
 from ..errors import ConfigError, CorruptFileError
 from ..steps.reallocation import Round
+from ..utils.text import short
+from ..utils.validation import Channels, Seconds, Value, Whole
 from .config import MethodConfig
 from .problem import Problem
 
@@ -18,15 +22,15 @@ from .problem import Problem
 class Architecture:
     """The widths of a network and what they cost."""
 
-    widths: dict[str, int]
-    macs: int
-    params: int
-    memory: int
+    widths: dict[str, Channels]
+    macs: Whole
+    params: Whole
+    memory: Whole
     """Bytes of activations of one image, without gradients (an estimate)."""
-    cost: int
+    cost: Whole
     """In units of the budget's resource."""
-    macs_by_group: dict[str, int]
-    latency: float | None = None
+    macs_by_group: dict[str, Whole]
+    latency: Seconds | None = None
     """Predicted nanoseconds of a batch, where a latency model is given."""
 
 
@@ -35,19 +39,19 @@ class Plan:
     """The widths of the slim network, and how the method came to them."""
 
     resource: str
-    budget: int
+    budget: Annotated[int, Meta(ge=1, le=2**63 - 1)]
     groups: dict[str, tuple[str, ...]]
     original: Architecture
     uniform: Architecture
     slim: Architecture
     backbone: Architecture | None = None
     rounds: tuple[Round, ...] = ()
-    l1_coefficient: float | None = None
+    l1_coefficient: Value | None = None
     """As it was used, also where it follows from `l1_strength`."""
     method: MethodConfig | None = None
-    limits: dict[str, int] = field(default_factory=dict)
+    limits: dict[str, Whole] = field(default_factory=dict)
     """What the network may cost in other resources."""
-    repaired_losses: dict[str, float] = field(default_factory=dict)
+    repaired_losses: dict[str, Value] = field(default_factory=dict)
     """Where weights are inherited: the losses of `uniform` and of the method's network after the repair, on
     held-out training images."""
     yields_to_uniform: bool = False
@@ -79,12 +83,24 @@ class Plan:
     def from_json(cls, data: bytes) -> Plan:
         try:
             plan = msgspec.json.decode(data, type=cls)
-        except (msgspec.MsgspecError, ConfigError) as error:
+        except RecursionError as error:
+            raise CorruptFileError("not a plan: it is nested too deeply.") from error
+        except (msgspec.MsgspecError, ValueError, ConfigError) as error:
             raise CorruptFileError(f"not a plan: {str(error).rstrip('.')}.") from error
         if (plan.format, plan.version) != ("peel-plan", 3):
             raise CorruptFileError(
-                f"not a plan of this version: format {plan.format!r}, version {plan.version}."
+                f"not a plan of this version: format {short(plan.format)}, version {short(plan.version)}."
             )
+        ties = [tie for of_group in plan.groups.values() for tie in of_group]
+        for name, network in plan.networks.items():
+            if (
+                not ties
+                or network.widths.keys() != plan.original.widths.keys()
+                or set(ties) - network.widths.keys()
+            ):
+                raise CorruptFileError(
+                    f"not a plan: the widths of {name!r} are not those of the ties in its groups."
+                )
         return plan
 
 

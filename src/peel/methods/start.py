@@ -1,6 +1,5 @@
 """What a network starts from: fresh weights, or those of the trained original, cut and repaired."""
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..data.augmentation import EVAL
+from ..graph.copying import deep_copy
 from ..surgery import slim
 from ..surgery.calibration import recalibrate
 from ..surgery.explain import explain_scores
@@ -75,7 +75,7 @@ class Starter:
         )
         if watch is not None:
             watch("cut", network)
-            recalibrated = copy.deepcopy(network)
+            recalibrated = deep_copy(network)
             recalibrate(recalibrated, self.images)
             watch("recalibrated", recalibrated)
         if problem.repairs:

@@ -27,6 +27,9 @@ _SEQUENCE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "
 _MARKERS = "os^DvPX"
 _WIDTH = 9.6
 
+#: Larger numbers make the ticks of an axis overflow.
+LARGEST = 1e30
+
 
 def label(stage: str) -> str:
     """A stage or network as the page writes it."""
@@ -201,11 +204,11 @@ def budget_chart(curves: Mapping[str, Sequence[tuple[float, float]]], original: 
 
 
 def _line(axes: Axes, curve: Curve, name: str, style: Mapping[str, Any]) -> None:
-    """One curve; numbers that are not finite leave a gap."""
+    """One curve; numbers that are not finite, or too large for an axis, leave a gap."""
     from matplotlib.ticker import MaxNLocator
 
     epochs = [epoch for epoch, _ in curve]
-    values = [value if math.isfinite(value) else math.nan for _, value in curve]
+    values = [value if abs(value) < LARGEST else math.nan for _, value in curve]
     spacing = max(1, len(curve) // 12)
     axes.plot(epochs, values, label=name, markersize=4, markevery=spacing, **style)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))

@@ -1,11 +1,14 @@
 """`render`: the page of a run from its `RunRecord`."""
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..cost.budget import format_bytes, format_cost, format_count, format_latency
 from ..errors import PeelError
@@ -16,6 +19,9 @@ from .charts import curves_chart, groups_chart, importance_chart, label, widths_
 from .record import RunRecord
 from .speed import COLUMNS, speed_cells, speed_sentences, speed_tile
 from .summary import search_sentence
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 RESOURCE_NAMES = {
     "macs": "MACs",
@@ -35,8 +41,8 @@ class Table:
     words: int = 1
 
 
-def render(record: RunRecord) -> str:
-    """The page as one HTML text. For an unfinished run it says what is missing."""
+@cache
+def _template() -> Template:
     try:
         import matplotlib  # noqa: F401
         from jinja2 import Environment, StrictUndefined
@@ -48,9 +54,12 @@ def render(record: RunRecord) -> str:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["svg"] = Markup  # charts escape the names that they show
-    template = environment.from_string(
-        files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8")
-    )
+    return environment.from_string(files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8"))
+
+
+def render(record: RunRecord) -> str:
+    """The page as one HTML text. For an unfinished run it says what is missing."""
+    template = _template()
     stages, rows, scores = _stages(record), _rows(record), _scores(record)
     bench = (record.result or {}).get("bench") or {}
     seconds = (record.result or {}).get("search", {}).get("seconds", 0.0)
@@ -400,7 +409,7 @@ def _training(
     scale = 100 if score.is_fraction else 1
     panels = {
         name: {
-            stage: [(line["epoch"], _number(line.get(part, {}).get("loss"))) for line in epochs]
+            stage: [(line["epoch"], _number((line.get(part) or {}).get("loss"))) for line in epochs]
             for stage, epochs in stages.items()
         }
         for name, part in (("training loss", "train"), ("test loss", "test"))
@@ -447,7 +456,7 @@ def _epochs_table(curves: Curves, score: _Score) -> Table:
 
 def _training_row(stage: str, epochs: Sequence[Mapping[str, Any]], score: _Score) -> list[str]:
     last = epochs[-1]
-    train, test = last.get("train", {}), last.get("test", {})
+    train, test = last.get("train", {}), last.get("test") or {}
     terms = [f"{name} {_short(value)}" for name, value in train.items() if name not in ("loss", "top1")]
     metrics: list[tuple[Mapping[str, Any], str, Callable[[float], str]]] = [
         (train, "loss", _short),
@@ -469,7 +478,7 @@ def _training_row(stage: str, epochs: Sequence[Mapping[str, Any]], score: _Score
 
 def _settings_table(settings: Mapping[str, Any]) -> Table:
     rows = [
-        [name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)]
+        [name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)]
         for name, value in flatten(settings).items()
     ]
     return Table(("setting", "value"), rows, words=2)

@@ -17,6 +17,7 @@ from ..errors import ConfigError, check_choice, did_you_mean
 from ..methods.config import MethodConfig
 from ..train.engine import COMPILE
 from ..train.recipe import FIELDS, Recipe
+from ..utils.text import name_of_key, short
 from ..utils.validation import describe_error
 
 #: The original is the teacher; backbone is steps 1 and 2, plan steps 3 and 4, final step 5.
@@ -154,7 +155,11 @@ def make_config(given: Mapping[str, Any]) -> Config:
     _check_names("", values, Config)
     for name in ("train", "backbone"):
         overrides = values.get(name) or {}
-        values[name] = dict(overrides) if isinstance(overrides, Mapping) else dataclasses.asdict(overrides)
+        if isinstance(overrides, RecipeOverrides):
+            overrides = dataclasses.asdict(overrides)
+        if not isinstance(overrides, Mapping):
+            raise ConfigError(f"{name} is a table such as {{epochs = 20}}, not {short(overrides)}.")
+        values[name] = dict(overrides)
         _check_names(f"{name}.", values[name], RecipeOverrides)
     if values.get("data") is None:
         model = values.get("model", Config.model)
@@ -177,7 +182,7 @@ def _check_names(prefix: str, given: Mapping[str, Any], kind: type) -> None:
     known = [item.name for item in fields(kind)]
     for name in given:
         if name not in known:
-            raise ConfigError(f"there is no setting {prefix}{name}.{did_you_mean(name, known)}")
+            raise ConfigError(f"there is no setting {prefix}{name_of_key(name)}.{did_you_mean(name, known)}")
 
 
 def _explain(error: Exception, values: Mapping[str, Any]) -> str:
@@ -188,4 +193,4 @@ def _explain(error: Exception, values: Mapping[str, Any]) -> str:
     value: Any = values
     for name in found[1].split("."):
         value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
-    return f"{found[1]}: {describe_error(error)}, not {value!r}."
+    return f"{found[1]}: {describe_error(error)}, not {short(value)}."

@@ -31,7 +31,7 @@ from ..errors import RunError
 from ..surgery.serialization import save
 from ..train.checkpoint import Checkpoints
 from ..train.history import EpochRecord
-from ..utils.files import WRITING, parse_object, read_file, remove_leftovers, write_bytes
+from ..utils.files import WRITING, check_name, parse_object, read_file, remove_leftovers, write_bytes
 from .result import StageRecord
 
 T = TypeVar("T")
@@ -56,6 +56,7 @@ class RunFolder:
         places = (self.folder, *self.folder.parents)
         self._made = [place for place in places if not os.path.lexists(place)]
         try:
+            check_name(self.folder)
             self.folder.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
             raise RunError(f"{self.folder} is a file. Name another folder with --output.") from None

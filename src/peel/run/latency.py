@@ -51,7 +51,7 @@ def latency_notes(graph: ChannelGraph) -> list[str]:
 
 def _is_measured_here(model: LatencyModel) -> bool:
     """Whether this machine has the device that the model was measured on."""
-    if "measured_by" in model.conditions:
+    if "measured_by" in model.conditions or not {"backend", "batch", "threads"} <= model.conditions.keys():
         return False
     try:
         here = device_name(find_device(str(model.conditions.get("device_type"))))

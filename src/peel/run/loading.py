@@ -1,7 +1,6 @@
 """Model, data, recipes and plan of a run: loaded, and checked against each other."""
 
 import contextlib
-import copy
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
@@ -18,6 +17,7 @@ from ..data.in_memory import InMemoryImages
 from ..data.torch_data import DatasetSplit, LoaderSplit
 from ..errors import ConfigError, CorruptFileError, DataError, ModelError
 from ..graph import ChannelGraph
+from ..graph.copying import deep_copy
 from ..methods.plan import Plan
 from ..steps.distillation import DISTILLATIONS, FINE_TUNING, OUTPUT_WEIGHT
 from ..surgery.info import info_of
@@ -25,6 +25,7 @@ from ..train.objective import get_logits
 from ..train.recipe import Recipe, backbone_recipe, named_recipe
 from ..train.task import Task
 from ..train.trial import try_task
+from ..utils.text import name_of_key
 from .config import Config
 from .teacher import input_of
 
@@ -79,7 +80,7 @@ def has_new_classifier(model: nn.Module | str, weights: object, data: Data) -> b
 def _on_cpu(model: nn.Module) -> nn.Module:
     """The model itself, or a copy of it where it is on another device."""
     is_elsewhere = any(parameter.device.type != "cpu" for parameter in model.parameters())
-    return copy.deepcopy(model).cpu() if is_elsewhere else model
+    return deep_copy(model).cpu() if is_elsewhere else model
 
 
 def _input_channels(network: nn.Module, shape: tuple[int, int, int]) -> int:
@@ -265,8 +266,8 @@ def read_widths(given: Mapping[str, Any] | str, graph: ChannelGraph, setting: st
             found = json.loads(data)
             given = Plan.from_json(data).widths if isinstance(found, dict) and "format" in found else found
         except OSError as error:
-            raise ConfigError(f"{setting}: cannot read {given}: {error.strerror}.") from error
-        except ValueError as error:
+            raise ConfigError(f"{setting}: cannot read {name_of_key(given)}: {error.strerror}.") from error
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{setting}: {given} is not JSON: {error}.") from error
         except CorruptFileError as error:
             raise ConfigError(f"{setting}: {given}: {error}") from error

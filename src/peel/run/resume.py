@@ -28,7 +28,7 @@ from ..train.recipe import Recipe
 from ..train.task import Task
 from ..utils.files import parse_object
 from ..utils.fingerprint import fingerprint
-from ..utils.text import flatten
+from ..utils.text import flatten, name_of_key, short
 from ..version import __version__
 from .config import Config
 from .folder import RunFolder
@@ -190,7 +190,7 @@ def _changes(
 
 
 def refuse_changes(folder: RunFolder, changed: Mapping[str, tuple[Any, Any]]) -> None:
-    lines = [f"{name}: {old!r} -> {new!r}" for name, (old, new) in changed.items()]
+    lines = [f"{name_of_key(name)}: {short(old)} -> {short(new)}" for name, (old, new) in changed.items()]
     shown = "\n  ".join([*lines[:12], *([f"and {len(lines) - 12} more"] if len(lines) > 12 else [])])
     raise RunError(
         f"{folder.folder} was started with other settings:\n  {shown}\nUse the same settings to resume "

@@ -1,7 +1,6 @@
 """How fast the networks of the table are: `peel bench` at the end of a run."""
 
 import contextlib
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,9 +12,9 @@ from ..deploy.bench import bench_networks, thread_count
 from ..deploy.networks import Network
 from ..deploy.onnx_model import first_line
 from ..errors import PeelError
-from ..graph.capture import computed_tensors
+from ..graph.copying import deep_copy
 from ..methods.problem import Problem
-from ..utils.files import parse_object
+from ..report.record import parse_result
 from ..utils.process_state import preserve_process_state
 from .folder import RunFolder
 from .result import Row
@@ -62,7 +61,7 @@ def measure_speed(
 
 def _as_saved(model: nn.Module) -> nn.Module:
     """A copy on the CPU, in the memory format in which a saved network is loaded."""
-    twin = copy.deepcopy(model, dict(computed_tensors(model)))
+    twin = deep_copy(model)
     return twin.cpu().to(memory_format=torch.contiguous_format).eval()
 
 
@@ -72,7 +71,7 @@ def stored_speed(folder: RunFolder | None, macs: Mapping[str, int]) -> Bench | N
         return None
     bench: Bench = {}
     with contextlib.suppress(PeelError):  # a corrupt file is written again
-        bench = folder.read("result.json", parse_object).get("bench") or {}
+        bench = folder.read("result.json", parse_result).get("bench") or {}
     found = {entry["network"]: entry["macs"] for entry in bench.get("entries", ())}
     return bench if found == macs else None
 

@@ -4,9 +4,8 @@ It is evaluated before anything is trained: a teacher that fails on the data wou
 """
 
 import contextlib
-import copy
 import math
-import tomllib
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,13 +21,15 @@ from ..data.augmentation import EVAL
 from ..data.batch import call_model, map_tensors
 from ..data.datasets import IMAGENET_MEAN, IMAGENET_STD, Data
 from ..errors import ConfigError, DataError, StoreError
+from ..graph.copying import deep_copy
 from ..methods.problem import Problem
 from ..surgery.info import info_of
-from ..surgery.serialization import is_saved, load, read_info, saved_path
+from ..surgery.serialization import is_saved, load, read_info, refuse_unusable, saved_path
 from ..train.engine import Engine, eval_batch_size
 from ..train.objective import get_logits, main_output
-from ..utils.files import parse_object, read_file
+from ..utils.files import DEPTH, parse_object, parse_toml, read_file
 from ..utils.fingerprint import fingerprint
+from ..utils.text import name_of_key, short
 from .result import StageRecord
 
 #: Images that the likely reasons for a low accuracy are tried on.
@@ -42,6 +43,9 @@ NORMALIZATIONS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "the mean and deviation of ImageNet": (IMAGENET_MEAN, IMAGENET_STD),
 }
 
+
+#: Where checkpoints have the state dict.
+USUAL_KEYS = ("state_dict", "model_state_dict", "model", "net")
 
 #: A cause is named only if the accuracy without it is at least this many times that of a guess.
 FAR_ABOVE_CHANCE = 3
@@ -65,11 +69,11 @@ def find_teacher(reference: nn.Module | Mapping[str, Tensor] | str, problem: Pro
     if reference == "train":
         return None
     if isinstance(reference, nn.Module):
-        teacher = Teacher(copy.deepcopy(reference))
+        teacher = Teacher(deep_copy(reference))
     elif isinstance(reference, Mapping):
         teacher = Teacher(_with_weights(problem.model, dict(reference), "the given state dict"))
     elif reference == "pretrained":
-        teacher = Teacher(copy.deepcopy(problem.model))
+        teacher = Teacher(deep_copy(problem.model))
     else:
         file = saved_file(Path(reference))
         record = file.with_name("original.record.json")
@@ -105,8 +109,8 @@ def check_accuracy(teacher: Teacher, top1: float, problem: Problem, is_chosen: b
     """
     data, history = problem.data, teacher.record.history if teacher.record is not None else []
     text = f"the network is right for only {top1:.1%} of the test images of {data.name}"
-    if history and history[-1].test:
-        recorded = history[-1].test["top1"]
+    recorded = (history[-1].test or {}).get("top1") if history else None
+    if recorded is not None:
         least = (recorded + min(recorded, 1 / len(data.classes))) / 2
         if top1 < least - _error(recorded, data.test.size):
             raise DataError(
@@ -247,26 +251,29 @@ def _check(teacher: nn.Module, problem: Problem) -> None:
 
 def saved_file(path: Path) -> Path:
     """The teacher in a run folder, a model saved by peel, or a state dict."""
-    inside = path / "stages" / "original.safetensors"
-    candidates = (inside,) if path.is_dir() else (path, saved_path(path))
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
+    inside, shown = path / "stages" / "original.safetensors", name_of_key(str(path))
+    try:
+        candidates = (inside,) if path.is_dir() else (path, saved_path(path))
+        for candidate in candidates:
+            if candidate.is_file():
+                return candidate
+    except OSError as error:  # the name is too long
+        raise StoreError(f"there are no weights at {shown}: {error.strerror}.") from error
     if (path / "state.json").is_file() and (given := _given_weights(path)) is not None:
         raise StoreError(
             f"{path} holds no original: it is a run that was given a trained one, and does not store it "
             f"again. {given}"
         )
     raise StoreError(
-        f"there are no weights at {path}. Name a file, or a run folder. To train the original once for "
-        f"several runs: peel run ... --stages original --output {path}"
+        f"there are no weights at {shown}. Name a file, or a run folder. To train the original once for "
+        f"several runs: peel run ... --stages original --output {shown}"
     )
 
 
 def _given_weights(run: Path) -> str | None:
     """What to give instead of a run that was given its weights; None where it trains the original."""
     config = run / "config.toml"
-    values = read_file(config, lambda data: tomllib.loads(data.decode())) if config.is_file() else {}
+    values = read_file(config, parse_toml) if config.is_file() else {}
     weights = values.get("weights", "train")
     if weights == "train":
         return None
@@ -278,12 +285,12 @@ def _given_weights(run: Path) -> str | None:
 def load_weights(path: Path, original: nn.Module) -> nn.Module:
     """A copy of the original with the weights stored at `path`."""
     if is_saved(path):
-        loaded = load(path, model=original)
-        _refuse_not_finite(loaded.state_dict(), original, str(path))
-        return loaded
+        return load(path, model=original)
     try:
-        is_safe = path.suffix == ".safetensors"
-        stored: Any = load_file(path) if is_safe else torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of kinds of tensors that are refused below
+            is_safe = path.suffix == ".safetensors"
+            stored = load_file(path) if is_safe else torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = "without running code from it" if "weights_only" in str(error) else "by torch"
         raise StoreError(
@@ -294,12 +301,12 @@ def load_weights(path: Path, original: nn.Module) -> nn.Module:
 
 
 def _with_weights(original: nn.Module, stored: Any, source: str) -> nn.Module:
-    model = copy.deepcopy(original)
+    model = deep_copy(original)
     weights = _find_state_dict(stored, source, model)
     if wrong := _misfits(model.state_dict(), weights):
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise StoreError(f"{source} does not fit the model: {'; '.join(wrong[:3])}{more}.")
-    _refuse_not_finite(weights, original, source)
+    refuse_unusable(weights, original.state_dict(), source)
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
@@ -307,28 +314,17 @@ def _with_weights(original: nn.Module, stored: Any, source: str) -> nn.Module:
     return model
 
 
-def _refuse_not_finite(weights: Mapping[str, Any], original: nn.Module, source: str) -> None:
-    """Refuse NaN and inf, except where the model has them before it is trained (a mask of -inf)."""
-    before = original.state_dict()
-    for name, tensor in weights.items():
-        if not isinstance(tensor, Tensor) or torch.isfinite(tensor).all():
-            continue
-        if isinstance(before.get(name), Tensor) and torch.isfinite(before[name]).all():
-            count = int((~torch.isfinite(tensor)).sum())
-            raise StoreError(
-                f"{source}: {name} holds {count} values that are not finite (NaN or inf): the training "
-                "diverged, or the file is corrupt. Use an earlier checkpoint."
-            )
-
-
 def _misfits(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:
     """How a state dict differs from that of the model, one text for each name."""
     shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items() if isinstance(tensor, Tensor)}
     wrong = [f"{name} is missing" for name in shapes if name not in given]
-    wrong += [f"the model has no {name}" for name in given if name not in wanted]
+    wrong += [f"the model has no {name_of_key(name)}" for name in given if name not in wanted]
     for name, shape in shapes.items():
-        if name in given and isinstance(given[name], Tensor) and tuple(given[name].shape) != shape:
-            wrong.append(f"{name} has shape {tuple(given[name].shape)}, not {shape}")
+        tensor = given.get(name)
+        if name in given and not isinstance(tensor, Tensor):
+            wrong.append(f"{name} is {short(tensor)}, not a tensor")
+        elif tensor is not None and tuple(tensor.shape) != shape:
+            wrong.append(f"{name} has shape {tuple(tensor.shape)}, not {shape}")
     return wrong
 
 
@@ -338,12 +334,9 @@ def _find_state_dict(stored: Any, source: str, model: nn.Module) -> dict[str, Te
     They are taken from the usual keys, else from the only place where a state dict that fits the model lies.
     """
     usual = stored
-    while isinstance(usual, dict):
-        inner = (usual.get(key) for key in ("state_dict", "model_state_dict", "model", "net"))
-        found = next((value for value in inner if isinstance(value, dict)), None)
-        if found is None:
-            break
-        usual = found
+    for _ in range(DEPTH):
+        inner = (usual.get(key) for key in USUAL_KEYS) if isinstance(usual, dict) else ()
+        usual = next((value for value in inner if isinstance(value, dict)), usual)
     wanted = model.state_dict()
     if is_state_dict := _has_tensors(usual):
         usual = _without_prefix(usual, list(wanted))
@@ -358,7 +351,7 @@ def _find_state_dict(stored: Any, source: str, model: nn.Module) -> dict[str, Te
         raise StoreError(f"{source} holds several state dicts that fit, {', '.join(fitting)}. {way_out}")
     if is_state_dict:
         return dict(usual)
-    keys = ", ".join(map(str, list(stored)[:8])) if isinstance(stored, dict) else ""
+    keys = ", ".join(map(name_of_key, list(stored)[:8])) if isinstance(stored, dict) else ""
     raise StoreError(
         f"{source} holds no state dict (names and tensors) that fits the model."
         + (f" Its keys: {keys}." if keys else "")
@@ -370,13 +363,18 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, dict) and any(isinstance(inner, Tensor) for inner in value.values())
 
 
-def _nested_state_dicts(stored: Any, place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where in a checkpoint, and what, at any depth."""
-    for key, value in stored.items() if isinstance(stored, dict) else ():
-        inner = f"{place}.{key}" if place else str(key)
-        if _has_tensors(value) and all(isinstance(name, str) for name in value):
-            yield inner, value
-        yield from _nested_state_dicts(value, inner)
+def _nested_state_dicts(stored: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where in a checkpoint, and what. Each dict once: a checkpoint may hold itself."""
+    seen: set[int] = set()
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), stored)]
+    while waiting:
+        place, table = waiting.pop()
+        if not isinstance(table, dict) or id(table) in seen or len(place) > DEPTH:
+            continue
+        seen.add(id(table))
+        if place and _has_tensors(table) and all(isinstance(name, str) for name in table):
+            yield ".".join(map(name_of_key, place)), table
+        waiting += [((*place, key), value) for key, value in reversed(table.items())]
 
 
 def _without_prefix(stored: dict[str, Any], wanted: Sequence[str]) -> dict[str, Any]:

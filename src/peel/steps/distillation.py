@@ -4,7 +4,6 @@
 networks: the teacher is a wider network that shares its weights with the student and trains with it.
 """
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from ..data.batch import Batch, call_model
 from ..errors import ModelError
 from ..graph import ChannelGraph
 from ..graph.channel_graph import Run
+from ..graph.copying import deep_copy
 from ..graph.parameters import norm_layers, spans
 from ..graph.rebuild import tensors_of
 from ..surgery import attach_info, info_of, slim
@@ -140,7 +140,7 @@ class Pair(nn.Module):
     @torch.no_grad()
     def student(self) -> nn.Module:
         """A copy of the student as a network of its own, in the mode of the pair."""
-        student = copy.deepcopy(self._student[0]).train(self.training)
+        student = deep_copy(self._student[0]).train(self.training)
         tensors = self._tensors()
         for name, target in tensors_of(student).items():
             target.data = tensors[name].detach().clone()

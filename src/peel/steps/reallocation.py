@@ -29,6 +29,7 @@ from ..cost.widths import Widths
 from ..errors import ConfigError, check_choice
 from ..graph import ChannelGraph
 from ..utils.bisection import solve_increasing
+from ..utils.validation import Channels, Value, Whole
 from .backbone import refuse_above
 
 log = logging.getLogger("peel")
@@ -45,23 +46,23 @@ Numbers = Mapping[str, float]
 class Round:
     """One round of reallocation."""
 
-    widths: dict[str, int]
-    factors: dict[str, float]
+    widths: dict[str, Channels]
+    factors: dict[str, Value]
     """Group -> the factor that its widths grow by, before rounding."""
-    ideal_widths: dict[str, float]
+    ideal_widths: dict[str, Value]
     """Before rounding to whole channels."""
-    ideal_cost: float
-    cost: int
+    ideal_cost: Value
+    cost: Whole
     unspent: int
-    shares: dict[str, float] | None = None
+    shares: dict[str, Value] | None = None
     """Group -> its share of the pool."""
-    importance: dict[str, float] | None = None
+    importance: dict[str, Value] | None = None
     """Group -> its importance (step 2)."""
-    tie_importance: dict[str, float] = field(default_factory=dict)
+    tie_importance: dict[str, Value] = field(default_factory=dict)
     distinct: bool = True
     """Whether the importance tells the groups apart; `note` explains it."""
     note: str = ""
-    rounded_factors: dict[str, float] = field(default_factory=dict)
+    rounded_factors: dict[str, Value] = field(default_factory=dict)
     """Group -> its factor after rounding: the mean over its ties."""
     rounding_note: str = ""
     """What rounding did to the groups, where it is more than a reader expects."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ MAX_IMAGES = 1024
 #: Bytes of activations and stored outputs that may be held at a time.
 MEMORY = 4 * 2**30
 
-Images = Tensor | Iterable[Any]
+Images = Tensor | Mapping[str, Any] | Iterable[Any]
 
 
 def images_in_memory(graph: ChannelGraph, most: int) -> int:
@@ -30,9 +30,13 @@ def images_in_memory(graph: ChannelGraph, most: int) -> int:
 def make_batches(images: Images, images_per_batch: int) -> list[Any]:
     """Batches as the model takes them: tensors of at most so many images, or what an iterable gives.
 
-    Of a batch that is a tuple or list (images and labels), the first element counts.
+    Of a batch that is a tuple or list (images and labels), the first element counts. A dict holds keyword
+    arguments.
     """
-    batches = [images] if isinstance(images, Tensor) else _take(images)
+    if isinstance(images, Mapping):
+        batches = _split(images, images_per_batch)
+    else:
+        batches = [images] if isinstance(images, Tensor) else _take(images)
     if batches and not any(isinstance(value, Tensor) for value in tree_leaves(batches)):
         raise DataError(
             f"images holds no tensor, but {type(tree_leaves(batches)[0]).__name__}; give tensors (of numpy "
@@ -43,6 +47,23 @@ def make_batches(images: Images, images_per_batch: int) -> list[Any]:
     _refuse_not_finite(batches)
     _refuse_constant(batches)
     return merge(batches, images_per_batch)
+
+
+def _split(arguments: Mapping[str, Any], images_per_batch: int) -> list[Any]:
+    """Batches of keyword arguments, where all tensors have as many images."""
+    counts = {len(value) for value in arguments.values() if isinstance(value, Tensor) and value.ndim}
+    if len(counts) != 1:
+        return [dict(arguments)]
+    (count,) = counts
+    return [
+        {
+            name: value[start : start + images_per_batch]
+            if isinstance(value, Tensor) and value.ndim
+            else value
+            for name, value in arguments.items()
+        }
+        for start in range(0, count, images_per_batch)
+    ]
 
 
 def merge(batches: list[Any], images_per_batch: int) -> list[Any]:
@@ -87,6 +108,7 @@ def _take(images: Iterable[Any]) -> list[Any]:
             f"images is a {type(images).__name__}; give a tensor, or an iterable of batches (a DataLoader)."
         ) from None
     for batch in iterator:
+        batch = dict(batch) if isinstance(batch, Mapping) else batch
         taken.append(batch[0] if isinstance(batch, tuple | list) and batch else batch)
         count += count_images(taken[-1])
         if count >= MAX_IMAGES:

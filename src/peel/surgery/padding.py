@@ -5,7 +5,6 @@ gradient of zero, so it stays zero during training. This holds for batch norm, R
 fails for layer norm or a sigmoid in the stream, so `pad` tries it on a copy first.
 """
 
-import copy
 import logging
 from dataclasses import dataclass
 from math import lcm
@@ -14,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..cost.widths import Widths
-from ..graph.capture import computed_tensors, untouched
+from ..graph.capture import untouched
 from ..graph.channel_graph import ChannelGraph
+from ..graph.copying import deep_copy
 from ..graph.rebuild import empty_as, rebuild
 from .selection import select_channels
 from .slim import copy_channels, copy_weights, slim
@@ -104,7 +104,7 @@ def _trial_copy(model: nn.Module) -> nn.Module:
     A branch scaled by zero would hide an error. In double precision the effect of one channel among hundreds
     is larger than rounding errors.
     """
-    trial = copy.deepcopy(model, computed_tensors(model)).double()
+    trial = deep_copy(model).double()
     generator = torch.Generator().manual_seed(0)
     for parameter in trial.parameters():
         values = parameter.data

@@ -4,7 +4,7 @@ The description holds how to build the original, attributes and shapes that diff
 channels were kept. `docs/format.md` has it key by key, and a reader that does not need `peel`.
 """
 
-import copy
+import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +20,12 @@ from safetensors.torch import save as dump_tensors
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from ..errors import CorruptFileError, StoreError
-from ..graph.capture import computed_tensors
+from ..errors import CorruptFileError, ModelError, StoreError
+from ..graph.copying import deep_copy
 from ..graph.rebuild import set_attributes, tensors_of
-from ..utils.files import parse_object, write_bytes
+from ..utils.files import check_name, parse_object, write_bytes
+from ..utils.text import brief, name_of_key, short
+from ..utils.validation import Channels, Whole
 from ..version import __version__
 from .info import SlimInfo, attach_info, changed_sizes, info_of
 
@@ -40,23 +42,24 @@ T = TypeVar("T")
 
 Size = Annotated[int, Meta(ge=0, lt=2**31)]
 Place = Annotated[int, Meta(ge=-1, lt=2**31)]
+Attribute = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 
 Source = TypedDict("Source", {"zoo": str, "arguments": dict[str, Any], "class": str}, total=False)
 
 
 class Costs(TypedDict, total=False):
-    macs: int
-    params: int
+    macs: Whole
+    params: Whole
     input_shapes: list[list[Size]]
     modules: list[str]
 
 
 class Input(TypedDict, total=False):
     classes: list[str]
-    shape: list[Size]
-    mean: list[float]
-    std: list[float]
-    resize: int
+    shape: list[Channels]
+    mean: list[Annotated[float, Meta(ge=-1e6, le=1e6)]]
+    std: list[Annotated[float, Meta(ge=1e-6, le=1e6)]]
+    resize: Annotated[int, Meta(ge=1, le=2**16)]
 
 
 class Kept(TypedDict):
@@ -71,7 +74,7 @@ class Description(TypedDict):
 
     model: Source
     widths: dict[str, Size]
-    modules: dict[str, dict[str, int | list[int]]]
+    modules: dict[str, dict[str, Attribute | list[Attribute]]]
     original_shapes: NotRequired[dict[str, list[Size | None]]]
     kept: NotRequired[Kept]
     original_weights: NotRequired[str]
@@ -103,6 +106,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
         "made_by": {"peel": __version__, "torch": torch.__version__.split("+")[0]},
     }
     try:
+        check_name(file)
         # One key: safetensors writes several in any order, and equal networks are to give equal files.
         data = dump_tensors(tensors, metadata={KEY: json.dumps(description)})
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +125,7 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
     was before slimming.
     """
     file, info = saved_path(path), read_info(path)
-    original = build_original(info.source, file) if model is None else model
+    original = build_original(info, file) if model is None else model
     built = _build(original, info, _read_tensors(file), file)
     shapes = info.original_shapes
     if shapes is None:
@@ -137,12 +141,12 @@ def read_info(path: str | os.PathLike[str]) -> SlimInfo:
     if document is None or document.get("format") != FORMAT:
         raise StoreError(f"{file} is not a model saved by peel.")
     if document.get("version") not in (1, VERSION):
-        raise StoreError(f"{file} has format version {document.get('version')!r}, not {VERSION}.")
+        raise StoreError(f"{file} has format version {short(document.get('version'))}, not {VERSION}.")
     try:
         found = msgspec.convert(document, Description)
         kept = _spread_lists(found["kept"]) if "kept" in found else None
-    except (msgspec.ValidationError, IndexError) as error:
-        raise CorruptFileError(f"{file} is malformed: {error}.") from error
+    except (ValueError, IndexError) as error:
+        raise CorruptFileError(f"{file} is malformed: {brief(error)}.") from error
     return SlimInfo(
         found["model"],
         found["widths"],
@@ -170,13 +174,15 @@ def saved_path(path: str | os.PathLike[str]) -> Path:
     return base.with_name(base.name + ".safetensors")
 
 
-def build_original(source: Mapping[str, Any], path: Path) -> nn.Module:
+def build_original(info: SlimInfo, path: Path) -> nn.Module:
     """Build the original of a saved model by its name, with random weights.
 
-    The file may not import code, open files or download weights.
+    The file may not import code, open files or download weights. Its numbers are tried without memory first:
+    a network of another size than that of its tensors is not built.
     """
     from .. import zoo
 
+    source = info.source
     if "zoo" not in source:
         own = f"holds a model of your own ({source.get('class')})"
         raise StoreError(f"{path} {own}: give the model before slimming, as peel.load(path, model=...).")
@@ -188,41 +194,45 @@ def build_original(source: Mapping[str, Any], path: Path) -> nn.Module:
         is_name = key.isidentifier() and not key.startswith("_")
         if loads_weights or not is_name or not isinstance(value, bool | int | float | None):
             raise StoreError(
-                f"{path}: the argument {key}={value!r} is refused: a saved file may only give numbers to the "
-                "arguments of a model, and load no other files."
+                f"{path}: the argument {name_of_key(key)}={short(value)} is refused: a saved file may only "
+                "give numbers to the arguments of a model, and load no other files."
             )
+    with contextlib.suppress(ModelError), torch.device("meta"):  # the next line raises it without a device
+        _check_shapes(tensors_of(zoo.create(name, **arguments)), _read_shapes(path), info, path)
     return zoo.create(name, **arguments)
 
 
 def _build(model: nn.Module, info: SlimInfo, tensors: Mapping[str, Tensor], path: Path) -> nn.Module:
     """A copy of the model with the saved tensors and attributes."""
     expected = tensors_of(model)
-    _check_shapes(expected, tensors, info, path)
-    replaced: dict[int, Any] = dict(computed_tensors(model))
+    _check_shapes(expected, {name: list(tensor.shape) for name, tensor in tensors.items()}, info, path)
+    refuse_unusable(tensors, expected, str(path))
+    replaced: dict[int, Any] = {}
     for name, old in expected.items():
         new = tensors[name].to(old.device)
         is_parameter = isinstance(old, nn.Parameter)
         replaced[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
-    built = copy.deepcopy(model, replaced)
+    built = deep_copy(model, replaced)
     modules = dict(built.named_modules())
     for name, attributes in info.modules.items():
         if name not in modules:
-            raise StoreError(f"{path} does not fit this model: it has no module {name}.")
+            raise StoreError(f"{path} does not fit this model: it has no module {name_of_key(name)}.")
         for attribute, value in attributes.items():
             own = vars(modules[name]).get(attribute)
             if attribute in NO_WIDTHS or not _may_replace(own, value):
-                raise StoreError(f"{path}: {name}.{attribute} = {value!r} does not fit this model ({own!r}).")
+                wrong = f"{name}.{name_of_key(attribute)} = {short(value)}"
+                raise StoreError(f"{path}: {wrong} does not fit this model ({short(own)}).")
         set_attributes(modules[name], attributes)
     return built
 
 
 def _check_shapes(
-    expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], info: SlimInfo, path: Path
+    expected: Mapping[str, Tensor], saved: Mapping[str, list[int]], info: SlimInfo, path: Path
 ) -> None:
     """Whether a model has the shapes of the saved one before it was slimmed, or those that it has now."""
-    if different := sorted(set(expected) ^ set(tensors)):
-        raise StoreError(f"{path} does not fit this model: only one of them has {different[0]}.")
-    own, saved = ({name: list(x.shape) for name, x in of.items()} for of in (expected, tensors))
+    if different := sorted(set(expected) ^ set(saved)):
+        raise StoreError(f"{path} does not fit this model: only one of them has {name_of_key(different[0])}.")
+    own = {name: list(tensor.shape) for name, tensor in expected.items()}
     if own == saved:
         return
     for name, size in own.items():
@@ -236,6 +246,57 @@ def _check_shapes(
                 "that was slimmed. Build the same model with the same number of classes (change the head "
                 "before peel.load)."
             )
+
+
+def refuse_unusable(weights: Mapping[str, Any], expected: Mapping[str, Any], source: str) -> None:
+    """Refuse tensors of another kind than the model's, and NaN and inf that its own do not have.
+
+    A mask of -inf is in the model before it is trained.
+    """
+    for name, wanted in expected.items():
+        given = weights.get(name)
+        if not isinstance(given, Tensor) or not isinstance(wanted, Tensor):
+            continue
+        loses = (wanted.is_floating_point() and not given.is_floating_point()) or (
+            given.is_complex() and not wanted.is_complex()
+        )
+        if not _is_plain(given) or given.is_quantized or loses:
+            raise StoreError(
+                f"{source}: {name} is of another kind than in the model: {_kind_of(given)}, not "
+                f"{_kind_of(wanted)}. Save plain tensors: of the network before it was quantized or made "
+                "sparse."
+            )
+        # As the model will hold it: a large number may have no place in it.
+        is_finite = torch.isfinite(given.to(wanted.dtype))
+        if not is_finite.all() and (wanted.is_meta or torch.isfinite(wanted).all()):
+            raise StoreError(
+                f"{source}: {name} holds {int((~is_finite).sum())} values that are not finite (NaN or inf): "
+                "the training diverged, or the file is corrupt. Use an earlier checkpoint."
+            )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    is_wrapper = hasattr(tensor, "__tensor_flatten__") or _is_flat(tensor)
+    return not (is_wrapper or tensor.is_meta or tensor.layout != torch.strided)
+
+
+def _is_flat(tensor: Tensor) -> bool:
+    """Whether it is several parameters in one, as FSDP keeps them; it has no public name for that."""
+    return hasattr(tensor, "_is_flat_param")
+
+
+def _kind_of(tensor: Tensor) -> str:
+    """What a tensor is, as a message says it."""
+    if _is_flat(tensor):
+        return "FlatParameter"
+    if tensor.layout != torch.strided:
+        return f"{str(tensor.layout).removeprefix('torch.')} tensor"
+    if tensor.is_quantized:
+        return "quantized tensor"
+    if tensor.is_meta:
+        return "meta tensor"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype} tensor" if _is_plain(tensor) else type(tensor.data).__name__
 
 
 def _may_replace(old: Any, value: Any) -> bool:
@@ -295,12 +356,11 @@ def _refuse_lost_info(model: nn.Module) -> None:
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
     """The tensor as a file holds it."""
-    if hasattr(tensor, "__tensor_flatten__") or tensor.is_meta or tensor.layout != torch.strided:
-        kind = "meta tensor" if tensor.is_meta else type(tensor.data).__name__
+    if not _is_plain(tensor):
         raise StoreError(
-            f"{name} is a {kind}, which a file cannot hold: it holds plain tensors. A sharded network "
-            "(DTensor): copy the full_tensor() of each into one that is not sharded. A quantized network: "
-            "save it before quantizing, and quantize after peel.load."
+            f"{name} is a {_kind_of(tensor)}, which a file cannot hold: it holds plain tensors. A sharded "
+            "network (DTensor): copy the full_tensor() of each into one that is not sharded. A quantized "
+            "network: save it before quantizing, and quantize after peel.load."
         )
     return tensor.detach().contiguous().cpu()
 
@@ -324,19 +384,29 @@ def _spread_lists(kept: Kept) -> dict[str, list[list[int] | None]]:
 
 def _open(file: Path, read: Callable[[Any], T]) -> T:
     try:
-        with safetensors.safe_open(file, "pt") as opened:
-            return read(opened)
+        with file.open("rb") as handle:
+            # The library takes names in UTF-8 only; others are reached through the open file.
+            is_utf8 = str(file) == str(file).encode(errors="replace").decode()
+            name = str(file) if is_utf8 else f"/dev/fd/{handle.fileno()}"
+            with safetensors.safe_open(name, "pt") as opened:
+                return read(opened)
     except FileNotFoundError:
         raise StoreError(f"there is no file {file}. Restore it from a copy, or name another.") from None
     except OSError as error:
-        raise StoreError(f"cannot read {file}: {error}.") from error
+        raise StoreError(f"cannot read {file}: {brief(error)}.") from error
     except safetensors.SafetensorError as error:
-        raise CorruptFileError(f"{file} is corrupt, or is no safetensors file: {error}.") from error
+        raise CorruptFileError(f"{file} is corrupt, or is no safetensors file: {brief(error)}.") from error
 
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:
     # Clones do not stay mapped to the file.
     return _open(file, lambda opened: {name: opened.get_tensor(name).clone() for name in iter(opened.keys())})
+
+
+def _read_shapes(file: Path) -> dict[str, list[int]]:
+    return _open(
+        file, lambda opened: {name: opened.get_slice(name).get_shape() for name in iter(opened.keys())}
+    )
 
 
 def _read_document(file: Path) -> dict[str, Any] | None:
@@ -351,4 +421,6 @@ def _read_document(file: Path) -> dict[str, Any] | None:
         return parse_object(text.encode())
     except (ValueError, OSError) as error:
         place = file if text is not None else old
-        raise CorruptFileError(f"the description of the model in {place} is corrupt: {error}.") from error
+        raise CorruptFileError(
+            f"the description of the model in {place} is corrupt: {brief(error)}."
+        ) from error

@@ -5,7 +5,6 @@ counted on built models, and the output shape must stay. All checks use a copy i
 random scales in norm layers so that a zero hides nothing.
 """
 
-import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map  # there is no public name for these
 
 from ..cost.count import count_macs
-from ..graph.capture import computed_tensors, structural_copy, untouched, with_batch
+from ..graph.capture import untouched, with_batch
 from ..graph.channel_graph import ChannelGraph
+from ..graph.copying import deep_copy, structural_copy
 from ..graph.probe import find_difference, output_shapes
 from ..graph.rebuild import empty_as, rebuild
 from ..graph.submodules import as_calls, record_modules
@@ -110,7 +110,7 @@ class _Checker:
     def __init__(self, model: nn.Module, graph: ChannelGraph, example_input: Any) -> None:
         self.graph = graph
         self.given = model
-        self.model = _randomized(copy.deepcopy(model, computed_tensors(model)).double().eval())
+        self.model = _randomized(deep_copy(model).double().eval())
         self.tolerance = TOLERANCE
         self.one_sample = tree_map(_double, with_batch(example_input, 1))
         self.args, self.kwargs = tree_map(_double, with_batch(example_input, 2))
@@ -126,9 +126,7 @@ class _Checker:
     @torch.no_grad()
     def run(self, model: nn.Module, weights: dict[str, Tensor] | None = None) -> list[Tensor]:
         """The outputs of a model, with some of its weights replaced. What its code keeps is forgotten."""
-        output = functional_call(
-            structural_copy(model, keep_hooks=True), weights or {}, self.args, self.kwargs
-        )
+        output = functional_call(structural_copy(model), weights or {}, self.args, self.kwargs)
         return [value for value in tree_leaves(output) if isinstance(value, Tensor)]
 
     def full_width(self) -> Outcome:
@@ -218,6 +216,11 @@ def _difference(first: list[Tensor], second: list[Tensor]) -> float:
     """The largest difference relative to the largest output; infinite for other shapes and for NaN."""
     if [a.shape for a in first] != [b.shape for b in second]:
         return float("inf")
-    pairs = zip(first, second, strict=True)
+    # A mask has no difference, and an empty tensor no largest value.
+    pairs = [
+        tuple(x.double() if x.dtype == torch.bool else x for x in pair)
+        for pair in zip(first, second, strict=True)
+        if pair[0].numel()
+    ]
     relative = [float((a - b).abs().max()) / (float(a.abs().max()) or 1.0) for a, b in pairs]
     return max((value if value == value else float("inf") for value in relative), default=0.0)

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..utils.validation import Epoch, Seconds
+
 
 @dataclass(frozen=True)
 class Metrics:
@@ -34,12 +36,12 @@ def standard_error(fraction: float, count: int) -> float:
 class EpochRecord:
     """The result of one epoch. `train` holds means of the loss, its terms and top-1."""
 
-    epoch: int
-    epochs: int
+    epoch: Epoch
+    epochs: Epoch
     lr: float
     train: dict[str, float]
     test: dict[str, float] | None
-    seconds: float
+    seconds: Seconds
     """Training time, without the evaluation."""
     images_per_second: float
     """Samples per second, where the data are not images."""

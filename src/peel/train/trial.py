@@ -1,6 +1,5 @@
 """Tries model, loss and metric on one batch, before hours of training."""
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from ..data.batch import Batch, call_model
 from ..data.datasets import Data, first_batch
 from ..errors import ConfigError, DataError
+from ..graph.copying import deep_copy
 from ..utils.rng import epoch_order
 from .objective import describe, main_output, name_of
 from .task import Scores, Task
@@ -25,7 +25,7 @@ MORE_SAMPLES = 64
 
 def try_task(model: nn.Module, data: Data, task: Task) -> Task:
     """The task, with what the first samples say about it. A model, loss or metric that fails is an error."""
-    model = copy.deepcopy(model).cpu()
+    model = deep_copy(model).cpu()
     batch = first_batch(data.train, SAMPLES)
     output = _try_model(model.eval(), batch, "training")
     task = replace(task, is_classification=not data.is_own or _is_classification(output, batch))

@@ -1,11 +1,13 @@
 """Atomic writes, reads with clear errors, and JSON."""
 
 import contextlib
+import errno
 import json
 import os
 import secrets
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,9 +22,13 @@ T = TypeVar("T")
 #: What names of files and folders begin with until they are complete.
 WRITING = ".writing-"
 
+#: How deep the lists and tables of a file may be nested. Deeper ones exhaust the stack of what reads them.
+DEPTH = 32
+
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write atomically and durably: after a crash, `path` holds the old content or the new, never a part."""
+    check_name(path)
     temporary = path.with_name(f"{WRITING}{secrets.token_hex(8)}")
     try:
         with temporary.open("xb") as file:
@@ -36,10 +42,18 @@ def write_bytes(path: Path, data: bytes) -> None:
     _sync_folder(path.parent)
 
 
+def check_name(path: Path) -> None:
+    """Refuse a name that no file can have, as the system does with others: with an OSError."""
+    if "\0" in str(path):
+        raise OSError(errno.EINVAL, "its name holds a NUL character", str(path))
+
+
 def check_target(path: Path, flag: str) -> None:
     """Refuse a file that could not be written, before the work whose result it is to hold."""
     place = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
-    if not path.name or path.is_dir():
+    if "\0" in str(path):
+        reason = "its name holds a NUL character"
+    elif not path.name or path.is_dir():
         reason = "it is a folder"
     elif not place.is_dir():
         reason = f"{place} is no folder"
@@ -94,17 +108,42 @@ def read_file(path: Path, parse: Callable[[bytes], T], way_out: str = "Restore i
         return parse(path.read_bytes())
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}.") from error
+    except RecursionError as error:
+        raise CorruptFileError(f"{path} is corrupt: it is nested too deeply. {way_out}") from error
     except (PeelError, msgspec.MsgspecError, ValueError, KeyError) as error:
         reason = str(error).rstrip(".")
         raise CorruptFileError(f"{path} is corrupt: {reason}. {way_out}") from error
 
 
-def parse_object(data: bytes) -> dict[str, Any]:
-    """A JSON object. Every kind of damage is a ValueError."""
+def parse_object(data: bytes, kind: Any = dict[str, Any]) -> dict[str, Any]:
+    """A JSON object. Every kind of damage is a ValueError.
+
+    `kind` is a `TypedDict` that the object must fit. Keys that it does not have stay in the object.
+    """
+    return _checked(data, json.loads, kind)
+
+
+def parse_toml(data: bytes, kind: Any = dict[str, Any]) -> dict[str, Any]:
+    """A TOML document, as `parse_object`."""
+    return _checked(data, tomllib.loads, kind)
+
+
+def _checked(data: bytes, loads: Callable[[str], Any], kind: Any) -> dict[str, Any]:
     try:
-        value = json.loads(data.decode())
+        value = loads(data.decode())
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(value, dict):
         raise ValueError(f"expected an object, found {type(value).__name__}")
+    _refuse_deep(value)
+    msgspec.convert(value, kind)
     return value
+
+
+def _refuse_deep(value: Any) -> None:
+    level = [value]
+    for _ in range(DEPTH):
+        tables = [item.values() if isinstance(item, dict) else item for item in level]
+        level = [inner for table in tables for inner in table if isinstance(inner, dict | list)]
+    if level:
+        raise ValueError("it is nested too deeply")

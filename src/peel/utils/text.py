@@ -1,7 +1,13 @@
 """Values as text."""
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 60
+_SHORT.maxlong = 30
+_SHORT.maxlevel = 2
 
 
 def format_duration(seconds: float) -> str:
@@ -17,6 +23,22 @@ def format_duration(seconds: float) -> str:
 def format_number_of(count: int, noun: str) -> str:
     """1 thread, 2 threads."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def short(value: Any) -> str:
+    """A value of a file, in one line that a message can show: its `repr`, with the middle left out."""
+    return " ".join(_SHORT.repr(value).split())
+
+
+def brief(error: BaseException, length: int = 300) -> str:
+    """The text of an error of a library, in one line: it may quote the file that it comes from."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def name_of_key(key: Any) -> str:
+    """A name that a file gives, as a message shows it: one that fills lines is cut."""
+    return key if isinstance(key, str) and key.isprintable() and len(key) < 100 else short(key)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,14 +6,14 @@ from ..axes import Axis, Value, axis_size, constant, replace_axis
 from ..call import Call, rule
 
 _UNARY = """
-    abs alias alpha_dropout atan bernoulli bernoulli_ bitwise_not ceil celu celu_ clamp clamp_ clamp_max
-    clamp_min clone contiguous cos cosh detach detach_ dropout dropout_ elu elu_ empty_like erf erfinv exp
-    exp2 exp_ feature_alpha_dropout feature_dropout fill_ floor floor_ full_like gelu hardshrink
-    hardsigmoid hardsigmoid_ hardswish hardswish_ hardtanh hardtanh_ isnan leaky_relu leaky_relu_
-    lift_fresh_copy log log1p log2 log_sigmoid logical_not logit mish mish_ nan_to_num neg neg_ ones_like
-    rand_like randn_like reciprocal relu relu6 relu6_ relu_ round round_ rrelu rsqrt rsqrt_ selu selu_
-    sigmoid sigmoid_ sign silu silu_ sin sinh softplus softshrink sqrt sqrt_ square tan tanh tanh_
-    threshold threshold_ to _to_copy type_as zero_ zeros_like
+    abs alias alpha_dropout alpha_dropout_ atan bernoulli bernoulli_ bitwise_not ceil celu celu_ clamp
+    clamp_ clamp_max clamp_min clone contiguous cos cosh detach detach_ dropout dropout_ elu elu_ empty_like
+    erf erfinv exp exp2 exp_ feature_alpha_dropout feature_alpha_dropout_ feature_dropout feature_dropout_
+    fill_ floor floor_ full_like gelu hardshrink hardsigmoid hardsigmoid_ hardswish hardswish_ hardtanh
+    hardtanh_ isnan leaky_relu leaky_relu_ lift_fresh_copy log log1p log2 log_sigmoid logical_not logit mish
+    mish_ nan_to_num neg neg_ ones_like rand_like randn_like reciprocal relu relu6 relu6_ relu_ round round_
+    rrelu rsqrt rsqrt_ selu selu_ sigmoid sigmoid_ sign silu silu_ sin sinh softplus softshrink sqrt sqrt_
+    square tan tanh tanh_ threshold threshold_ to _to_copy type_as zero_ zeros_like
 """
 
 _BROADCASTING = """
