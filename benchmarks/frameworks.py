@@ -101,7 +101,10 @@ def check(name: str) -> dict[str, Any]:
         problems.append(f"verify: {result['verify']}")
     problems += saved_problems(build, small, example)
     if package in TOOLS:
-        problems += filter(None, [error_of(TOOLS[package], small, example)])
+        converted = error_of(TOOLS[package], small, example)
+        if converted.startswith("ModuleNotFoundError"):
+            return {**result, "absent": True, "problem": converted}
+        problems += [converted] if converted else []
     result["training"] = error_of(train_step, small, example) or "ok"
     if result["training"] != "ok" and not error_of(train_step, model, example):
         problems.append(f"training: {result['training']}")

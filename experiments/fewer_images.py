@@ -1,11 +1,11 @@
 """Are fewer images enough for a repair and for sensitivity? Against the spread of three draws of more images.
 
-    python -m experiments.fewer_images --images cifar10.pt --work FOLDER
+    python -m experiments.fewer_images --data FOLDER --originals runs/peel_on_trained/original-0 ...
 
-The networks are those of `experiments.recipes` (same `--images` and `--work`; its command `product` trains
-them). A run of ResNet-50 at 224 pixels repairs with the 296 images that one pass holds, instead of 1,024.
-`measure_sensitivity` compares outputs on 64 images, instead of 256. Both are done here with three draws of
-images each: top-1 on the test images after the repair at half of the MACs, and how far widths differ.
+The originals are the run folders of `experiments.peel_on_trained`, `--data` is its folder. A run of ResNet-50
+at 224 pixels repairs with the 296 images that one pass holds, instead of 1,024. `measure_sensitivity`
+compares outputs on 64 images, instead of 256. Both are done here with three draws of images each: top-1 on
+the test images after the repair at half of the MACs, and how far widths differ.
 """
 
 from __future__ import annotations
@@ -22,26 +22,32 @@ import torch
 from torch import Tensor, nn
 
 import peel
+from peel.data.augmentation import EVAL
+from peel.data.datasets import Split, load_data
 from peel.surgery import sensitivity as module
 
-from .recipes import Images, judge, load_images, original
-
 RESULTS = Path(__file__).parent / "results" / "fewer_images.jsonl"
-NETWORKS, SEED, DRAWS = ("mobile", "gated"), 2, 3
-REPAIR_IMAGES, SENSITIVITY_IMAGES = (296, 1024), (64, 256)
+DRAWS, REPAIR_IMAGES, SENSITIVITY_IMAGES = 3, (296, 1024), (64, 256)
+CPU = torch.device("cpu")
 
 
-def draw(data: Images, count: int, seed: int) -> Tensor:
-    some = data.first(count, 100 + seed)
-    return some.inputs(torch.arange(count)).contiguous()
+def draw(split: Split, count: int, seed: int) -> Tensor:
+    order = torch.randperm(split.size, generator=torch.Generator().manual_seed(seed))[:count]
+    return torch.cat([batch.inputs for batch in split.batches(order, 128, EVAL, CPU)]).contiguous()
 
 
-def repaired_top1(net: nn.Module, graph: peel.ChannelGraph, images: Tensor, test: Images) -> float:
+@torch.no_grad()
+def top1(net: nn.Module, split: Split) -> float:
+    batches = split.batches(torch.arange(split.size), 500, EVAL, CPU)
+    right = sum(int((net.eval()(batch.inputs).argmax(1) == batch.targets).sum()) for batch in batches)
+    return round(100 * right / split.size, 2)
+
+
+def repaired(net: nn.Module, graph: peel.ChannelGraph, images: Tensor) -> nn.Module:
     scores = peel.explain_scores(net, graph, images)
-    widths = peel.uniform(graph, "50%")
-    small = peel.slim(net, widths, graph=graph, weights="inherit", scores=scores)
+    small = peel.slim(net, peel.uniform(graph, "50%"), graph=graph, weights="inherit", scores=scores)
     peel.repair(small, net, images, graph=graph)
-    return judge(small, test)[0]
+    return small
 
 
 def sensitive_widths(net: nn.Module, graph: peel.ChannelGraph, images: Tensor, compared: int) -> peel.Widths:
@@ -51,36 +57,32 @@ def sensitive_widths(net: nn.Module, graph: peel.ChannelGraph, images: Tensor, c
 
 def difference(a: Mapping[str, int], b: Mapping[str, int]) -> float:
     """Mean difference of the widths of a tie, in percent."""
-    return 100 * statistics.fmean(abs(a[tie] - b[tie]) / max(a[tie], b[tie]) for tie in a)
+    return round(100 * statistics.fmean(abs(a[tie] - b[tie]) / max(a[tie], b[tie]) for tie in a), 2)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--images", type=Path, default=Path("cifar10.pt"))
-    parser.add_argument("--work", type=Path, default=Path("recipes"))
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--originals", type=Path, nargs="+", required=True)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
-    data, test = load_images(options)
-    for name in NETWORKS:
-        net = original(name, SEED, data, options.work)
+    data = load_data(options.data)
+    for folder in options.originals:
+        net = peel.load(folder / "stages" / "original")
         graph = peel.trace(net, torch.zeros(1, 3, 32, 32))
-        line: dict[str, Any] = {"network": name, "original": judge(net, test)[0]}
+        line: dict[str, Any] = {"original": folder.name, "top1": top1(net, data.test)}
         for count in REPAIR_IMAGES:
-            line[f"repaired_with_{count}"] = [
-                repaired_top1(net, graph, draw(data, count, seed), test) for seed in range(DRAWS)
-            ]
-        draws = [draw(data, 1024, seed) for seed in range(DRAWS)]
+            several = (repaired(net, graph, draw(data.train, count, seed)) for seed in range(DRAWS))
+            line[f"repaired_with_{count}"] = [top1(small, data.test) for small in several]
+        draws = [draw(data.train, 1024, seed) for seed in range(DRAWS)]
         few, many = (
             [sensitive_widths(net, graph, images, count) for images in draws] for count in SENSITIVITY_IMAGES
         )
-        line["widths_64_against_256_percent"] = [
-            round(difference(a, b), 2) for a, b in zip(few, many, strict=True)
-        ]
-        line["widths_of_two_draws_of_256_percent"] = [
-            round(difference(a, b), 2) for a, b in combinations(many, 2)
-        ]
+        pairs = zip(few, many, strict=True)
+        line["widths_64_against_256_percent"] = [difference(a, b) for a, b in pairs]
+        line["widths_of_two_draws_of_256_percent"] = [difference(a, b) for a, b in combinations(many, 2)]
         with options.results.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(line, flush=True)
