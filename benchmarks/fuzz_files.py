@@ -1,6 +1,6 @@
 """Random changes of the files that peel writes: each must be loaded, or refused in one or two lines.
 
-    python benchmarks/fuzz_files.py                                  all formats, about 15 minutes on one core
+    python benchmarks/fuzz_files.py                                  all formats, about 10 minutes on one core
     python benchmarks/fuzz_files.py --only TOML --inputs 1000        some inputs of one format
     python benchmarks/fuzz_files.py --only TOML --number 1234        one input again, with its traceback
 
