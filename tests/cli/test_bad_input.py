@@ -378,7 +378,7 @@ def test_a_network_without_norm_layers_needs_another_criterion(tmp_path: Path) -
 
 def test_a_network_of_ones_own_needs_data(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "own.py:model", "--output", "out"]) == 2
-    assert "no data is given for own.py:model: name it with --data" in capsys.readouterr().err
+    assert "no data is given for own.py:model: give data= (--data)" in capsys.readouterr().err
     assert not (place / "out").exists()
     with pytest.raises(ConfigError, match=r"no data is given for helpers.small:Small"):
         prune(Small())

@@ -69,7 +69,7 @@ class Constraint:
             raise BudgetError(
                 f"a budget of {format_cost(amounts[resource], resource)} is above the original network: "
                 f"{format_exact(originals[resource], resource)}. To make the network larger, set grow=True "
-                "(--grow)."
+                "(--grow, with --method peel or uniform)."
             )
         check_divisor(divisor)
         frozen = frozenset([freeze] if isinstance(freeze, str) else freeze)

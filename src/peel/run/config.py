@@ -164,7 +164,7 @@ def make_config(given: Mapping[str, Any]) -> Config:
     if values.get("data") is None:
         model = values.get("model", Config.model)
         if zoo.is_own(model):
-            raise ConfigError(f"no data is given for {model}: name it with --data.")
+            raise ConfigError(f"no data is given for {model}: give data= (--data).")
         values["data"] = "digits"
     for name in ("freeze", "ignore", "stages", "mean", "std"):
         if isinstance(values.get(name), str | int | float):

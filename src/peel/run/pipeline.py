@@ -626,7 +626,7 @@ def _compare_losses(plan: Plan, problem: Problem) -> str:
 def _why_uniform(plan: Plan) -> str:
     """Why a reallocation ends in the uniform network, after a blank; empty where the method gave a reason."""
     last = plan.rounds[-1] if plan.rounds else None
-    if len(plan.groups) == 1:
+    if last is not None and len(plan.groups) == 1:
         return " All layers are in one group, so it gets the whole pool."
     if last is None or not last.distinct:
         return ""

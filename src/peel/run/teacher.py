@@ -266,7 +266,7 @@ def saved_file(path: Path) -> Path:
         )
     raise StoreError(
         f"there are no weights at {shown}. Name a file, or a run folder. To train the original once for "
-        f"several runs: peel run ... --stages original --output {shown}"
+        f"several runs: peel run ... --stages original --output FOLDER"
     )
 
 

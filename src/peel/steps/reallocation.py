@@ -134,11 +134,12 @@ def _rounding_note(found: GroupRounding, divisor: Divisor) -> str:
     """What rounding did to the groups, where a reader of the widths would ask."""
     if found.moved > KEPT:
         is_finest = divisor in ("auto", 1)
+        refused = f"Multiples of {ALIGNMENTS[0]} would undo the reallocation. " if divisor == "auto" else ""
         multiples = "whole channels" if is_finest else f"multiples of {divisor}"
         way_out = "" if is_finest else " A smaller divisor keeps it."
         return (
-            f"Rounding to {multiples} moves the groups by {found.moved:.0%} of what tells them apart, so "
-            f"their order may change.{way_out}"
+            f"{refused}Rounding to {multiples} moves the groups by {found.moved:.0%} of what tells them apart, "
+            f"so their order may change.{way_out}"
         )
     finer = {group: multiple for group, multiple in found.multiples.items() if multiple < ALIGNMENTS[0]}
     if divisor != "auto" or not finer:

@@ -125,9 +125,11 @@ def repair(
         with evaluating(slim, original):
             # So that the result depends on the cut alone, and not on how often this was called.
             copy_weights(original, slim, graph, kept, {id(tensor) for tensor in tensors_of(slim).values()})
-            is_changed = bool(_changed(slim, before))
+            was_cut = not _changed(slim, before)
         report = repairer.repair(slim)
-        return replace(report, notes=(CHANGED, *report.notes)) if is_changed else report
+        # A second repair ends where the first one did: nothing of the network's is lost.
+        is_lost = not was_cut and bool(_changed(slim, before))
+        return replace(report, notes=(CHANGED, *report.notes)) if is_lost else report
     except BaseException:
         _restore(slim, before)
         raise
