@@ -138,8 +138,8 @@ def _rounding_note(found: GroupRounding, divisor: Divisor) -> str:
         multiples = "whole channels" if is_finest else f"multiples of {divisor}"
         way_out = "" if is_finest else " A smaller divisor keeps it."
         return (
-            f"{refused}Rounding to {multiples} moves the groups by {found.moved:.0%} of what tells them apart, "
-            f"so their order may change.{way_out}"
+            f"{refused}Rounding to {multiples} moves the groups by {found.moved:.0%} of what tells them "
+            f"apart, so their order may change.{way_out}"
         )
     finer = {group: multiple for group, multiple in found.multiples.items() if multiple < ALIGNMENTS[0]}
     if divisor != "auto" or not finer:
