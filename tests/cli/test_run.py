@@ -147,8 +147,8 @@ def test_a_dry_run_shows_the_plan_and_the_time_and_writes_nothing(
 def test_brackets_in_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, folder = tmp_path / "config.toml", tmp_path / "[bold]run[/]"
     config.write_text('[groups]\n"[/early]" = ["conv1", "conv2"]\n"[bold]" = ["conv3", "conv4"]\n')
-    options = ["--train.epochs", "1", "--backbone.epochs", "1", "--device", "cpu", "--config", str(config)]
-    options += ["--data", "digits", "--bench-seconds", "0"]
+    options = ["--method", "peel", "--train.epochs", "1", "--backbone.epochs", "1", "--device", "cpu"]
+    options += ["--config", str(config), "--data", "digits", "--bench-seconds", "0"]
     assert main(["run", "helpers.small:Small", *options, "--output", str(folder)]) == 0
     captured = capsys.readouterr()
     assert f'peel.load("{folder / "slim"}"' in " ".join((captured.out + captured.err).split())

@@ -260,7 +260,7 @@ class RunFiles(Format):
         self.run = folder / "run"
         runs = {
             "peel": {"method": "peel"},
-            "search": {"weights": taught(), "init": "inherit", "method": "search"},
+            "sensitivity": {"weights": taught(), "init": "inherit", "method": "sensitivity"},
         }
         self.bases: list[dict[str, bytes]] = []
         for name, settings in runs.items():

@@ -23,13 +23,12 @@ from peel.train.recipe import Recipe
 METHODS: list[type[Method]] = [Magnitude, Taylor, LeastSensitive]
 
 
-def problem_of(model: nn.Module, budget: float | str = 0.5, **changes: object) -> Problem:
+def problem_of(model: nn.Module, budget: float | str = 0.5, freeze: tuple[str, ...] = ()) -> Problem:
     data = few_digits(256)
     graph = peel.trace(model, torch.zeros(1, *data.shape))
     target = peel.parse_budget(budget, graph.macs(), "macs")
-    constraint = Constraint.of(graph, target, divisor=1)
-    problem = Problem(model, graph, constraint, data, Recipe(), CPU, 0, trained=model)
-    return replace(problem, **changes)  # type: ignore[arg-type]
+    constraint = Constraint.of(graph, target, divisor=1, freeze=freeze)
+    return Problem(model, graph, constraint, data, Recipe(), CPU, 0, trained=model, inherits=True)
 
 
 def with_dead_channels(dead: dict[str, list[int]]) -> nn.Module:
@@ -55,7 +54,7 @@ def test_dead_channels_are_cut_and_living_ones_kept(kind: type[Method]) -> None:
     problem = problem_of(model)
     living = {tie: width - len(dead[tie]) for tie, width in problem.graph.widths.items()}
     # Exactly what the living channels cost.
-    problem = replace(problem, budget=problem.graph.macs(living))
+    problem = replace(problem, constraint=problem.constraint.at(problem.graph.macs(living)))
     plan = method.plan(problem, MethodConfig(method="magnitude"), lambda *_: None)  # type: ignore[arg-type]
     assert dict(plan.widths) == living
     scores = method.scores(problem)
@@ -75,10 +74,10 @@ def test_the_budget_is_met_and_every_layer_keeps_its_floor(kind: type[Method], b
         model.norm2.weight.mul_(1e-3)
     problem = problem_of(model, budget)
     plan = method.plan(problem, MethodConfig(), lambda *_: None)  # type: ignore[arg-type]
-    assert plan.slim.macs <= problem.budget
-    assert plan.slim.macs > 0.6 * problem.budget, "whole channels, and few of them"
+    assert plan.slim.macs <= problem.constraint.budget
+    assert plan.slim.macs > 0.6 * problem.constraint.budget, "whole channels, and few of them"
     for tie, width in problem.graph.widths.items():
-        least = max(1, min(0.1 * width, problem.uniform()[tie] / 2))
+        least = max(1, min(0.1 * width, problem.constraint.uniform[tie] / 2))
         assert plan.widths[tie] >= least - 1
 
 
@@ -89,10 +88,11 @@ def test_every_kind_of_network_is_cut_to_the_budget(kind: type[Net]) -> None:
     model = kind().eval()
     images = torch.randn(2, *model.shape)
     graph = peel.trace(model, images[:1])
-    problem = replace(problem_of(Small()), model=model, trained=model, graph=graph, budget=graph.macs() // 2)
+    half = Constraint.of(graph, graph.macs() // 2, divisor=1)
+    problem = replace(problem_of(Small()), model=model, trained=model, graph=graph, constraint=half)
     scores = Magnitude().scores(problem)
     widths = widths_by_rank(problem, scores)
-    assert graph.macs() / 4 < graph.macs(widths) <= problem.budget
+    assert graph.macs() / 4 < graph.macs(widths) <= problem.constraint.budget
     small = peel.slim(model, widths, graph=graph, weights="inherit", scores=scores)
     assert small(images).shape == model(images).shape
 
@@ -101,7 +101,7 @@ def test_frozen_ties_keep_their_width() -> None:
     problem = problem_of(Small(), "60%", freeze=("conv3",))
     plan = Magnitude().plan(problem, MethodConfig(), lambda *_: None)  # type: ignore[arg-type]
     assert plan.widths["conv3"] == problem.graph.widths["conv3"]
-    assert plan.slim.macs <= problem.budget
+    assert plan.slim.macs <= problem.constraint.budget
 
 
 def test_scaling_a_layer_that_a_norm_follows_changes_nothing() -> None:

@@ -203,7 +203,7 @@ def test_a_method_of_ones_own(tmp_path: Path) -> None:
         "from peel.methods.plan import assemble_plan\n"
         "class Narrow(Method):\n"
         "    def plan(self, problem, config, train_backbone):\n"
-        "        return assemble_plan(problem, {**problem.uniform(), 'conv1': 1}, config=config)\n"
+        "        return assemble_plan(problem, {**problem.constraint.uniform, 'conv1': 1}, config=config)\n"
     )
     result = inherit(method=f"{file}:Narrow")
     assert [row.name for row in result.rows] == ["original", "uniform", "Narrow"]

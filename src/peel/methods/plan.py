@@ -12,7 +12,7 @@ from msgspec import Meta
 from ..cost.widths import Widths
 from ..errors import ConfigError, CorruptFileError
 from ..steps.reallocation import Round
-from ..utils.text import short
+from ..utils.text import name_of_key, short
 from ..utils.validation import Channels, Seconds, Value, Whole
 from .config import MethodConfig
 from .problem import Problem
@@ -92,14 +92,13 @@ class Plan:
                 f"not a plan of this version: format {short(plan.format)}, version {short(plan.version)}."
             )
         ties = [tie for of_group in plan.groups.values() for tie in of_group]
+        known = plan.original.widths.keys()
         for name, network in plan.networks.items():
-            if (
-                not ties
-                or network.widths.keys() != plan.original.widths.keys()
-                or set(ties) - network.widths.keys()
-            ):
+            wrong = sorted((network.widths.keys() ^ known) | (set(ties) - network.widths.keys()))
+            if wrong or not ties:
+                which = f": {name_of_key(wrong[0])}" if wrong else ""
                 raise CorruptFileError(
-                    f"not a plan: the widths of {name!r} are not those of the ties in its groups."
+                    f"not a plan: the widths of {name!r} are not those of the ties in its groups{which}."
                 )
         return plan
 
