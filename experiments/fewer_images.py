@@ -5,7 +5,7 @@
 The originals are the run folders of `experiments.peel_on_trained`, `--data` is its folder. A run of ResNet-50
 at 224 pixels repairs with the 296 images that one pass holds, instead of 1,024. `measure_sensitivity`
 compares outputs on 64 images, instead of 256. Both are done here with three draws of images each: top-1 on
-the test images after the repair at half of the MACs, and how far widths differ.
+the test images after the repair at half of the MACs; of sensitivity also how far the widths differ.
 """
 
 from __future__ import annotations
@@ -50,9 +50,15 @@ def repaired(net: nn.Module, graph: peel.ChannelGraph, images: Tensor) -> nn.Mod
     return small
 
 
-def sensitive_widths(net: nn.Module, graph: peel.ChannelGraph, images: Tensor, compared: int) -> peel.Widths:
+def by_sensitivity(
+    net: nn.Module, graph: peel.ChannelGraph, images: Tensor, compared: int
+) -> tuple[peel.Widths, nn.Module]:
     module.IMAGES = compared
-    return peel.measure_sensitivity(net, graph, images).widths("50%", divisor=1)
+    measured = peel.measure_sensitivity(net, graph, images)
+    widths = measured.widths("50%", divisor=1)
+    small = peel.slim(net, widths, graph=graph, weights="inherit", scores=measured.scores)
+    peel.repair(small, net, images, graph=graph)
+    return widths, small
 
 
 def difference(a: Mapping[str, int], b: Mapping[str, int]) -> float:
@@ -77,9 +83,12 @@ def main() -> None:
             several = (repaired(net, graph, draw(data.train, count, seed)) for seed in range(DRAWS))
             line[f"repaired_with_{count}"] = [top1(small, data.test) for small in several]
         draws = [draw(data.train, 1024, seed) for seed in range(DRAWS)]
-        few, many = (
-            [sensitive_widths(net, graph, images, count) for images in draws] for count in SENSITIVITY_IMAGES
-        )
+        widths: dict[int, list[peel.Widths]] = {}
+        for count in SENSITIVITY_IMAGES:
+            found = [by_sensitivity(net, graph, images, count) for images in draws]
+            widths[count] = [some for some, _ in found]
+            line[f"sensitivity_with_{count}"] = [top1(small, data.test) for _, small in found]
+        few, many = (widths[count] for count in SENSITIVITY_IMAGES)
         pairs = zip(few, many, strict=True)
         line["widths_64_against_256_percent"] = [difference(a, b) for a, b in pairs]
         line["widths_of_two_draws_of_256_percent"] = [difference(a, b) for a, b in combinations(many, 2)]
