@@ -42,7 +42,7 @@ from .regression import TINY
 from .selection import per_channel
 
 #: Images that gradients are computed for, and the output is compared on; at least how many run together.
-#: With 64 the repaired networks are as good as with 256 (experiments/fewer_images.py), in a quarter of the time.
+#: With 64 the repaired networks are as good as with 256 (experiments/fewer_images.py).
 IMAGES, BATCH = 64, 32
 
 #: Activations that a backward pass keeps, over the most that a forward pass without gradients holds.
