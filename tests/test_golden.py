@@ -106,7 +106,14 @@ def measured(name: str) -> dict[str, list[list[int]] | str]:
     }
 
 
-@pytest.mark.parametrize("name", [*ZOO, *NETS])
+#: Half a minute on two cores: only in the slow tests.
+LARGE = ("resnet50", "mobilenet_v2", "cifar_mobilenet_v2", "cifar_resnet56", "shufflenet_v2_x0_5")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name for name in (*ZOO, *NETS)],
+)
 def test_widths_are_those_of_before(name: str) -> None:
     assert measured(name) == json.loads(FILE.read_text())[name]
 
