@@ -1,7 +1,7 @@
 """Sensitivity and repair on networks of ImageNet size, side by side with another version of peel.
 
-    git archive 9eafa0a src | tar x -C /tmp/before --one-top-level
-    python benchmarks/repair_speed.py --before /tmp/before/src/peel
+    git archive 9eafa0a src | tar x --one-top-level=before
+    python benchmarks/repair_speed.py --before before/src/peel
 
 Both versions run in one process, on one thread, on images of noise and fresh weights: only time counts, and
 whether the widths are the same. `sensitivity` is `measure_sensitivity` on 8 images; `repair` that of a run,
