@@ -386,6 +386,7 @@ PRODUCT = (("mobile", "gated"), (2, 3), ((2000, 4), (10000, 3)))
 
 def product_runs(options: argparse.Namespace) -> None:
     """`peel.prune` with its default recipe against the plain loop. Both start from the original."""
+    options.work.mkdir(parents=True, exist_ok=True)
     data, test = load_images(options)
     classes = tuple(map(str, range(10)))
     for name, seed, (count, epochs) in product(*PRODUCT):

@@ -20,7 +20,7 @@ from torch import nn
 
 import peel
 from helpers import own_data
-from helpers.small import Small, few_digits, same_weights, small_run
+from helpers.small import Small, few_digits, same_weights, small_run, taught
 from peel import zoo
 from peel.data.augmentation import (
     EVAL,
@@ -329,6 +329,14 @@ def test_a_whole_run_on_the_gpu() -> None:
     assert [row.name for row in result.rows] == ["original", "uniform", "peel"]
     assert any("--deterministic" in note for note in result.notes)
     assert not any("zero channels" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("method", ["sensitivity", "peel", "taylor"])
+def test_a_trained_network_that_is_given_on_the_cpu(method: str) -> None:
+    result = small_run(
+        data=few_digits(600, 300), weights=taught(), device="cuda", method=method, budget="60%"
+    )
+    assert [row.name for row in result.rows] == ["original", "uniform", method]
 
 
 @pytest.mark.parametrize("net", ["small", "cifar_resnet20"])

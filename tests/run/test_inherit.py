@@ -37,6 +37,26 @@ def test_the_table_has_the_accuracy_after_each_step_of_surgery(tmp_path: Path) -
     assert same_weights(again.model, result.model)
 
 
+class Moving(Small):
+    """The first `.to` makes new tensors, as from one device to another."""
+
+    is_moved = False
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Moving:
+        if self.is_moved:
+            return super()._apply(fn, recurse)
+        self.is_moved = True
+        return super()._apply(lambda tensor: fn(tensor).clone(), recurse)
+
+
+def test_a_network_that_is_moved_to_the_device_of_the_run_can_be_repaired(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
+    result = inherit(weights=taught(Moving), method="sensitivity")
+    assert [row.name for row in result.rows] == ["original", "uniform", "sensitivity"]
+
+
 def test_inherited_networks_start_far_above_those_from_scratch() -> None:
     data = few_digits(600, 300)
     short = {"method": "uniform", "distill": "none", "train": {"epochs": 1, "batch_size": 100}}

@@ -232,9 +232,10 @@ def _refuse_slim(teacher: Teacher, problem: Problem) -> None:
 def _check(teacher: nn.Module, problem: Problem) -> None:
     device, data = problem.engine.device, problem.data
     example = map_tensors(data.example(2), lambda tensor: tensor.to(device))
+    teacher.to(device).eval()  # not under inference_mode: what moves there cannot be repaired or trained
     try:
         with torch.inference_mode():
-            output = call_model(teacher.to(device).eval(), example)
+            output = call_model(teacher, example)
     except (RuntimeError, ValueError, TypeError) as error:
         what = "the given data" if data.is_own else f"images of shape {data.shape}"
         raise DataError(f"the network cannot take {what}: {error}") from error
