@@ -22,9 +22,10 @@ import torch
 
 import peel
 from peel import zoo
-from peel.cost.latency import Accuracy, fit_latency
+from peel.cost.latency import Accuracy
 from peel.cost.widths import Widths
 from peel.deploy.latency import FACTORS, LatencyTimer, design
+from peel.deploy.latency_fit import fit_latency
 
 NETWORKS = ["resnet18", "mobilenet_v2", "efficientnet_b0"]
 BUDGETS = ["75%", "50%", "35%"]

@@ -4,7 +4,7 @@
     python benchmarks/penalties.py --features 360 720 --device cpu
 
 A repair fits each layer with seven penalties. One penalty is a Cholesky factor of features x features, and a
-solve for the outputs, in float64. `BATCH_BYTES` of surgery/regression.py says which are fitted together.
+solve for the outputs, in float64. `BATCH_BYTES` of repair/regression.py says which are fitted together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from peel.surgery import regression
+from peel.repair import regression
 from peel.train.engine import find_device
 
 

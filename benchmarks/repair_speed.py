@@ -70,7 +70,7 @@ def sensitivity(version: ModuleType, name: str) -> tuple[float, dict[str, int]]:
 
 
 def repair_now(name: str) -> tuple[float, dict[str, int]]:
-    from peel.surgery.repair import Repairer, images_at_once
+    from peel.repair.repair import Repairer, images_at_once
 
     model = network(name)
     graph = peel.trace(model, noise(1))
@@ -82,7 +82,7 @@ def repair_now(name: str) -> tuple[float, dict[str, int]]:
 
 
 def repair_before(version: ModuleType, name: str) -> tuple[float, dict[str, int]]:
-    module = importlib.import_module(f"{version.__name__}.surgery.repair")
+    module = importlib.import_module(f"{version.__name__}.repair.repair")
     model = network(name)
     graph = version.trace(model, noise(1))
     small = version.slim(model, version.uniform(graph, "50%"), graph=graph, weights="inherit")

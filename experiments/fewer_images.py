@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import peel
 from peel.data.augmentation import EVAL
 from peel.data.datasets import Split, load_data
-from peel.surgery import sensitivity as module
+from peel.repair import sensitivity as module
 
 RESULTS = Path(__file__).parent / "results" / "fewer_images.jsonl"
 DRAWS, REPAIR_IMAGES, SENSITIVITY_IMAGES = 3, (296, 1024), (64, 256)

@@ -35,10 +35,10 @@ from peel.data.batch import Batch
 from peel.data.datasets import load_data
 from peel.data.image_folder import ImageFolder
 from peel.data.in_memory import InMemoryImages
+from peel.repair.layer_calls import LayerCall
+from peel.repair.repair import _Refit
 from peel.steps.distillation import Distillation
-from peel.surgery.layer_calls import LayerCall
 from peel.surgery.padding import fast_widths, pad
-from peel.surgery.repair import _Refit
 from peel.train.callbacks import Callback
 from peel.train.checkpoint import Checkpoints
 from peel.train.engine import Engine, make_engine

@@ -1,6 +1,5 @@
 from . import graph as graph
 from . import zoo as zoo
-from .cli.progress import ProgressBar as ProgressBar
 from .cost.budget import parse_budget as parse_budget
 from .cost.constraint import round_to_budget as round_to_budget
 from .cost.constraint import uniform as uniform
@@ -30,6 +29,12 @@ from .graph import ChannelGraph as ChannelGraph
 from .graph import Tie as Tie
 from .graph import trace as trace
 from .methods.plan import Plan as Plan
+from .repair.calibration import recalibrate as recalibrate
+from .repair.explain import explain_scores as explain_scores
+from .repair.repair import RepairReport as RepairReport
+from .repair.repair import repair as repair
+from .repair.sensitivity import measure_sensitivity as measure_sensitivity
+from .report.progress import ProgressBar as ProgressBar
 from .report.record import RunRecord as RunRecord
 from .run.config import Config as Config
 from .run.prune import prune as prune
@@ -41,11 +46,6 @@ from .steps.reallocation import reallocate as reallocate
 from .surgery import Verification as Verification
 from .surgery import slim as slim
 from .surgery import verify as verify
-from .surgery.calibration import recalibrate as recalibrate
-from .surgery.explain import explain_scores as explain_scores
-from .surgery.repair import RepairReport as RepairReport
-from .surgery.repair import repair as repair
-from .surgery.sensitivity import measure_sensitivity as measure_sensitivity
 from .surgery.serialization import load as load
 from .surgery.serialization import save as save
 from .train.callbacks import Callback as Callback

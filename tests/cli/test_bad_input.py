@@ -18,8 +18,8 @@ from torch import nn
 from helpers.small import Small, small_run
 from peel import zoo
 from peel.cli.main import main
-from peel.cli.progress import ProgressBar
 from peel.errors import BudgetError, ConfigError, DataError, ModelError, PeelError, WidthsError
+from peel.report.progress import ProgressBar
 from peel.run.prune import prune
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from ..report.terminal import make_console, print_json, show_status
 from .inspect import parse_shape
-from .terminal import make_console, print_json, show_status
 
 
 def bench(

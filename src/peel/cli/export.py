@@ -12,10 +12,10 @@ from cyclopts import Parameter
 
 from ..cost.budget import format_bytes
 from ..errors import ConfigError, ExportError
+from ..report.terminal import make_console, show_status
 from ..utils.files import check_target
 from ..utils.tables import make_table
 from .inspect import parse_shape
-from .terminal import make_console, show_status
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,9 +11,9 @@ from cyclopts import Parameter
 
 from ..cost.budget import format_latency
 from ..cost.rounding import Divisor
+from ..report.terminal import make_console, print_json, show_status
 from ..utils.files import check_target
 from .inspect import parse_shape
-from .terminal import make_console, print_json, show_status
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,7 +12,9 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from ..errors import ConfigError
+from ..report.progress import ProgressBar
 from ..report.summary import draw_estimate
+from ..report.terminal import make_console, print_json
 from ..run.config import Config, make_config
 from ..run.prune import prune
 from ..run.result import Result
@@ -23,9 +25,7 @@ from ..utils.environment import is_main_process
 from ..utils.files import check_target
 from .export import export_slim
 from .launch import command_line, launch
-from .progress import ProgressBar
 from .summary import draw_result
-from .terminal import make_console, print_json
 
 #: Settings that do not change what is computed. They are not part of the name of the default folder.
 FREE = (

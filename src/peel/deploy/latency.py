@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..cost.latency import MIN_NETWORKS, LatencyModel, fit_latency
+from ..cost.latency import LatencyModel
 from ..cost.rounding import ALIGNMENTS, LATENCY_REACH, Divisor
 from ..cost.widths import Widths
 from ..errors import ConfigError, check_choice
@@ -22,6 +22,7 @@ from ..utils.process_state import preserve_process_state
 from ..utils.validation import check_value
 from .backends import BACKENDS, make_runner
 from .bench import conditions_of, thread_count
+from .latency_fit import MIN_NETWORKS, fit_latency
 from .timing import current_load, load_note, measure, spread_note
 
 #: Networks that are timed together with the original, which tells how fast the machine is meanwhile.

@@ -16,7 +16,7 @@ from ..cost.costed import Cost, cost_of, fractional_units
 from ..cost.widths import Widths
 from ..graph.channel_graph import ChannelGraph
 from ..graph.parameters import hidden_ties
-from ..surgery.sensitivity import Sensitivity, measure_sensitivity, sensitivity_passes
+from ..repair.sensitivity import Sensitivity, measure_sensitivity, sensitivity_passes
 from ..utils.bisection import solve_increasing
 from .config import MethodConfig
 from .method import Method, TrainBackbone

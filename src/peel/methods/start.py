@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from ..data.augmentation import EVAL
 from ..graph.copying import deep_copy
+from ..repair.calibration import recalibrate
+from ..repair.explain import explain_scores
+from ..repair.repair import Repairer, images_at_once
 from ..surgery import slim
-from ..surgery.calibration import recalibrate
-from ..surgery.explain import explain_scores
-from ..surgery.repair import Repairer, images_at_once
 from ..surgery.selection import ChannelScores
 from ..train.engine import eval_batch_size
 from ..utils.rng import epoch_order

@@ -18,7 +18,7 @@ from ..data.augmentation import EVAL
 from ..data.datasets import Data, Split, balanced_order
 from ..errors import ConfigError, DataError
 from ..graph import trace
-from ..surgery.curve import BUDGETS, CurvePoint, accuracy_curve
+from ..repair.curve import BUDGETS, CurvePoint, accuracy_curve
 from ..train.engine import Engine, eval_batch_size
 from ..train.history import standard_error
 from ..train.objective import get_logits

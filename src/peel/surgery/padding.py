@@ -16,11 +16,10 @@ from ..cost.widths import Widths
 from ..graph.capture import untouched
 from ..graph.channel_graph import ChannelGraph
 from ..graph.copying import deep_copy
+from ..graph.layers import DROPOUTS
 from ..graph.rebuild import empty_as, rebuild
 from .selection import select_channels
 from .slim import copy_channels, copy_weights, slim
-
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 #: Tensor cores want multiples of this.
 MULTIPLE = 8

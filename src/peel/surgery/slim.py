@@ -16,16 +16,11 @@ from torch import Tensor, nn
 from ..cost.widths import Widths
 from ..errors import WidthsError, check_choice
 from ..graph.channel_graph import ChannelGraph
+from ..graph.layers import CONVOLUTIONS, NORMS, refuse_meta_tensors
 from ..graph.probe import check_network
 from ..graph.rebuild import check_graph, empty_as, evaluate, rebuild, tensors_of
-from .calibration import refuse_meta_tensors
 from .info import SlimInfo, attach_info, changed_sizes, info_of, weights_fingerprint
 from .selection import ChannelScores, KeptChannels, select_best
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-NORMS = (*BATCH_NORMS, *INSTANCE_NORMS, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 def slim(

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from ..data.batch import Batch, call_model, map_tensors
 from ..errors import ConfigError, ModelError
-from ..surgery.padding import DROPOUTS
-from ..surgery.slim import NORMS
+from ..graph.layers import DROPOUTS, NORMS
 from .engine import is_out_of_memory
 
 Loss = Callable[[Any, Any], Tensor]

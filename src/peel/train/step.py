@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..data.batch import Batch
 from ..errors import ConfigError, OutOfMemoryError, RunError
-from ..surgery.slim import NORMS
+from ..graph.layers import NORMS
 from ..utils.rng import get_rng_state, set_rng_state
 from .engine import Engine, is_out_of_memory
 from .objective import Objective, describe, explain_failure

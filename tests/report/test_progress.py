@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 
 import peel
 from helpers.small import few_digits, small_run, taught
-from peel.cli import progress
-from peel.cli.progress import ProgressBar
+from peel.report import progress
+from peel.report.progress import ProgressBar
 from peel.train.callbacks import Callback
 from peel.train.history import EpochRecord
 

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 import peel
 from helpers.graphs import traced_net
 from helpers.nets import NETS, Net
-from peel.surgery.original_shapes import PadConvolutions
+from peel.repair.original_shapes import PadConvolutions
 
 
 def padded(small: nn.Module, net: nn.Module) -> PadConvolutions:

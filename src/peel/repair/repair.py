@@ -19,8 +19,12 @@ from torch import Tensor, nn
 
 from ..errors import DataError, WidthsError
 from ..graph.channel_graph import ChannelGraph, Layout
+from ..graph.layers import refuse_inference_tensors, refuse_meta_tensors
 from ..graph.rebuild import check_graph, new_shapes, tensors_of
 from ..graph.trace import trace
+from ..surgery.info import info_of, weights_fingerprint
+from ..surgery.selection import KeptChannels
+from ..surgery.slim import copy_weights
 from .calibration import (
     MEMORY,
     Images,
@@ -29,19 +33,14 @@ from .calibration import (
     make_batches,
     merge,
     recalibrate,
-    refuse_inference_tensors,
-    refuse_meta_tensors,
     run_model,
 )
 from .fit_targets import FitTargets, Target, feature_counter, select_targets
-from .info import info_of, weights_fingerprint
 from .layer_calls import CallWatcher, LayerCall, NormCall, Visitor, places_shape, rows_at
 from .original_record import PLACES, Key, OriginalRecord, Sums, record_original
 from .original_shapes import Shapes, original_shapes
 from .outputs import output_change, output_tensors
 from .regression import CHUNK_BYTES, HOLD_OUT, TINY, Regression
-from .selection import KeptChannels
-from .slim import copy_weights
 
 NOT_FINITE = "its inputs or outputs on these images are not finite, or too large"
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map  # has no public name
 
-from ..errors import DataError, ModelError, PeelError
+from ..errors import DataError, PeelError
 from ..graph.channel_graph import ChannelGraph
+from ..graph.layers import refuse_inference_tensors, refuse_meta_tensors
 
 #: Images that are taken from an iterable of batches. A tensor is used whole.
 MAX_IMAGES = 1024
@@ -142,25 +143,6 @@ def run_model(model: nn.Module, batch: Any) -> Any:
 
 def device_of(model: nn.Module) -> torch.device:
     return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-
-
-def refuse_meta_tensors(model: nn.Module) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            raise ModelError(
-                f"{name} of the model is on the meta device and has no values. Build the model on a real "
-                "device, or load its weights, first."
-            )
-
-
-def refuse_inference_tensors(model: nn.Module) -> None:
-    """They can neither be written nor have gradients outside of inference mode."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_inference():
-            raise ModelError(
-                f"{name} of the model was made under torch.inference_mode and cannot be changed or have "
-                "gradients. Build, load or copy the model outside of it."
-            )
 
 
 @contextmanager

@@ -31,10 +31,10 @@ from helpers.nets import (
     Standardized,
 )
 from peel.data.datasets import load_data
-from peel.surgery import original_record
-from peel.surgery.explain import explain_scores, greedy_order
-from peel.surgery.regression import Regression
-from peel.surgery.repair import Repairer
+from peel.repair import original_record
+from peel.repair.explain import explain_scores, greedy_order
+from peel.repair.regression import Regression
+from peel.repair.repair import Repairer
 
 
 class Planted(nn.Module):

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from ..graph.channel_graph import ChannelGraph, Layout
 from ..graph.rebuild import tensors_of
+from ..surgery.selection import KeptChannels
 from .calibration import device_of
 from .original_record import Addend, CountFeatures, Filters, Key, OriginalRecord, Sums
 from .regression import HOLD_OUT, TINY
-from .selection import KeptChannels
 
 #: A batch norm that lets through less of a layer than this fraction of the sum gets less of the correction.
 MIN_SCALE = 0.02

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from peel.surgery import regression as regression_module
-from peel.surgery.regression import Equations, Regression, Solution
+from peel.repair import regression as regression_module
+from peel.repair.regression import Equations, Regression, Solution
 
 
 def solve(old: Tensor, x: Tensor, y: Tensor) -> Solution:

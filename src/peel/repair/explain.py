@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from ..graph.channel_graph import ChannelGraph, Run
 from ..graph.parameters import spans
 from ..graph.rebuild import check_graph
+from ..surgery.selection import per_channel
 from ..utils.rng import derive_seed
 from .calibration import Images, evaluating, images_in_memory, make_batches, run_model
 from .layer_calls import CallWatcher, LayerCall, Use, Visitor
-from .selection import per_channel
 
 #: Places of each image at which the channels are compared.
 PLACES = 16

@@ -24,6 +24,8 @@ from ..cost.rounding import Divisor
 from ..cost.widths import Widths
 from ..errors import DataError
 from ..graph.channel_graph import ChannelGraph
+from ..graph.layers import refuse_inference_tensors
+from ..surgery.selection import per_channel
 from ..utils.rng import derive_seed
 from .calibration import (
     MAX_IMAGES,
@@ -32,14 +34,12 @@ from .calibration import (
     images_in_memory,
     make_batches,
     merge,
-    refuse_inference_tensors,
     run_model,
 )
 from .explain import BLOCKS, Reading, collect_readings, untaken
 from .layer_calls import CallWatcher, LayerCall, Use, Visitor
 from .outputs import output_change, output_tensors
 from .regression import TINY
-from .selection import per_channel
 
 #: Images that gradients are computed for, and the output is compared on; at least how many run together.
 #: With 64 the repaired networks are as good as with 256 (experiments/fewer_images.py).

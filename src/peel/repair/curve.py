@@ -11,11 +11,11 @@ from ..cost.constraint import uniform
 from ..cost.rounding import Divisor
 from ..cost.widths import Widths
 from ..graph.channel_graph import ChannelGraph
+from ..surgery.slim import slim
 from .calibration import Images, recalibrate
 from .explain import explain_scores
 from .repair import Repairer
 from .sensitivity import measure_sensitivity
-from .slim import slim
 
 #: The budgets of a curve, as fractions of the MACs.
 BUDGETS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)

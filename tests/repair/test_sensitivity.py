@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import peel
 from helpers.nets import Dense, Depthwise, Flattened, Gated, Grouped, Net, Residual, Shuffled
 from peel.errors import DataError
-from peel.surgery.sensitivity import Sensitivity, measure_sensitivity
+from peel.repair.sensitivity import Sensitivity, measure_sensitivity
 
 
 class Perceptron(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from peel.surgery.layer_calls import parse_call, places_shape, rows_at
+from peel.repair.layer_calls import parse_call, places_shape, rows_at
 
 CALLS: list[tuple[Any, tuple[int, ...], tuple[int, ...], dict[str, Any]]] = [
     (F.linear, (5, 4), (3, 4), {}),

@@ -1,0 +1,1 @@
+"""A cut network from unlabeled images: channel selection, sensitivity, refitted layers."""
