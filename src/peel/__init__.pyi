@@ -1,4 +1,5 @@
 from . import graph as graph
+from . import methods as methods
 from . import zoo as zoo
 from .cost.budget import parse_budget as parse_budget
 from .cost.constraint import round_to_budget as round_to_budget
@@ -28,6 +29,9 @@ from .errors import WidthsError as WidthsError
 from .graph import ChannelGraph as ChannelGraph
 from .graph import Tie as Tie
 from .graph import trace as trace
+from .methods.method import Answer as Answer
+from .methods.method import Method as Method
+from .methods.method import Needs as Needs
 from .methods.plan import Plan as Plan
 from .repair.calibration import recalibrate as recalibrate
 from .repair.explain import explain_scores as explain_scores
@@ -49,4 +53,5 @@ from .surgery import verify as verify
 from .surgery.serialization import load as load
 from .surgery.serialization import save as save
 from .train.callbacks import Callback as Callback
+from .utils.tables import Table as Table
 from .version import __version__ as __version__

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from cyclopts import App, CycloptsError, CycloptsPanel, Parameter, Token, convert
-from cyclopts.config import Toml
+from cyclopts.config import Dict
 
 from ..errors import CorruptFileError, DataError, DivergedError, OutOfMemoryError, PeelError, StoreError
 from ..utils.environment import PEER_LOST, is_main_process, is_peer_lost
@@ -25,6 +25,7 @@ from ..utils.files import parse_toml, read_file
 from ..utils.text import brief
 from ..version import __version__
 from .launch import command_line, set_arguments
+from .method_flags import method_settings, split_method_flags
 
 #: Exit codes, documented in docs/faults.md.
 OK, WRONG_INPUT, BAD_FILES, DIVERGED, OUT_OF_MEMORY, INTERRUPTED = 0, 2, 3, 4, 5, 130
@@ -64,6 +65,11 @@ app.command(
     help="Prune and train: from a model, a budget and data to a slim network. The same command resumes.",
 )
 app.command(
+    "peel.cli.methods:methods",
+    name="methods",
+    help="The methods of pruning; with a name, its settings, its paper and what it needs.",
+)
+app.command(
     "peel.cli.curve:curve",
     name="curve",
     help="Accuracy against budget for a trained network that is cut and repaired. Nothing is trained.",
@@ -94,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     set_arguments(arguments)
+    settings: dict[str, dict[str, Any]] = {}
     if "torch" not in sys.modules:
         # Read when torch is loaded. OpenMP threads that spin while they wait take the cores from others.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -101,8 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A path may hold characters that this terminal cannot show.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        app.config = _config_files(arguments)
-        code = app(arguments, exit_on_error=False, result_action="return_value")
+        if arguments[:1] in (["run"], ["compare"]):
+            arguments, settings = split_method_flags(arguments)
+        app.config = _config_files(arguments, settings)
+        with method_settings(settings):
+            code = app(arguments, exit_on_error=False, result_action="return_value")
     except CycloptsError:
         return WRONG_INPUT  # already printed
     except PeelError as error:
@@ -118,8 +128,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else OK
 
 
-def _config_files(arguments: Sequence[str]) -> list[Toml]:
-    """The file named by `--config`, from which cyclopts takes settings that no flag gives."""
+def _config_files(arguments: Sequence[str], settings: dict[str, dict[str, Any]]) -> list[Dict]:
+    """The file named by `--config`, from which cyclopts takes settings that no flag gives.
+
+    Its tables [methods.NAME] are added to the settings of methods, below those of flags.
+    """
     for place, argument in enumerate(arguments):
         name, _, value = argument.partition("=")
         if name == "--config":
@@ -127,10 +140,15 @@ def _config_files(arguments: Sequence[str]) -> list[Toml]:
             if not os.path.isfile(path):
                 raise PeelError(f"--config: there is no file {path!r}.")
             try:
-                read_file(Path(path), parse_toml, "Correct it.")
+                values = read_file(Path(path), parse_toml, "Correct it.")
             except CorruptFileError as error:  # a setting, not a file of a run: another exit code
                 raise PeelError(f"--config: {error}") from error
-            return [Toml(path, use_commands_as_keys=False)]
+            methods = values.pop("methods", {})
+            if not all(isinstance(table, dict) for table in [methods, *dict(methods).values()]):
+                raise PeelError(f"--config: methods in {path} must be tables, such as [methods.peel].")
+            for method, table in methods.items():
+                settings[method] = {**table, **settings.get(method, {})}
+            return [Dict(values, use_commands_as_keys=False, source=path)]
     return []
 
 

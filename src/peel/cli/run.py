@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import json as json_library
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +24,7 @@ from ..utils.environment import is_main_process
 from ..utils.files import check_target
 from .export import export_slim
 from .launch import command_line, launch
+from .method_flags import given_settings
 from .summary import draw_result
 
 #: Settings that do not change what is computed. They are not part of the name of the default folder.
@@ -76,8 +76,10 @@ def run(
     """
     if gpus is not None:
         return launch(gpus)
-    chosen = settings or Config()
-    chosen = make_config(vars(replace(chosen, model=model) if model is not None else chosen))
+    given = vars(settings or Config())
+    given |= {"methods": given_settings()} | ({} if model is None else {"model": model})
+    chosen = make_config(given)
+    chosen.find_method()  # wrong settings are found before the model is loaded
     folder = None if dry_run else output or default_folder(chosen)
     if export is not None:
         _check_export(export, chosen, dry_run)

@@ -1,7 +1,24 @@
-"""A method gets a `Problem` and answers with a `Plan`: the widths of the slim network."""
+"""A method gets a `Problem` and some `Work`, and answers with the widths of the slim network."""
 
-from .method import Method
+from .method import Answer, Given, Method, Needs, Problem, Recipes, Uniform
+from .peel import Peel
 from .plan import Plan
-from .problem import Problem
+from .ranking import Magnitude, Taylor
+from .sensitivity import LeastSensitive
+from .work import Work
 
-__all__ = ["Method", "Plan", "Problem"]
+__all__ = [
+    "Answer",
+    "Given",
+    "LeastSensitive",
+    "Magnitude",
+    "Method",
+    "Needs",
+    "Peel",
+    "Plan",
+    "Problem",
+    "Recipes",
+    "Taylor",
+    "Uniform",
+    "Work",
+]

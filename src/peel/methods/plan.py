@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from ..cost.widths import Widths
 from ..errors import ConfigError, CorruptFileError
-from ..steps.reallocation import Round
+from ..graph import ChannelGraph
+from ..utils.tables import Table
 from ..utils.text import name_of_key, short
-from ..utils.validation import Channels, Seconds, Value, Whole
-from .config import MethodConfig
-from .problem import Problem
+from ..utils.validation import Channels, Seconds, Whole
+from .method import Answer, Problem
 
 
 @dataclass(frozen=True)
@@ -44,37 +46,29 @@ class Plan:
     original: Architecture
     uniform: Architecture
     slim: Architecture
-    backbone: Architecture | None = None
-    rounds: tuple[Round, ...] = ()
-    l1_coefficient: Value | None = None
-    """As it was used, also where it follows from `l1_strength`."""
-    method: MethodConfig | None = None
+    name: str
+    """The method, as the row of its network is called."""
+    method: dict[str, Any] = field(default_factory=dict)
+    """The settings of the method."""
+    others: dict[str, Architecture] = field(default_factory=dict)
+    """Networks on the way to the plan, such as a backbone."""
     limits: dict[str, Whole] = field(default_factory=dict)
     """What the network may cost in other resources."""
-    repaired_losses: dict[str, Value] = field(default_factory=dict)
-    """Where weights are inherited: the losses of `uniform` and of the method's network after the repair, on
-    held-out training images."""
-    yields_to_uniform: bool = False
-    """Whether these losses made the uniform network the plan."""
-    name: str = "peel"
-    """The method, as the row of its network is called."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """What the method says of its work, as plain numbers."""
+    tables: tuple[Table, ...] = ()
+    notes: tuple[str, ...] = ()
     format: str = "peel-plan"
-    version: int = 3
+    version: int = 4
 
     @property
     def widths(self) -> Widths:
         return Widths(self.slim.widths)
 
     @property
-    def pool(self) -> int | None:
-        """What the backbone leaves of the budget."""
-        return None if self.backbone is None else self.budget - self.backbone.cost
-
-    @property
     def networks(self) -> dict[str, Architecture]:
-        """The rows of the table, and the backbone where there is one."""
-        backbone = {} if self.backbone is None else {"backbone": self.backbone}
-        return {"original": self.original, **backbone, "uniform": self.uniform, self.name: self.slim}
+        """The rows of the table, and networks on the way."""
+        return {"original": self.original, **self.others, "uniform": self.uniform, self.name: self.slim}
 
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
@@ -82,15 +76,15 @@ class Plan:
     @classmethod
     def from_json(cls, data: bytes) -> Plan:
         try:
+            found = msgspec.json.decode(data, type=_Version)
+            if (found.format, found.version) != ("peel-plan", cls.version):
+                given = f"format {short(found.format)}, version {short(found.version)}"
+                raise CorruptFileError(f"not a plan of this version: {given}.")
             plan = msgspec.json.decode(data, type=cls)
         except RecursionError as error:
             raise CorruptFileError("not a plan: it is nested too deeply.") from error
-        except (msgspec.MsgspecError, ValueError, ConfigError) as error:
+        except (msgspec.MsgspecError, ValueError) as error:
             raise CorruptFileError(f"not a plan: {str(error).rstrip('.')}.") from error
-        if (plan.format, plan.version) != ("peel-plan", 3):
-            raise CorruptFileError(
-                f"not a plan of this version: format {short(plan.format)}, version {short(plan.version)}."
-            )
         ties = [tie for of_group in plan.groups.values() for tie in of_group]
         known = plan.original.widths.keys()
         for name, network in plan.networks.items():
@@ -100,19 +94,19 @@ class Plan:
                 raise CorruptFileError(
                     f"not a plan: the widths of {name!r} are not those of the ties in its groups{which}."
                 )
+        for table in plan.tables:
+            if any(len(row) != len(table.columns) for row in table.rows):
+                raise CorruptFileError(f"not a plan: rows of {short(table.title)} have other lengths.")
         return plan
 
 
-def assemble_plan(
-    problem: Problem,
-    widths: Mapping[str, int],
-    *,
-    backbone: Mapping[str, int] | None = None,
-    rounds: tuple[Round, ...] = (),
-    l1_coefficient: float | None = None,
-    config: MethodConfig | None = None,
-) -> Plan:
-    """The plan of these widths, with the original and the uniform network beside them."""
+class _Version(msgspec.Struct):
+    format: Any = None
+    version: Any = None
+
+
+def assemble_plan(problem: Problem, answer: Answer, name: str, settings: Mapping[str, Any]) -> Plan:
+    """The plan of an answer, with the original and the uniform network beside it."""
     graph, constraint = problem.graph, problem.constraint
 
     def architecture(chosen: Mapping[str, int]) -> Architecture:
@@ -131,11 +125,30 @@ def assemble_plan(
         {group: tuple(ties) for group, ties in graph.groups.items()},
         original=architecture(graph.widths),
         uniform=architecture(constraint.uniform),
-        slim=architecture(widths),
-        backbone=architecture(backbone) if backbone is not None else None,
-        rounds=rounds,
-        l1_coefficient=l1_coefficient,
+        slim=architecture(answer.widths),
+        name=name,
+        method=dict(settings),
+        others={other: architecture(widths) for other, widths in answer.others.items()},
         limits=constraint.other_limits,
-        method=config.method_config() if config is not None else None,
-        name=config.method_name if config is not None else "peel",
+        values=msgspec.to_builtins(dict(answer.values)),
+        tables=answer.tables,
+        notes=answer.notes,
     )
+
+
+def read_widths(given: Mapping[str, Any] | str, graph: ChannelGraph, setting: str) -> Widths:
+    """Widths from a mapping, or from a JSON file that holds one or is a plan.json."""
+    if isinstance(given, str):
+        try:
+            data = Path(given).read_bytes()
+            found = json.loads(data)
+            given = Plan.from_json(data).widths if isinstance(found, dict) and "format" in found else found
+        except OSError as error:
+            raise ConfigError(f"{setting}: cannot read {name_of_key(given)}: {error.strerror}.") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{setting}: {given} is not JSON: {error}.") from error
+        except CorruptFileError as error:
+            raise ConfigError(f"{setting}: {given}: {error}") from error
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{setting} is a plan.json or a mapping from tie names to channels.")
+    return graph.check(given)

@@ -4,56 +4,72 @@ A threshold decides which channels are kept. It is the lowest one whose network 
 Scores are divided by the mean over their layer; otherwise layers with large weights would keep everything.
 """
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..cost.cutting import floors_of
 from ..cost.widths import Widths
+from ..graph.channel_graph import ChannelGraph
 from ..graph.parameters import ChannelAxis
 from ..steps.criteria.gradient import mean_effects
 from ..steps.importance import CriterionInput
 from ..surgery.selection import ChannelScores
-from .config import MethodConfig
-from .method import Method, TrainBackbone
-from .plan import Plan, assemble_plan
-from .problem import Problem
+from .method import Answer, Method, Needs, Problem
+
+if TYPE_CHECKING:
+    from .work import Work
 
 #: Images that the effects of channels are measured on, and the batch size.
 BATCHES, BATCH_SIZE = 20, 128
 
 
 class GlobalRanking(Method):
-    needs_trained = True
+    needs = Needs(original=True)
 
     @abstractmethod
-    def scores(self, problem: Problem) -> ChannelScores: ...
+    def scores(self, problem: Problem, work: Work) -> ChannelScores: ...
 
-    def plan(self, problem: Problem, config: MethodConfig, train_backbone: TrainBackbone) -> Plan:
+    def solve(self, problem: Problem, work: Work) -> Answer:
+        if work.is_rehearsal:
+            return Answer(problem.constraint.uniform)
+        scores = self.scores(problem, work)
         # The last digits may differ between processes: the main process decides.
-        widths = problem.engine.world.broadcast(widths_by_rank(problem, self.scores(problem)))
-        return assemble_plan(problem, widths, config=config)
+        return Answer(work.engine.world.broadcast(widths_by_rank(problem, scores)), scores)
 
 
+@dataclass(frozen=True)
 class Magnitude(GlobalRanking):
     """The norm of all weights that write or read a channel, each divided by the mean of its layer."""
 
-    def scores(self, problem: Problem) -> ChannelScores:
-        return ChannelScores.from_axes(problem.graph, _norms(problem))
+    def scores(self, problem: Problem, work: Work) -> ChannelScores:
+        assert problem.original is not None
+        return ChannelScores.from_axes(problem.graph, _norms(problem.original, problem.graph))
 
 
+@dataclass(frozen=True)
 class Taylor(GlobalRanking):
     """The squared first-order effect on the loss of removing a channel (Molchanov et al., 2019)."""
 
-    def scores(self, problem: Problem) -> ChannelScores:
-        assert problem.trained is not None
-        images, model = problem.data.train, problem.trained.eval().requires_grad_(True)
-        objective, engine = problem.task.objective(), problem.engine
+    def scores(self, problem: Problem, work: Work) -> ChannelScores:
+        assert problem.original is not None
+        images, model = problem.train, problem.original.eval().requires_grad_(True)
         inputs = CriterionInput(
-            model, problem.graph, images, images, objective, engine, problem.seed, problem.task
+            model,
+            problem.graph,
+            images,
+            images,
+            problem.task.objective(),
+            work.engine,
+            problem.seed,
+            problem.task,
         )
         effects = mean_effects(inputs, BATCHES, BATCH_SIZE, torch.square, with_shift=True)
         model.requires_grad_(False)
@@ -62,11 +78,9 @@ class Taylor(GlobalRanking):
         )
 
 
-def _norms(problem: Problem) -> Iterator[tuple[ChannelAxis, Tensor]]:
+def _norms(original: nn.Module, graph: ChannelGraph) -> Iterator[tuple[ChannelAxis, Tensor]]:
     """Squared norms along every axis of weights and scales that holds channels."""
-    assert problem.trained is not None
-    graph = problem.graph
-    for name, parameter in problem.trained.named_parameters():
+    for name, parameter in original.named_parameters():
         if name in graph.gates or (parameter.ndim < 2 and name not in graph.scales):
             continue
         for axis in range(parameter.ndim):

@@ -6,89 +6,88 @@ network, and divides it among its hidden layers. Shares between groups were sear
 0.15 ± 0.15 points over this (docs/archive/search.md).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ..cost.constraint import Constraint
 from ..cost.costed import Cost, cost_of, fractional_units
 from ..cost.widths import Widths
 from ..graph.channel_graph import ChannelGraph
 from ..graph.parameters import hidden_ties
-from ..repair.sensitivity import Sensitivity, measure_sensitivity, sensitivity_passes
+from ..repair.sensitivity import Sensitivity, sensitivity_passes
 from ..utils.bisection import solve_increasing
-from .config import MethodConfig
-from .method import Method, TrainBackbone
-from .plan import Plan, assemble_plan
-from .problem import Problem
-from .start import calibration_images
+from .method import Answer, Method, Needs, Problem, Scores
+
+if TYPE_CHECKING:
+    from .work import Work
 
 #: With fewer images, the measurement is worse than no measurement (docs/repair.md).
 LEAST_IMAGES = 64
 
 
+@dataclass(frozen=True)
 class LeastSensitive(Method):
     """Measures, without training, how much the output needs each layer, and cuts what it needs least."""
 
-    needs_trained = True
-    # To first order, group and layer norms undo a cut: with them, and with few ties, it may lose to uniform.
-    yields_to_uniform = True
+    needs = Needs(original=True)
 
-    def __init__(self) -> None:
-        self.measured: Sensitivity | None = None
-
-    def notes(self, problem: Problem) -> list[str]:
-        reason = nothing_to_go_by(problem)
-        return [f"The plan is uniform: {reason}."] if reason else []
-
-    def search_macs(self, problem: Problem) -> float:
-        if nothing_to_go_by(problem):
-            return 0.0
-        return float(sensitivity_passes(problem.graph) * problem.graph.macs())
-
-    def plan(self, problem: Problem, config: MethodConfig, train_backbone: TrainBackbone) -> Plan:
-        if nothing_to_go_by(problem):
-            return assemble_plan(problem, problem.constraint.uniform, config=config)
-        measured = self.measure(problem)
-        if problem.inherits:
-            widths = widths_by(measured, problem, problem.constraint)
-        else:
-            exact = replace(problem.constraint, divisor=1)
-            widths = divide(problem, widths_by(measured, problem, exact))
-        return assemble_plan(problem, widths, config=config)
-
-    def scores(self, problem: Problem) -> Mapping[str, Tensor] | None:
-        return None if nothing_to_go_by(problem) else self.measure(problem).scores
-
-    def measure(self, problem: Problem) -> Sensitivity:
-        if self.measured is None:
-            assert problem.trained is not None
-            for callback in problem.callbacks:
-                callback.on_stage_begin("plan", "measuring how much the output needs each layer")
-            images = calibration_images(problem)
-            self.measured = measure_sensitivity(problem.trained, problem.graph, images)
-        return self.measured
+    def solve(self, problem: Problem, work: Work) -> Answer:
+        if reason := nothing_to_go_by(problem, work.training_images):
+            return Answer(problem.constraint.uniform, notes=(f"The plan is uniform: {reason}.",))
+        macs = float(sensitivity_passes(problem.graph) * problem.graph.macs())
+        with work.timed(macs, "measuring how much the output needs each layer"):
+            if work.is_rehearsal:
+                return Answer(problem.constraint.uniform)
+            measured = work.calibration.sensitivity
+            if not problem.inherits:
+                exact = replace(problem.constraint, divisor=1)
+                return Answer(divide(problem, widths_by(measured, work, exact)), measured.scores)
+            return better_of_uniform(problem, work, widths_by(measured, work, problem.constraint), measured)
 
 
-def nothing_to_go_by(problem: Problem) -> str:
+def better_of_uniform(problem: Problem, work: Work, widths: Widths, measured: Sensitivity) -> Answer:
+    """The better of these widths and the uniform ones after the repair, by the loss on held-out images.
+
+    To first order, group and layer norms undo a cut: with them, and with few ties, sensitivity may lose. A
+    method that is compared with others would keep its plan; this one is the default.
+    """
+    uniform = problem.constraint.uniform
+    if problem.held_out is None or widths == uniform:
+        return Answer(widths, measured.scores)
+    candidates: dict[str, tuple[Widths, Scores | None]] = {
+        "uniform": (uniform, None),
+        "sensitivity": (widths, measured.scores),
+    }
+    losses = {name: work.loss(work.repaired(*chosen)) for name, chosen in candidates.items()}
+    values = {"repaired_losses": losses}
+    if losses["sensitivity"] <= losses["uniform"]:
+        return Answer(widths, measured.scores, values=values)
+    note = (
+        f"The plan is the uniform network: after the repair its loss on {problem.held_out.size:,} held-out "
+        f"training images is {losses['uniform']:.3g}, that of the widths by sensitivity "
+        f"{losses['sensitivity']:.3g}."
+    )
+    return Answer(uniform, values=values, notes=(note,))
+
+
+def nothing_to_go_by(problem: Problem, images: int) -> str:
     """Why layers cannot be told apart, so that the plan is uniform; empty where they can."""
     free = {tie for tie in problem.graph.widths if tie not in problem.constraint.freeze}
     most = max(map(len, hidden_groups(problem)), default=0) if not problem.inherits else len(free)
     if most < 2:
         of_group = "" if problem.inherits else " of a group"
         return f"no two layers{of_group} compete, because at most one tie can be cut there"
-    if problem.data.train.size < LEAST_IMAGES:
-        return (
-            f"sensitivity is measured on at least {LEAST_IMAGES} training images, and here are "
-            f"{problem.data.train.size}"
-        )
+    if images < LEAST_IMAGES:
+        return f"sensitivity is measured on at least {LEAST_IMAGES} training images, and here are {images}"
     return ""
 
 
-def widths_by(measured: Sensitivity, problem: Problem, constraint: Constraint) -> Widths:
+def widths_by(measured: Sensitivity, work: Work, constraint: Constraint) -> Widths:
     """The widths by sensitivity. Their last digits may differ between processes: the main process decides."""
-    return problem.engine.world.broadcast(measured.widths_within(constraint))
+    return work.engine.world.broadcast(measured.widths_within(constraint))
 
 
 def hidden_groups(problem: Problem) -> list[list[str]]:

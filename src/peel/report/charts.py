@@ -12,6 +12,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from ..cost.budget import format_count
+from ..utils.tables import Cell, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,32 +87,62 @@ def _mark_groups(axes: Axes, groups: Mapping[str, Sequence[str]]) -> None:
         start += len(ties)
 
 
-def groups_chart(
-    importance: Mapping[str, float],
-    shares: Mapping[str, float],
-    macs: Mapping[str, Mapping[str, int]],
-) -> str:
-    """Importance, share of the pool and MACs of each group. A panel without data is left out."""
-    columns = {"importance": importance, "share of the pool": shares}
-    single = [(title, values) for title, values in columns.items() if values]
-    groups = list(dict.fromkeys(group for values in [importance, shares, *macs.values()] for group in values))
-    panels = len(single) + bool(macs)
+def groups_chart(macs: Mapping[str, Mapping[str, int]]) -> str:
+    """The MACs of each group, network by network."""
+    groups = list(dict.fromkeys(group for values in macs.values() for group in values))
     with _figure(0.9 + 0.62 * len(groups)) as figure:
-        ratios = [1.0] * len(single) + [1.6] * bool(macs)
-        row = figure.subplots(1, panels, sharey=True, squeeze=False, width_ratios=ratios)[0]
-        for axes, (title, values) in zip(row, single, strict=False):
-            text = "{:.1%}" if values is shares else "{:.3g}"
-            _group_bars(axes, groups, {"peel": values}, text, title)
-        if macs:
-            _group_bars(row[-1], groups, macs, "", "MACs")
-            row[-1].locator_params(axis="x", nbins=6)
-            row[-1].xaxis.set_major_formatter(lambda value, _: format_count(value))
-            handles, names = row[-1].get_legend_handles_labels()
-            figure.legend(handles, names, loc="outside upper right", ncols=len(names))
-        row[0].set_yticks(range(len(groups)), groups)
-        row[0].invert_yaxis()
-        titles = [title for title, _ in single] + ["MACs"] * bool(macs)
-        return _svg(figure, "groups", f"Of each group: {', '.join(titles)}")
+        axes = figure.subplots()
+        _group_bars(axes, groups, macs, "", "MACs")
+        axes.locator_params(axis="x", nbins=6)
+        axes.xaxis.set_major_formatter(lambda value, _: format_count(value))
+        handles, names = axes.get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside upper right", ncols=len(names))
+        axes.set_yticks(range(len(groups)), groups)
+        axes.invert_yaxis()
+        return _svg(figure, "groups", "Of each group: MACs")
+
+
+def table_chart(table: Table, name: str) -> str:
+    """The numbers of a table: bars for each row, a panel for each column; or lines over the first column."""
+    if table.chart == "lines":
+        axis, *titles = table.columns
+        curves = {
+            title: [(_finite(row[0]), _finite(row[place])) for row in table.rows]
+            for place, title in enumerate(titles, 1)
+        }
+        return _lines_chart(curves, axis, table.title, name)
+    names = [str(row[0]) for row in table.rows]
+    columns = {
+        title: {str(row[0]): _finite(row[place]) for row in table.rows if row[place] is not None}
+        for place, title in enumerate(table.columns)
+        if any(isinstance(row[place], float) for row in table.rows)
+    }
+    with _figure(0.9 + 0.4 * len(names)) as figure:
+        panels = figure.subplots(1, max(1, len(columns)), sharey=True, squeeze=False)[0]
+        for axes, (title, values) in zip(panels, columns.items(), strict=False):
+            _group_bars(axes, names, {"": values}, "{:.3g}", title)
+        panels[0].set_yticks(range(len(names)), names)
+        panels[0].invert_yaxis()
+        return _svg(figure, name, f"{table.title}: {', '.join(columns)}")
+
+
+def _lines_chart(
+    curves: Mapping[str, Sequence[tuple[float, float]]], axis: str, title: str, name: str
+) -> str:
+    with _figure(2.9) as figure:
+        axes = figure.subplots()
+        for number, (line, points) in enumerate(curves.items()):
+            color = _SEQUENCE[number % len(_SEQUENCE)]
+            axes.plot(*zip(*points, strict=True), color=color, label=line)
+        axes.set_xlabel(axis)
+        axes.set_title(title)
+        handles, names = axes.get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside right upper")
+        return _svg(figure, name, f"{title}: {', '.join(curves)}")
+
+
+def _finite(value: Cell) -> float:
+    return float(value) if isinstance(value, int | float) and abs(value) < LARGEST else 0.0
 
 
 def _group_bars(

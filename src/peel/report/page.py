@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from ..cost.budget import format_bytes, format_cost, format_count, format_latency
 from ..errors import PeelError
 from ..methods.plan import Plan
-from ..steps.reallocation import Round
 from ..utils.text import flatten, format_duration
-from .charts import curves_chart, groups_chart, importance_chart, label, widths_chart
+from .charts import curves_chart, groups_chart, importance_chart, label, table_chart, widths_chart
 from .record import RunRecord
 from .speed import COLUMNS, speed_cells, speed_sentences, speed_tile
 from .summary import search_sentence
@@ -33,11 +32,11 @@ NONE = "–"
 
 
 @dataclass(frozen=True)
-class Table:
+class _Cells:
     """Cells as text; the first columns hold words, the others numbers."""
 
     columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    cells: Sequence[Sequence[str]]
     words: int = 1
 
 
@@ -63,7 +62,6 @@ def render(record: RunRecord) -> str:
     stages, rows, scores = _stages(record), _rows(record), _scores(record)
     bench = (record.result or {}).get("bench") or {}
     seconds = (record.result or {}).get("search", {}).get("seconds", 0.0)
-    has_backbone = _has_backbone(record)
     return template.render(
         title=_title(record),
         facts=_facts(record),
@@ -75,14 +73,12 @@ def render(record: RunRecord) -> str:
         comparison=_comparison(record, rows, scores),
         search=search_sentence(seconds) if seconds else "",
         plan=_plan(record.plan) if record.plan is not None else None,
-        lines=_lines(record, has_backbone),
-        has_backbone=has_backbone,
-        has_importance=has_backbone or bool(record.plan and record.plan.rounds),
+        lines=_lines(record),
         importance=_importance(stages),
         training=_training(stages, rows, scores[0]) if stages else None,
         command=record.state.get("command", ""),
         given=_settings_table(record.config),
-        resolved=_settings_table(record.state.get("identity", {})),
+        resolved=_settings_table({**record.state.get("settings", {}), **record.state.get("subject", {})}),
         environment=_settings_table(record.environment),
     )
 
@@ -111,7 +107,7 @@ class _Score:
 
 
 def _scores(record: RunRecord) -> list[_Score]:
-    metric = record.state.get("identity", {}).get("task", {}).get("metric")
+    metric = record.state.get("task", {}).get("metric")
     if metric:
         return [_Score("metric", metric.rpartition(".")[2])]
     rows = (record.result or {}).get("rows", [])
@@ -151,19 +147,12 @@ def _slim_name(record: RunRecord) -> str:
     if record.plan is not None:
         return record.plan.name
     # The config has the method as given, which may be auto.
-    return str(record.state.get("identity", {}).get("method", "peel")).rpartition(":")[2]
+    return str(record.state.get("method", "peel")).rpartition(":")[2]
 
 
-def _has_backbone(record: RunRecord) -> bool:
-    """Whether the method has a backbone; before there is a plan, whether it is PEEL."""
-    if record.plan is not None:
-        return record.plan.backbone is not None
-    return _slim_name(record) == "peel"
-
-
-def _lines(record: RunRecord, has_backbone: bool) -> list[str]:
+def _lines(record: RunRecord) -> list[str]:
     """The networks that the chart of the widths shows as lines."""
-    names = ["the backbone"] if has_backbone else []
+    names = [f"the {name}" for name in record.plan.others] if record.plan is not None else []
     return names if _slim_name(record) == "uniform" else [*names, "the uniform network"]
 
 
@@ -188,7 +177,7 @@ def _facts(record: RunRecord) -> list[str]:
     facts = [f"seed {record.config['seed']}"] if "seed" in record.config else []
     if "device" in record.environment:
         facts.append(record.environment["device"])
-    shape = record.state.get("identity", {}).get("data", {}).get("shape")
+    shape = record.state.get("data", {}).get("shape")
     if shape:
         facts.append(f"images of {' x '.join(map(str, shape))}")
     if record.result and "wall_seconds" in record.result:
@@ -239,7 +228,7 @@ def _tiles(
 
 def _outcome_table(
     rows: Mapping[str, Mapping[str, Any]], scores: Sequence[_Score], bench: Mapping[str, Any]
-) -> Table | None:
+) -> _Cells | None:
     if not rows:
         return None
     original = rows.get("original", {})
@@ -268,7 +257,7 @@ def _outcome_table(
     costs = ["MACs (of original)", "params", "bytes (one image)", *(latencies[key] for key in times)]
     costs += COLUMNS if bench else ()
     columns = [*(score.name for score in shown), *costs, "time", "image passes", "saved as"]
-    return Table(["network", *steps, *columns], cells)
+    return _Cells(["network", *steps, *columns], cells)
 
 
 def _speed(rows: Mapping[str, Mapping[str, Any]], bench: Mapping[str, Any]) -> list[str]:
@@ -298,47 +287,47 @@ def _comparison(record: RunRecord, rows: Mapping[str, Mapping[str, Any]], scores
 
 def _plan(plan: Plan) -> dict[str, Any]:
     macs = {name: network.macs_by_group for name, network in plan.networks.items()}
-    last = plan.rounds[-1] if plan.rounds else None
-    importance, shares = (last.importance or {}, last.shares or {}) if last is not None else ({}, {})
     return {
         "widths_svg": widths_chart(
             {name: network.widths for name, network in plan.networks.items()}, plan.groups
         ),
         "widths_table": _widths_table(plan),
         "budget": _budget_sentences(plan),
-        "groups_svg": groups_chart(importance, shares, macs),
-        "rounds": [_round(number, item, plan) for number, item in enumerate(plan.rounds, start=1)],
+        "groups_svg": groups_chart(macs),
+        "name": label(plan.name),
+        "tables": [
+            {"table": table, "svg": table_chart(table, f"method-{number}") if table.chart else ""}
+            for number, table in enumerate(plan.tables)
+        ],
         "macs_table": _macs_table(macs),
     }
 
 
-def _widths_table(plan: Plan) -> Table:
+def _widths_table(plan: Plan) -> _Cells:
     widths = {name: network.widths for name, network in plan.networks.items()}
     before, after = plan.original.widths, plan.slim.widths
-    importance = plan.rounds[-1].tie_importance if plan.rounds else {}
     rows = [
         [
             tie,
             group,
             *(str(of_tie[tie]) for of_tie in widths.values()),
             _percent_of(after[tie], before[tie]),
-            *([_cell(importance, tie, _short)] if importance else []),
         ]
         for group, ties in plan.groups.items()
         for tie in ties
     ]
     columns = ["tie", "group", *map(label, widths), f"{label(plan.name)} of original"]
-    return Table([*columns, *(["importance"] if importance else [])], rows, words=2)
+    return _Cells(columns, rows, words=2)
 
 
-def _macs_table(macs: Mapping[str, Mapping[str, int]]) -> Table:
+def _macs_table(macs: Mapping[str, Mapping[str, int]]) -> _Cells:
     def cell(of_group: Mapping[str, int], group: str) -> str:
         count = of_group.get(group, 0)
         return f"{count:,} ({_percent_of(count, sum(of_group.values()))})"
 
     groups = dict.fromkeys(group for of_group in macs.values() for group in of_group)
     rows = [[group, *(cell(of_group, group) for of_group in macs.values())] for group in groups]
-    return Table(["group", *map(label, macs)], rows)
+    return _Cells(["group", *map(label, macs)], rows)
 
 
 def _budget_sentences(plan: Plan) -> str:
@@ -347,41 +336,10 @@ def _budget_sentences(plan: Plan) -> str:
     before, after = plan.original.widths, plan.slim.widths
     if wider := sum(after[tie] > before[tie] for tie in after):
         used += f" {wider} of {len(after)} widths are above the original."
-    if plan.backbone is None:
-        return (
-            used
-            if plan.rounds or plan.method is not None
-            else f"{used} There is no backbone and no importance of groups."
-        )
-    policy = plan.method.policy if plan.method is not None else ""
-    pool = f"the policy “{policy}” reallocates the pool of {plan.pool:,}"
-    return f"{used} The backbone costs {plan.backbone.cost:,}; {pool}."
-
-
-def _round(number: int, item: Round, plan: Plan) -> dict[str, Any]:
-    importance, shares = item.importance or {}, item.shares or {}
-    has_pool = plan.backbone is not None
-    rows = [
-        [
-            group,
-            str(len(ties)),
-            _cell(importance, group, _short),
-            *([_cell(shares, group, _percent)] if has_pool else []),
-            _cell(item.factors, group, "{:.3f}".format),
-            *([_cell(item.rounded_factors, group, "{:.3f}".format)] if item.rounded_factors else []),
-        ]
-        for group, ties in plan.groups.items()
-    ]
-    factors = ["share of the pool", "factor on the backbone"] if has_pool else ["factor over uniform"]
-    columns = ["importance", *factors, *(["after rounding"] if item.rounded_factors else [])]
-    return {
-        "title": f"Round {number} of {len(plan.rounds)}" if len(plan.rounds) > 1 else "Reallocation",
-        "note": item.note,
-        "warning": not item.distinct,
-        "rounding": f"Before rounding, the plan costs {item.ideal_cost:,.0f}; after it, {item.cost:,}. "
-        f"{item.unspent:,} of the budget are left. {item.rounding_note}".rstrip(),
-        "table": Table(["group", "ties", *columns], rows),
-    }
+    pool = plan.values.get("pool")
+    if not isinstance(pool, int) or "backbone" not in plan.others:
+        return used
+    return f"{used} The backbone costs {plan.others['backbone'].cost:,}, and leaves a pool of {pool:,}."
 
 
 def _importance(stages: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any] | None:
@@ -397,7 +355,7 @@ def _importance(stages: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any] | 
         for stage, of_group in curves.items()
         for group, curve in of_group.items()
     ]
-    table = Table(["group", "stage", "first epoch", "last epoch", "last of first"], rows, words=2)
+    table = _Cells(["group", "stage", "first epoch", "last epoch", "last of first"], rows, words=2)
     return {"svg": importance_chart(curves), "table": table}
 
 
@@ -423,7 +381,7 @@ def _training(
     last = [_training_row(stage, epochs, score) for stage, epochs in stages.items()]
     return {
         "svg": curves_chart(panels),
-        "table": Table(columns, last, words=2),
+        "table": _Cells(columns, last, words=2),
         "score": score.name,
         "has_start": any(0 in curve for curve in curves.values()),
         "epochs": _epochs_table(curves, score),
@@ -446,12 +404,12 @@ def _score_curves(
     return curves
 
 
-def _epochs_table(curves: Curves, score: _Score) -> Table:
+def _epochs_table(curves: Curves, score: _Score) -> _Cells:
     rows = [
         [str(epoch), *(_cell(curve, epoch, score.show) for curve in curves.values())]
         for epoch in sorted({epoch for curve in curves.values() for epoch in curve})
     ]
-    return Table(["epoch", *map(label, curves)], rows)
+    return _Cells(["epoch", *map(label, curves)], rows)
 
 
 def _training_row(stage: str, epochs: Sequence[Mapping[str, Any]], score: _Score) -> list[str]:
@@ -476,12 +434,12 @@ def _training_row(stage: str, epochs: Sequence[Mapping[str, Any]], score: _Score
     ]
 
 
-def _settings_table(settings: Mapping[str, Any]) -> Table:
+def _settings_table(settings: Mapping[str, Any]) -> _Cells:
     rows = [
         [name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)]
         for name, value in flatten(settings).items()
     ]
-    return Table(("setting", "value"), rows, words=2)
+    return _Cells(("setting", "value"), rows, words=2)
 
 
 def _cell(row: Mapping[Any, Any], key: Any, words: Callable[[Any], str]) -> str:

@@ -37,17 +37,21 @@ class DataFacts(TypedDict, total=False):
     shape: list[Channels]
 
 
-class Identity(TypedDict, total=False):
-    method: str
+class Subject(TypedDict, total=False):
     task: TaskNames
     data: DataFacts
+
+
+class Resolved(TypedDict, total=False):
+    method: str
 
 
 class State(TypedDict):
     """state.json."""
 
     command: NotRequired[str]
-    identity: NotRequired[Identity]
+    subject: NotRequired[Subject]
+    settings: NotRequired[Resolved]
 
 
 class Environment(TypedDict, total=False):
@@ -172,7 +176,7 @@ class RunRecord:
     @classmethod
     def read(cls, folder: str | PathLike[str]) -> RunRecord:
         folder = Path(folder)
-        state = _json(folder / "state.json", lambda data: parse_object(data, State), "peel-run")
+        state = _json(folder / "state.json", lambda data: parse_object(data, State), "peel-run", 3)
         if state is None:
             raise RunError(
                 f"{folder} is not a run folder: it has no state.json. Give a folder that `peel run` wrote."
@@ -195,14 +199,16 @@ def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:
     return read_file(path, parse) if path.exists() else None
 
 
-def _json(path: Path, parse: Callable[[bytes], dict[str, Any]], form: str) -> dict[str, Any] | None:
+def _json(
+    path: Path, parse: Callable[[bytes], dict[str, Any]], form: str, version: int = 2
+) -> dict[str, Any] | None:
     """A JSON file that says its format. That of another version need not fit what `parse` expects."""
     given = _read(path, parse_object)
     if given is None:
         return None
-    if (given.get("format"), given.get("version")) != (form, 2):
+    if (given.get("format"), given.get("version")) != (form, version):
         found = f"format {short(given.get('format'))}, version {short(given.get('version'))}"
-        raise RunError(f"{path} has {found}; this version of peel reads {form!r}, version 2.")
+        raise RunError(f"{path} has {found}; this version of peel reads {form!r}, version {version}.")
     return _read(path, parse)
 
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 import tomli_w
@@ -13,15 +13,19 @@ from cyclopts import Parameter
 from msgspec import Meta
 
 from .. import zoo
+from ..cost.budget import RESOURCES
 from ..errors import ConfigError, check_choice, did_you_mean
-from ..methods.config import MethodConfig
+from ..methods.method import Method
+from ..methods.peel import Count, NotNegative, Positive
+from ..methods.registry import find_method, owners_of, prefix_of
+from ..steps.distillation import DISTILLATIONS
 from ..train.engine import COMPILE
 from ..train.recipe import FIELDS, Recipe
 from ..utils.text import name_of_key, short
 from ..utils.validation import describe_error
 
-#: The original is the teacher; backbone is steps 1 and 2, plan steps 3 and 4, final step 5.
-STAGES = ("original", "backbone", "plan", "uniform", "final")
+#: The original is the teacher; plan is what the method does (steps 1 to 4 of PEEL), final step 5.
+STAGES = ("original", "plan", "uniform", "final")
 
 INITS = ("auto", "inherit", "cut", "scratch")
 
@@ -44,15 +48,35 @@ RecipeOverrides.__doc__ = "\n".join(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(MethodConfig):
-    """The settings of a run: those of the method, and what is pruned, on what data, trained how."""
+class Config:
+    """The settings of a run: what is pruned to what budget, by which method, on what data, trained how."""
 
-    method: str = "sensitivity"
-    """sensitivity, peel, uniform, magnitude, taylor, or your own as path/file.py:Name."""
     model: str = "cifar_resnet20"
     """The model: a name, or a reference to a callable."""
     data: str | None = None
     """digits (the default of models by name), cifar10, cifar100, fashion-mnist, or a folder of images."""
+    budget: str | int | float = "50%"
+    """What the slim network may cost: 1.1G, 50%, 8MB, 8ms; or several limits: macs<=1.1G, params<=8M."""
+    resource: str = "macs"
+    """What the budget counts: macs, params, memory (bytes of activations of one image), latency."""
+    method: str = "sensitivity"
+    """sensitivity, peel, uniform, magnitude, taylor, or your own as path/file.py:Name."""
+    methods: Annotated[dict[str, dict[str, Any]], Parameter(parse=False)] = field(default_factory=dict)
+    """The settings of the method: --peel.rounds 3, or a table [methods.peel]. `peel methods` lists them."""
+    divisor: Count | Literal["auto"] = "auto"
+    """Widths are multiples of this. auto: of 8, and of 4, 2 or 1 in narrow layers. 1 is the paper's."""
+    grow: bool = False
+    """Allow a budget above the original's cost, and plans that exceed the original in other resources."""
+    freeze: tuple[str, ...] | None = None
+    """Ties that keep their width. Default: the last convolution of MobileNetV2, as in the literature."""
+    distill: str = "teacher"
+    """What the final training learns from, beside the labels: teacher, in-place or none."""
+    kd_weight: NotNegative | None = None
+    """The weight of the distillation loss (alpha_d). Default: 0.1; 1 in place and in fine-tuning."""
+    temperature: Positive | None = None
+    """The temperature of the soft labels. Default: 1; 4 in fine-tuning."""
+    hard_weight: NotNegative | None = None
+    """The weight of the labels for the slim network. Default: 1; 0 in place and in fine-tuning."""
     latency: str | None = None
     """A latency model: the file that `peel latency` wrote. Latency can then be a budget or a limit."""
     recipe: str = "auto"
@@ -60,13 +84,13 @@ class Config(MethodConfig):
     train: RecipeOverrides = field(default_factory=RecipeOverrides)
     """Changes to the recipe for every training."""
     backbone: RecipeOverrides = field(default_factory=RecipeOverrides)
-    """Changes to the recipe of the backbone."""
+    """Changes to the recipe of networks that a method trains, such as PEEL's backbone."""
     weights: str = "train"
     """What the model was trained to: pretrained, a file, or a run folder. train: the run trains it."""
     init: str = "auto"
     """What networks start from: inherit (cut and repaired), cut, scratch. auto: inherit with weights."""
     stages: tuple[str, ...] = STAGES
-    """Which of original, backbone, plan, uniform, final to run."""
+    """Which of original, plan, uniform, final to run."""
     plan: str | dict[str, int] | None = None
     """Train the widths in this JSON file (a plan.json, or tie name to channels) instead of searching."""
     groups: dict[str, tuple[str, ...]] | None = None
@@ -107,21 +131,40 @@ class Config(MethodConfig):
         for name in stages:
             check_choice("each of the stages", name, STAGES)
         object.__setattr__(self, "stages", tuple(name for name in STAGES if name in stages))
-        super().__post_init__()
-        check_choice("compile", self.compile, COMPILE)
-        check_choice("init", self.init, INITS)
-        if self.groups is not None and self.method == "sensitivity":
-            raise ConfigError('groups needs method="peel" (--method peel), not method="sensitivity".')
+        for name, known in (
+            ("compile", COMPILE),
+            ("init", INITS),
+            ("resource", RESOURCES),
+            ("distill", DISTILLATIONS),
+        ):
+            check_choice(name, getattr(self, name), known)
+        for name in ("kd_weight", "temperature", "hard_weight") if self.distill == "none" else ():
+            if getattr(self, name) is not None:
+                raise ConfigError(f'{name} needs a teacher, but distill="none".')
+        for name in ("groups", "grow"):
+            if getattr(self, name) and self.method == "sensitivity":
+                raise ConfigError(f'{name} needs method="peel" (--method peel), not method="sensitivity".')
         if self.init in ("inherit", "cut") and self.weights == "train":
             raise ConfigError(
                 f'init="{self.init}" needs trained weights: name them with --weights. To train them first: '
                 "peel run ... --stages original --output FOLDER, then --weights FOLDER."
             )
+        for name, settings in self.methods.items():
+            if name != prefix_of(self.method) and settings:
+                own = next(iter(settings))
+                raise ConfigError(
+                    f"{name}.{own} is a setting of the method {name}: --method {name} --{name}.{_flag(own)}; "
+                    f"the method here is {self.method}."
+                )
+
+    def find_method(self) -> Method:
+        """The method with its settings. A wrong one is a ConfigError that names it."""
+        return find_method(self.method, self.methods.get(prefix_of(self.method)))
 
     @property
     def method_name(self) -> str:
         """The name of the row of the slim network. Widths of the user's own may come from anywhere."""
-        return "given" if self.plan is not None else super().method_name
+        return "given" if self.plan is not None else self.method.rpartition(":")[2]
 
     @property
     def inherits(self) -> bool:
@@ -145,8 +188,12 @@ def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: _without_none(value) if isinstance(value, dict) else value
         for name, value in values.items()
-        if value is not None
+        if value is not None and value != {}
     }
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def make_config(given: Mapping[str, Any]) -> Config:
@@ -166,10 +213,10 @@ def make_config(given: Mapping[str, Any]) -> Config:
         if zoo.is_own(model):
             raise ConfigError(f"no data is given for {model}: give data= (--data).")
         values["data"] = "digits"
-    for name in ("freeze", "ignore", "stages", "mean", "std"):
+    for name in ("freeze", "stages", "mean", "std"):
         if isinstance(values.get(name), str | int | float):
             values[name] = (values[name],)
-    for name in ("data", "weights", "plan", "data_root", "backbone_init", "latency"):
+    for name in ("data", "weights", "plan", "data_root", "latency"):
         if isinstance(values.get(name), Path):
             values[name] = str(values[name])
     try:
@@ -182,6 +229,12 @@ def _check_names(prefix: str, given: Mapping[str, Any], kind: type) -> None:
     known = [item.name for item in fields(kind)]
     for name in given:
         if name not in known:
+            if not prefix and (owners := owners_of(name)):
+                owner = owners[0]
+                raise ConfigError(
+                    f"{name} is a setting of the method {owner}: --method {owner} --{owner}.{_flag(name)}, "
+                    f'in Python method="{owner}", methods={{"{owner}": {{"{name}": ...}}}}.'
+                )
             raise ConfigError(f"there is no setting {prefix}{name_of_key(name)}.{did_you_mean(name, known)}")
 
 

@@ -23,7 +23,7 @@ from ..train.engine import Engine, eval_batch_size
 from ..train.history import standard_error
 from ..train.objective import get_logits
 from .config import Config, Numbers
-from .teacher import why_it_fails
+from .original import why_it_fails
 from .trained import load_trained_and_data
 
 #: Called with a text, the number of networks that were judged and their total.

@@ -1,36 +1,43 @@
 """Model, data, recipes and plan of a run: loaded, and checked against each other."""
 
 import contextlib
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import zoo
-from ..cost.widths import Widths
+from ..cost.constraint import Constraint
 from ..data.datasets import Data, Split, hold_out, load_data
 from ..data.in_memory import InMemoryImages
 from ..data.torch_data import DatasetSplit, LoaderSplit
-from ..errors import ConfigError, CorruptFileError, DataError, ModelError
-from ..graph import ChannelGraph
+from ..errors import ConfigError, DataError, ModelError
+from ..graph import ChannelGraph, trace
 from ..graph.copying import deep_copy
-from ..methods.plan import Plan
+from ..methods.method import Method, Recipes
 from ..steps.distillation import DISTILLATIONS, FINE_TUNING, OUTPUT_WEIGHT
 from ..surgery.info import info_of
+from ..train.callbacks import Callback
+from ..train.engine import Engine, make_engine
 from ..train.objective import get_logits
-from ..train.recipe import Recipe, backbone_recipe, named_recipe
+from ..train.recipe import backbone_recipe, named_recipe
 from ..train.task import Task
 from ..train.trial import try_task
-from ..utils.text import name_of_key
+from ..utils.rng import derive_seed, seed_everything
+from .bench import attach_latency, latency_notes
 from .config import Config
-from .teacher import input_of
+from .loaded import Loaded
+from .original import input_of
+from .own_data import restrict_engine, restrict_settings
+from .subject import subject_of
 
 #: Training images that are left out: this fraction, at most and at least so many.
 HELD_OUT, MOST_HELD_OUT, LEAST_HELD_OUT = 0.1, 1000, 16
+
+#: The same for methods that judge networks by them: LeGR takes 2,000, AMC 3,000.
+MOST_JUDGES = 5000
 
 
 def load_model_and_data(
@@ -174,23 +181,36 @@ def model_notes(
     return notes
 
 
-def leave_out(data: Data, config: Config, task: Task) -> tuple[Data, Split | None, list[str]]:
-    """The data without the training images that decide which of two networks is better, these, and a note.
+def leave_out(data: Data, config: Config, task: Task, method: Method) -> tuple[Data, Split | None, list[str]]:
+    """The data without the training images that decide which of two networks is better, these, and notes.
 
-    They are needed where weights are inherited: a cut may lose to the uniform one, and fine-tuning may lose
-    what the repair gave.
+    They are needed where weights are inherited (a cut may lose to the uniform one, and fine-tuning may lose
+    what the repair gave), and by methods that judge networks. They are drawn once for all of it.
     """
-    if not config.inherits or task.train_fn is not None:
+    is_judge = method.needs.held_out and config.plan is None
+    if not (config.inherits and task.train_fn is None) and not is_judge:
         return data, None, []
-    reason = "the loader chooses its samples itself" if isinstance(data.train, LoaderSplit) else ""
-    if not reason:
-        size = data.train.size
-        rest, held_out = hold_out(data.train, min(HELD_OUT, MOST_HELD_OUT / max(1, size)), seed=0)
-        if held_out.size >= LEAST_HELD_OUT:
-            left_out = f"{held_out.size:,} of {size:,} training images are left out"
-            return replace(data, train=rest), held_out, [f"{left_out}, to choose the better network by."]
-        reason = f"there are only {size}"
-    return data, None, [f"No training images are left out to choose the better network by: {reason}."]
+    size = data.train.size
+    if isinstance(data.train, LoaderSplit) and not is_judge:
+        return data, None, [_not_left_out("the loader chooses its samples itself")]
+    most = MOST_JUDGES if is_judge else MOST_HELD_OUT
+    rest, held_out = hold_out(data.train, min(HELD_OUT, most / max(1, size)), seed=0)
+    if held_out.size < LEAST_HELD_OUT and not is_judge:
+        return data, None, [_not_left_out(f"there are only {size}")]
+    purpose = (
+        f"for the method {config.method_name} to judge by" if is_judge else "to choose the better network by"
+    )
+    notes = [f"{held_out.size:,} of {size:,} training images are left out, {purpose}."]
+    if is_judge and config.weights != "train":
+        notes.append(
+            f"The given weights may have been trained on the images that {config.method_name} judges "
+            "networks by: they then look better than they are."
+        )
+    return replace(data, train=rest), held_out, notes
+
+
+def _not_left_out(reason: str) -> str:
+    return f"No training images are left out to choose the better network by: {reason}."
 
 
 def name_of_recipe(config: Config, data: Data, network: nn.Module) -> str:
@@ -220,8 +240,8 @@ def resolve_distillation(config: Config, recipe: str, task: Task) -> Config:
     return replace(config, **{**terms._asdict(), **chosen}) if config.distill != "none" else config
 
 
-def resolve_recipes(config: Config, name: str, data: Data, task: Task) -> tuple[Recipe, Recipe]:
-    """The recipe of the final training and that of the backbone."""
+def resolve_recipes(config: Config, name: str, data: Data, task: Task) -> Recipes:
+    """The recipe of the final training, and that of networks that a method trains."""
     train = {key: value for key, value in asdict(config.train).items() if value is not None}
     own = {key: value for key, value in asdict(config.backbone).items() if value is not None}
     # Changes for the final training, except its length, hold for the backbone too.
@@ -242,7 +262,7 @@ def resolve_recipes(config: Config, name: str, data: Data, task: Task) -> tuple[
     final, backbone = (
         recipe.changed(augment=data.augment) if recipe.augment == "auto" else recipe for recipe in recipes
     )
-    return final, backbone
+    return Recipes(final, backbone)
 
 
 def _refuse_rates(given: Mapping[str, Any]) -> None:
@@ -258,19 +278,81 @@ def frozen_ties(network: nn.Module, graph: ChannelGraph, freeze: tuple[str, ...]
     return tuple(tie for tie in zoo.FROZEN.get(source, ()) if tie in graph.widths)
 
 
-def read_widths(given: Mapping[str, Any] | str, graph: ChannelGraph, setting: str) -> Widths:
-    """Widths from a mapping, or from a JSON file that holds one or is a plan.json."""
-    if isinstance(given, str):
-        try:
-            data = Path(given).read_bytes()
-            found = json.loads(data)
-            given = Plan.from_json(data).widths if isinstance(found, dict) and "format" in found else found
-        except OSError as error:
-            raise ConfigError(f"{setting}: cannot read {name_of_key(given)}: {error.strerror}.") from error
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{setting}: {given} is not JSON: {error}.") from error
-        except CorruptFileError as error:
-            raise ConfigError(f"{setting}: {given}: {error}") from error
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{setting} is a plan.json or a mapping from tie names to channels.")
-    return graph.check(given)
+def load_all(
+    model: nn.Module | str,
+    data: Data | str,
+    weights: nn.Module | Mapping[str, Tensor] | str,
+    config: Config,
+    *,
+    method: Method,
+    task: Task,
+    graph: ChannelGraph | None,
+    callbacks: Sequence[Callback],
+) -> Loaded:
+    """Load and trace everything; nothing is written or trained yet."""
+    seed_everything(derive_seed("original", config.seed))
+    network, whole = load_model_and_data(model, data, config, weights)
+    new_classifier = has_new_classifier(model, weights, whole)
+    task = check_model(network, whole, task)
+    graph = _graph_of(network, whole, config, graph)
+    config, own_notes = restrict_settings(config, whole, task)
+    recipe = name_of_recipe(config, whole, network)
+    config = resolve_distillation(config, recipe, task)
+    recipes = resolve_recipes(config, recipe, whole, task)
+    config = replace(config, freeze=frozen_ties(network, graph, config.freeze))
+    constraint = Constraint.of(
+        graph,
+        config.budget,
+        resource=config.resource,
+        divisor=config.divisor,
+        freeze=config.freeze or (),
+        grow=config.grow,
+    )
+    layer_macs = _layer_macs(network, graph, recipes.final.batch_size // config.accumulate)
+    engine, notes = restrict_engine(_engine_of(config, layer_macs), whole, task)
+    remaining, held_out, held_out_notes = leave_out(whole, config, task, method)
+    fed = whole.normalization_notes(is_trained=config.weights != "train")
+    known = model_notes(model, network, config, new_classifier)
+    return Loaded(
+        network,
+        graph,
+        remaining.to(engine.device),
+        constraint,
+        task,
+        engine,
+        config,
+        recipes,
+        method,
+        weights,
+        new_classifier,
+        held_out if held_out is None else held_out.to(engine.device),
+        callbacks if engine.world.is_main_process else (),
+        [*whole.notes, *fed, *notes, *own_notes, *held_out_notes, *known, *latency_notes(graph)],
+        subject=subject_of(graph, network, whole, engine, task, config.deterministic),
+    )
+
+
+def _graph_of(network: nn.Module, loaded: Data, config: Config, given: ChannelGraph | None) -> ChannelGraph:
+    if given is not None and config.groups is not None:
+        raise ConfigError("the given graph has its groups already: call graph.regroup(groups) yourself.")
+    graph = given or trace(network, loaded.example(), groups=config.groups)
+    return attach_latency(graph, config.latency)
+
+
+def _engine_of(config: Config, layer_macs: float) -> Engine:
+    return make_engine(
+        config.device,
+        workers=config.workers,
+        deterministic=config.deterministic,
+        accumulate=config.accumulate,
+        compile=config.compile,
+        sync_bn=config.sync_bn,
+        threads=config.threads,
+        layer_macs=layer_macs,
+    )
+
+
+def _layer_macs(network: nn.Module, graph: ChannelGraph, batch_size: int) -> float:
+    """Multiply-adds of a forward pass, per layer."""
+    layers = sum(parameter.ndim > 1 for parameter in network.parameters())
+    return graph.macs() * batch_size / max(1, layers)

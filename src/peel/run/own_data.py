@@ -91,6 +91,4 @@ def restrict_settings(config: Config, data: Data, task: Task) -> tuple[Config, l
             "Outputs are no class logits: distillation compares them by their mean squared error, relative "
             "to the variance of the teacher's."
         )
-    if data.is_own and config.criterion == "legr":
-        notes.append("Classes are not known: legr judges candidates on random held-out samples.")
     return config, notes

@@ -1,4 +1,6 @@
-"""What a run returns, and what it stores of each stage."""
+"""What a run returns, and what it stores of each job."""
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -99,7 +101,7 @@ def lost_by_training(rows: Sequence[Row], test_images: int) -> list[str]:
     return notes
 
 
-def kept_note(name: str, record: "StageRecord") -> str:
+def kept_note(name: str, record: Record) -> str:
     """Which network is kept: the one from before fine-tuning, or the one from after it."""
     assert record.held_out_losses is not None
     before, after = record.held_out_losses
@@ -113,18 +115,28 @@ def kept_note(name: str, record: "StageRecord") -> str:
 
 
 @dataclass(frozen=True)
-class StageRecord:
-    """How a finished stage was trained."""
+class Record:
+    """How a job came to its end."""
 
-    history: list[EpochRecord]
-    image_passes: int
+    key: str = ""
+    """Of the job."""
+    history: list[EpochRecord] = field(default_factory=list)
+    image_passes: int = 0
     notes: list[str] = field(default_factory=list)
+    metrics: dict[str, float] | None = None
+    """On the test images, of a network that was not trained here."""
     before_training: dict[str, float] = field(default_factory=dict)
     """Top-1, or the metric, after each step of surgery."""
+    held_out_loss: float | None = None
+    """Before fine-tuning, on training images that were left out of it."""
     held_out_losses: tuple[float, float] | None = None
-    """Before and after fine-tuning, on training images that were left out of it."""
+    """Before and after fine-tuning."""
     kept_metrics: dict[str, float] | None = None
     """On the test images, of the network from before fine-tuning, where that was better and is kept."""
+    trainings: list[str] = field(default_factory=list)
+    """The names of the networks that a method has trained."""
+    weights: str = ""
+    """The hash of the original's weights."""
 
     @property
     def seconds(self) -> float:

@@ -13,7 +13,8 @@ from ..errors import ConfigError, DataError
 from ..surgery.info import attach_info, info_of
 from .config import Config
 from .loading import check_model, has_new_classifier, load_model_and_data
-from .teacher import input_of, load_weights, saved_file
+from .original import input_of
+from .weights import load_weights, saved_file
 
 #: The weights of a model as its code builds it.
 RANDOM = "random"

@@ -5,17 +5,55 @@ from __future__ import annotations
 import io
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Table as RichTable
+
+Cell = str | int | float | None
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as it is stored: it is drawn without the code that made it. Units stand in the column names."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+    chart: Literal["", "bars", "lines"] = ""
+    """How the page shows the numbers beside the table: bars for each row, or lines over the first column."""
+
+    @property
+    def words(self) -> int:
+        """The number of columns at the left that hold words."""
+        return next((i for i in range(len(self.columns)) if any(_is_number(row[i]) for row in self.rows)), 1)
+
+    @property
+    def cells(self) -> list[list[str]]:
+        return [[show(value) for value in row] for row in self.rows]
+
+
+def _is_number(value: Cell) -> bool:
+    return isinstance(value, int | float)
+
+
+def show(value: Cell) -> str:
+    """A cell as text."""
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else value
+
 
 #: Columns of a text that is not written to a terminal.
 WIDTH = 120
 
 
-def make_table(first: str, *others: str) -> Table:
+def make_table(first: str, *others: str) -> RichTable:
     """A plain table: text in the first column, numbers in the others. The first column is not shortened."""
     from rich.table import Table
 
@@ -26,7 +64,7 @@ def make_table(first: str, *others: str) -> Table:
     return table
 
 
-def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
+def table_of(columns: Mapping[str, Sequence[str]]) -> RichTable:
     """A table of cells: title -> one for each row."""
     from rich.markup import escape
 
@@ -36,7 +74,7 @@ def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
     return table
 
 
-def fits(table: Table, console: Console) -> bool:
+def fits(table: RichTable, console: Console) -> bool:
     """Whether nothing has to be shortened or wrapped."""
     from rich.measure import Measurement
 

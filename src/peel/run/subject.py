@@ -1,6 +1,5 @@
-"""What identifies a run, and what may change between two starts of it."""
+"""What a run is about, and what may change between two starts of it."""
 
-import hashlib
 import json
 import logging
 import platform
@@ -8,7 +7,6 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..cost.latency import LatencyModel
-from ..cost.widths import Widths
 from ..data.datasets import Data, first_batch
 from ..data.image_folder import ImageFolder, fingerprint_of
 from ..data.in_memory import InMemoryImages
@@ -24,56 +21,43 @@ from ..errors import RunError
 from ..graph import ChannelGraph
 from ..train.engine import Engine
 from ..train.objective import describe
-from ..train.recipe import Recipe
 from ..train.task import Task
 from ..utils.files import parse_object
 from ..utils.fingerprint import fingerprint
 from ..utils.text import flatten, name_of_key, short
 from ..version import __version__
 from .config import Config
-from .folder import RunFolder
+from .store import RunFolder
 
 log = logging.getLogger("peel")
 
 
+FORMAT, VERSION = "peel-run", 3
+
+
 @dataclass
-class RunState:
-    """state.json."""
+class State:
+    """state.json: what the run is about, and its jobs in the words of the settings."""
 
     command: str
-    identity: dict[str, Any]
-    run_id: str
-    """Stored in checkpoints to identify their run."""
-    teacher_hash: str | None = None
-    format: str = "peel-run"
-    version: int = 2
+    subject: dict[str, Any]
+    settings: dict[str, Any]
+    jobs: dict[str, dict[str, Any]]
+    """Name -> settings of the job."""
+    keys: dict[str, str]
+    """Name -> key of the job."""
+    format: str = FORMAT
+    version: int = VERSION
 
 
-def run_identity(
-    config: Config,
-    graph: ChannelGraph,
-    network: nn.Module,
-    data: Data,
-    engine: Engine,
-    recipes: tuple[Recipe, Recipe],
-    plan: Widths | None,
-    task: Task,
+def subject_of(
+    graph: ChannelGraph, network: nn.Module, data: Data, engine: Engine, task: Task, deterministic: bool
 ) -> dict[str, Any]:
-    """What a run computes: resolved settings, and fingerprints of code and images."""
-    criterion = Path(config.criterion.rpartition(":")[0])
-    identity = {
-        **asdict(config.method_config()),
-        "criterion_file": fingerprint([criterion.read_bytes()]) if criterion.is_file() else None,
-        "weights": config.weights if config.weights in ("train", "pretrained", "given module") else "path",
-        "inherits": config.inherits,
-        **({} if config.repairs else {"repairs": False}),
-        "plan": dict(plan) if plan is not None else None,
+    """What all jobs of a run share: fingerprints of code and images, and what changes their numbers."""
+    subject = {
         **({"latency": _latency_key(graph.latency_model)} if graph.latency_model is not None else {}),
         "groups": {name: list(ties) for name, ties in graph.groups.items()},
-        "backbone": asdict(recipes[1]),
-        "deterministic": config.deterministic,
-        "train": asdict(recipes[0]),
-        "seed": config.seed,
+        "deterministic": deterministic,
         "model": {
             "macs": graph.macs(),
             "params": graph.params(),
@@ -89,7 +73,7 @@ def run_identity(
         "device": engine.device.type,  # a GPU pads odd widths
         "sync_bn": engine.sync_bn,
     }
-    return dict(json.loads(json.dumps(identity)))
+    return dict(json.loads(json.dumps(subject)))
 
 
 def _latency_key(model: LatencyModel) -> str:
@@ -129,38 +113,43 @@ def environment_of(engine: Engine) -> dict[str, Any]:
     }
 
 
-def read_state(
-    folder: RunFolder,
-    command: str,
-    identity: dict[str, Any],
-    environment: dict[str, Any],
-) -> RunState:
-    """The state of a new run, or of the one in the folder, which these settings must be able to resume."""
+def check_state(folder: RunFolder, now: State, environment: dict[str, Any]) -> None:
+    """Refuse a folder of another subject, and one that has another job under a known name."""
     if not folder.has("state.json"):
-        run_id = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-        return RunState(command, identity, run_id)
-    state = folder.read_json("state.json", RunState)
-    if (state.format, state.version) != (RunState.format, RunState.version):
+        return
+    found = folder.read("state.json", parse_object)
+    if (found.get("format"), found.get("version")) != (FORMAT, VERSION):
         raise RunError(
-            f"{folder.folder} was written by another version of peel (format version {state.version}). "
+            f"{folder.folder} was written by another version of peel (format version "
+            f"{short(found.get('version'))}). "
             f"Resume it with that version, or start a new run with another --output."
         )
-    before = folder.read("environment.json", parse_object) if folder.has("environment.json") else {}
-    changed = _changes(folder, state.identity, identity, before, environment)
+    before = folder.read_json("state.json", State)
+    old = folder.read("environment.json", parse_object) if folder.has("environment.json") else {}
+    changed = _changes(folder, before.subject, now.subject, old, environment)
+    for name in before.keys.keys() & now.keys.keys():
+        if before.keys[name] != now.keys[name]:
+            changed |= _differences(before.jobs[name], now.jobs[name])
     if changed:
         refuse_changes(folder, changed)
-    state.command, state.identity = command, identity
-    return state
+    # What an earlier start has done stays known, also where this one leaves it out.
+    now.jobs = {**before.jobs, **now.jobs}
+    now.keys = {**before.keys, **now.keys}
 
 
-def write_state(folder: RunFolder, state: RunState, environment: dict[str, Any], config: Config) -> None:
+def write_state(folder: RunFolder, state: State, environment: dict[str, Any], config: Config) -> None:
     # First: a folder without it is not that of a run.
     folder.write_json("state.json", asdict(state))
     if not folder.has("environment.json"):
         folder.write_json("environment.json", environment)
     # TOML is UTF-8; a path need not be.
     folder.write_bytes("config.toml", config.to_toml().encode(errors="replace"))
-    folder.run_id = state.run_id
+
+
+def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    first, second = flatten(json.loads(json.dumps(before))), flatten(json.loads(json.dumps(after)))
+    names = [name for name in {**first, **second} if first.get(name) != second.get(name)]
+    return {name: (first.get(name), second.get(name)) for name in names}
 
 
 def _changes(
@@ -171,9 +160,7 @@ def _changes(
     new: Mapping[str, Any],
 ) -> dict[str, tuple[Any, Any]]:
     """Setting -> (before, after), for changes that matter. Others are logged."""
-    first, second = flatten(before), flatten(after)
-    names = [name for name in {**first, **second} if first.get(name) != second.get(name)]
-    changed = {name: (first.get(name), second.get(name)) for name in names}
+    changed = _differences(before, after)
     # Batch norm sees other micro-batches.
     warned = {"accumulate": changed.pop("accumulate")} if "accumulate" in changed else {}
     for name in ("peel", "torch", *(["threads"] if "CPU" in str(new.get("device")) else [])):
