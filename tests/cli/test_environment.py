@@ -77,7 +77,7 @@ def test_folders_of_images_and_classes_may_have_any_name(tmp_path: Path) -> None
     options = ["--data", str(root), "--output", str(tmp_path / "run"), "--train.batch-size", "6"]
     run(tmp_path / "log", *options, PYTHONIOENCODING="utf-8:strict")
     assert (tmp_path / "run" / "report.html").exists()
-    identity = json.loads((tmp_path / "run" / "state.json").read_text())["identity"]
+    identity = json.loads((tmp_path / "run" / "state.json").read_text())["subject"]
     assert len(identity["data"]["classes"]) == 2
 
 

@@ -109,9 +109,9 @@ def test_json_and_quiet_print_the_result_and_nothing_else(
     assert document["plan"]["groups"] == {"first": ["0"], "rest": ["3", "6"]}
     assert document["plan"]["slim"]["macs"] <= 0.4 * document["plan"]["original"]["macs"]
     assert document["folder"] == "out"
-    identity = read(place / "out" / "state.json")["identity"]
-    assert (identity["train"]["epochs"], identity["train"]["batch_size"]) == (1, 256)
-    assert identity["distill"] == "none"
+    job = read(place / "out" / "state.json")["jobs"]["peel"]
+    assert (job["train"]["epochs"], job["train"]["batch_size"]) == (1, 256)
+    assert job["distill"] == "none"
 
 
 def test_every_field_of_a_recipe_is_a_flag(place: Path) -> None:
@@ -124,13 +124,13 @@ def test_every_field_of_a_recipe_is_a_flag(place: Path) -> None:
     options += ["--train.no-nesterov", "--train.decay-norms", "--backbone.lr", "0.07"]
     options += ["--data", "digits", "--stages", "original", "--output", "out", "--quiet"]
     assert main(["run", "own.py:model", *options]) == 0
-    identity = read(place / "out" / "state.json")["identity"]
+    jobs = read(place / "out" / "state.json")["jobs"]
     for name, value in {**fields, "nesterov": False, "decay-norms": True}.items():
-        found = identity["train"][name.replace("-", "_")]
+        found = jobs["peel"]["train"][name.replace("-", "_")]
         expected = [0.4] if name == "milestones" else value
         assert found == (type(found)(value) if isinstance(found, int | float) else expected), name
-    assert identity["backbone"]["lr"] == 0.07
-    assert identity["backbone"]["momentum"] == 0.8
+    assert jobs["plan"]["backbone"]["lr"] == 0.07
+    assert jobs["plan"]["backbone"]["momentum"] == 0.8
 
 
 def test_a_dry_run_shows_the_plan_and_the_time_and_writes_nothing(

@@ -18,7 +18,7 @@ from peel.deploy.bench import bench
 from peel.deploy.networks import load_network
 from peel.errors import ConfigError, ModelError, RunError, StoreError
 from peel.run.result import Result
-from peel.run.teacher import load_weights
+from peel.run.weights import load_weights
 from peel.surgery.info import info_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]

@@ -19,7 +19,7 @@ from peel.cli.main import main
 from peel.deploy import timing
 from peel.deploy.bench import processor_name
 from peel.deploy.latency import LatencyTimer, design, measure_latency
-from peel.run import latency as run_latency
+from peel.run import bench as run_bench
 
 pytestmark = pytest.mark.usefixtures("one_thread", "hasty")
 
@@ -29,7 +29,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times are taken, but nothing depends on them."""
     monkeypatch.setattr(timing, "WARM_SECONDS", 0.001)
     monkeypatch.setattr(timing, "ROUND_SECONDS", 0.001)
-    monkeypatch.setattr(run_latency, "SECONDS", 0.01)
+    monkeypatch.setattr(run_bench, "SECONDS", 0.01)
 
 
 def test_the_design_has_the_original_uniform_networks_and_widths_that_kernels_like() -> None:
@@ -145,7 +145,7 @@ def test_a_run_meets_its_latency_budget_and_says_what_it_measured(tmp_path: Path
 )
 def test_a_file_of_another_machine_is_used_and_noted(tmp_path: Path, conditions: dict[str, str]) -> None:
     file = latency_file(tmp_path, **conditions)
-    stages = ("backbone", "plan", "uniform")
+    stages = ("plan", "uniform")
     limits = "macs<=50%, latency<=99.9%"
     result = small_run(budget=limits, latency=str(file), method="uniform", stages=stages, distill="none")
     notes = " ".join(result.notes)

@@ -42,14 +42,14 @@ from peel.deploy.evaluation import evaluate_network, load_data_for
 from peel.deploy.networks import load_network, make_network
 from peel.errors import PeelError
 from peel.report import RunRecord, page, render
-from peel.run import prune as run_prune
-from peel.run.folder import RunFolder
-from peel.run.latency import latency_notes
-from peel.run.pipeline import Pipeline
-from peel.run.result import Result
-from peel.run.resume import read_state
-from peel.run.speed import stored_speed
-from peel.run.teacher import load_weights
+from peel.run import loading
+from peel.run.bench import latency_notes, stored_speed
+from peel.run.prune import prune
+from peel.run.result import Record, Result
+from peel.run.single import Run
+from peel.run.store import RunFolder
+from peel.run.subject import State, check_state
+from peel.run.weights import load_weights
 from peel.surgery import attach_info, info_of
 from peel.surgery.serialization import read_info
 from peel.utils.files import parse_toml, read_file
@@ -284,11 +284,11 @@ class RunFiles(Format):
         (self.run / "stages").mkdir(parents=True)
         self.pages = 0
         self.files: dict[str, bytes] = {}
-        self.identity: dict[str, Any] = {}
+        self.subject: dict[str, Any] = {}
 
     def write(self, rng: random.Random) -> None:
         base = rng.choice(self.bases)
-        self.files, self.identity = dict(base), json.loads(base["state.json"])["identity"]
+        self.files, self.subject = dict(base), json.loads(base["state.json"])["subject"]
         for name in rng.sample(list(self.files), rng.choice((1, 1, 1, 2))):
             self.files[name] = self._mutated(rng, name, self.files[name])
         for name in rng.sample(list(self.files), rng.choice((0, 0, 0, 1, 3))):
@@ -336,8 +336,10 @@ class RunFiles(Format):
     def _resume(self, rng: random.Random) -> None:
         folder = RunFolder(self.run)
         if folder.has("state.json"):
-            read_state(folder, "peel run", self.identity, {"device": "CPU", "peel": "1", "threads": 1})
-        folder.stage_record("uniform")
+            state = State("peel run", self.subject, {}, {}, {})
+            check_state(folder, state, {"device": "CPU", "peel": "1", "threads": 1})
+        if folder.has("stages/uniform.record.json"):
+            folder.read_json("stages/uniform.record.json", Record)
         if folder.has("plan.json"):
             self.graph.check(folder.read("plan.json", peel.Plan.from_json).widths)
         stored_speed(folder, {"original": self.graph.macs()})
@@ -425,7 +427,7 @@ class TomlFiles(Format):
         if rng.random() < 0.9:
             values = read_file(self.path, parse_toml)
             with self._cheap():
-                run_prune.prune(values.pop("model", "cifar_resnet20"), **values, dry_run=True)
+                prune(values.pop("model", "cifar_resnet20"), **values, dry_run=True)
             return
         from peel.cli.main import main
 
@@ -453,10 +455,10 @@ class TomlFiles(Format):
 
         ends = Result(None, None, {}, [], [], None)
         with (
-            mock.patch.object(run_prune, "load_model_and_data", load),
-            mock.patch.object(run_prune, "trace", trace),
-            mock.patch.object(run_prune, "has_new_classifier", lambda *_: False),
-            mock.patch.object(Pipeline, "estimate", lambda _: ends),
+            mock.patch.object(loading, "load_model_and_data", load),
+            mock.patch.object(loading, "trace", trace),
+            mock.patch.object(loading, "has_new_classifier", lambda *_: False),
+            mock.patch.object(Run, "estimate", lambda _: ends),
             mock.patch("peel.cli.run._show", lambda *_, **__: None),
         ):
             yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import random
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from peel.data.augmentation import EVAL
 from peel.data.datasets import Data, load_data
+from peel.methods.peel import Peel
 from peel.run.prune import prune
 from peel.run.result import Result
 from peel.train.callbacks import Callback, EpochRecord
@@ -156,8 +158,16 @@ def small_run(model: nn.Module | str | None = None, data: Data | None = None, **
     return prune(
         model if model is not None else Small(),
         data if data is not None else few_digits(),
-        **{**SHORT, "weights": "train", "init": "scratch", **settings},
+        **with_methods({**SHORT, "weights": "train", "init": "scratch", **settings}),
     )
+
+
+def with_methods(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings in which those of PEEL may stand beside those of the run."""
+    names = {item.name for item in dataclasses.fields(Peel)}
+    own = {name: settings[name] for name in settings if name in names}
+    others = {name: value for name, value in settings.items() if name not in names}
+    return {**others, "methods": {"peel": own}} if own else others
 
 
 class Counting(Callback):

@@ -9,6 +9,7 @@ import pytest
 
 import peel
 from helpers.small import WIDTHS, small_run
+from peel.methods.peel import rounds_of
 from peel.run.result import Result
 
 
@@ -22,11 +23,10 @@ def test_a_plan_of_a_run_survives_json(finished: tuple[Path, Result]) -> None:
 def test_the_numbers_of_a_plan_agree(finished: tuple[Path, Result]) -> None:
     plan = finished[1].plan
     assert plan is not None
-    assert plan.backbone is not None
-    assert plan.pool == plan.budget - plan.backbone.cost
+    assert plan.values["pool"] == plan.budget - plan.others["backbone"].cost
     assert plan.slim.cost <= plan.budget
-    assert plan.rounds[-1].widths == plan.slim.widths == dict(plan.widths)
-    assert plan.rounds[-1].unspent == plan.budget - plan.slim.cost
+    assert rounds_of(plan)[-1].widths == plan.slim.widths == dict(plan.widths)
+    assert rounds_of(plan)[-1].unspent == plan.budget - plan.slim.cost
     for network in plan.networks.values():
         assert sum(network.macs_by_group.values()) == network.macs
 
@@ -34,7 +34,7 @@ def test_the_numbers_of_a_plan_agree(finished: tuple[Path, Result]) -> None:
 def test_given_widths_make_a_plan_without_backbone(one_thread: None) -> None:
     plan = small_run(plan=WIDTHS, budget="100%", dry_run=True).plan
     assert plan is not None
-    assert (plan.backbone, plan.pool, plan.rounds) == (None, None, ())
+    assert (plan.others, plan.values, rounds_of(plan)) == ({}, {}, ())
     assert dict(plan.widths) == WIDTHS
 
 
@@ -45,8 +45,8 @@ def test_given_widths_make_a_plan_without_backbone(one_thread: None) -> None:
         {"budget": "many"},
         {"version": 1},
         {"format": "other"},
-        {"rounds": [{"widths": 3}]},
-        {"method": {"policy": "none"}},
+        {"tables": [{"title": "a", "columns": ["b"], "rows": [[1, 2]]}]},
+        {"others": {"backbone": 3}},
     ],
     ids=str,
 )

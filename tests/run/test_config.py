@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import peel
 from helpers.small import small_run
 from peel.cli.main import main
+from peel.methods.registry import find_method
 from peel.run.config import Config, make_config
 
 
@@ -28,9 +29,19 @@ def test_toml_and_back_is_the_same_config() -> None:
         {},
         optional={
             "budget": st.sampled_from(["50%", 0.25, 10_000]),
-            "rounds": st.integers(1, 5),
-            "l1_strength": st.floats(0, 20),
-            "ignore": st.lists(st.text(st.characters(codec="utf-8", exclude_categories=["C"]), max_size=8)),
+            "methods": st.fixed_dictionaries(
+                {
+                    "peel": st.fixed_dictionaries(
+                        {},
+                        optional={
+                            "rounds": st.integers(1, 5),
+                            "ignore": st.lists(
+                                st.text(st.characters(codec="utf-8", exclude_categories=["C"]), max_size=8)
+                            ),
+                        },
+                    )
+                }
+            ),
             "groups": st.dictionaries(st.text("ab x.", min_size=1), st.lists(st.text("cd.", min_size=1))),
             "backbone": st.fixed_dictionaries(
                 {}, optional={"lr": st.floats(0, 1), "nesterov": st.booleans()}
@@ -49,20 +60,12 @@ def test_any_config_survives_toml(settings: dict[str, object]) -> None:
     ("settings", "words"),
     [
         ({"train": [3]}, r"train is a table such as {epochs = 20}, not \[3\]\."),
-        ({"gamma_init": 1e308}, r"gamma_init: expected float <= 1e\+30, not 1e\+308"),
-        ({"rounds": 101}, "rounds: expected int <= 100, not 101."),
         ({"x" * 10_000: 1}, r"there is no setting 'x+\.\.\.x+'\."),
-        ({"rounds": 0}, "rounds: expected int >= 1, not 0"),
-        ({"rounds": True}, "rounds: expected int, not True"),
         ({"seed": "3"}, "seed: expected int, not '3'"),
         ({"train": {"epochs": "many"}}, "train.epochs: expected int, not 'many'"),
         ({"train": {"epoch": 3}}, "no setting train.epoch. Did you mean epochs"),
-        ({"criterio": "bn"}, "no setting criterio. Did you mean criterion"),
-        ({"policy": "importanse"}, "policy is one of importance.*Did you mean importance"),
+        ({"metod": "peel"}, "no setting metod. Did you mean method"),
         ({"stages": ["originl"]}, "stages is one of original.*Did you mean original"),
-        ({"backbone_ratio": 1.5}, "backbone_ratio: expected float <= 1.0, not 1.5"),
-        ({"l1_strength": 1.0, "l1_coefficient": 1.0}, "give one of them"),
-        ({"policy": "random", "rounds": 2}, "does not use rounds"),
         ({"distill": "none", "kd_weight": 0.1}, "kd_weight needs a teacher"),
     ],
 )
@@ -72,9 +75,40 @@ def test_a_wrong_setting_is_named_with_its_value(settings: dict[str, object], wo
 
 
 @pytest.mark.parametrize(
-    "settings", [{"criterion": "gradient"}, {"rounds": 2}, {"groups": {"all": ["conv1"]}}, {"grow": True}]
+    ("settings", "words"),
+    [
+        ({"gamma_init": 1e308}, r"peel.gamma_init: expected float <= 1e\+30, not 1e\+308"),
+        ({"rounds": 101}, "peel.rounds: expected int <= 100, not 101."),
+        ({"rounds": 0}, "peel.rounds: expected int >= 1, not 0"),
+        ({"rounds": True}, "peel.rounds: expected int, not True"),
+        ({"criterio": "bn"}, "the method peel has no setting criterio. Did you mean criterion"),
+        ({"criterion": "gradent"}, "no criterion is called 'gradent'. Did you mean gradient"),
+        ({"policy": "importanse"}, "policy is one of importance.*Did you mean importance"),
+        ({"backbone_ratio": 1.5}, "peel.backbone_ratio: expected float <= 1.0, not 1.5"),
+        ({"l1_strength": 1.0, "l1_coefficient": 1.0}, "give one of them"),
+        ({"policy": "random", "rounds": 2}, "does not use rounds"),
+    ],
 )
-def test_a_setting_of_peel_needs_its_method(settings: dict[str, object]) -> None:
+def test_a_wrong_setting_of_a_method_is_named_with_its_value(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(peel.ConfigError, match=words):
+        find_method("peel", settings)
+
+
+@pytest.mark.parametrize("name", ["criterion", "rounds"])
+def test_the_old_name_of_a_setting_leads_to_the_new_one(name: str) -> None:
+    with pytest.raises(
+        peel.ConfigError, match=f"{name} is a setting of the method peel: --method peel --peel.{name}"
+    ):
+        make_config({name: 2, "method": "peel"})
+
+
+def test_a_setting_of_another_method_is_refused() -> None:
+    with pytest.raises(peel.ConfigError, match=r"peel.rounds is a setting of the method peel: --method peel"):
+        make_config({"methods": {"peel": {"rounds": 2}}})
+
+
+@pytest.mark.parametrize("settings", [{"groups": {"all": ["conv1"]}}, {"grow": True}])
+def test_groups_and_growth_need_a_method(settings: dict[str, object]) -> None:
     (name,) = settings
     with pytest.raises(peel.ConfigError, match=f'{name} needs method="peel" .--method peel.'):
         make_config(settings)
@@ -85,6 +119,8 @@ def test_every_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--help"]) == 0
     shown = capsys.readouterr().out
     for field in dataclasses.fields(Config):
+        if field.name == "methods":  # --peel.rounds
+            continue
         name = field.name.replace("_", "-")
         assert f"--{name}" in shown, name
 
@@ -135,7 +171,7 @@ def test_a_config_file_with_an_unknown_setting_is_refused(
 
 def test_groups_can_be_given_in_a_config_file_and_as_flags(tmp_path: Path, one_thread: None) -> None:
     groups = {"first": ("conv1", "conv2"), "last": ("conv3", "conv4")}
-    given = small_run(method="peel", groups=groups, stages=["backbone", "plan"], output=tmp_path / "run")
+    given = small_run(method="peel", groups=groups, stages=["plan"], output=tmp_path / "run")
     assert given.plan is not None
     assert given.plan.groups == groups
     assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["groups"] == {

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import peel
 from helpers.nets import Chain
-from helpers.small import SHORT, Small, few_digits, taught
+from helpers.small import SHORT, Counting, Small, few_digits, taught
 from peel.run.prune import prune
 from peel.run.result import Result
 
@@ -88,10 +88,15 @@ def test_settings_of_a_backbone_that_is_not_trained_are_named() -> None:
     assert told not in notes[1]
 
 
-def test_a_run_of_another_method_is_not_resumed(tmp_path: Path) -> None:
-    default_run(method="peel", output=tmp_path, stages=("original",))
+def test_a_plan_of_another_method_is_refused_and_its_original_is_used(tmp_path: Path) -> None:
+    default_run(method="peel", output=tmp_path / "one", stages=("original", "plan"))
     with pytest.raises(peel.PeelError, match="method: 'peel' -> 'sensitivity'"):
-        default_run(output=tmp_path, stages=("original",))
+        default_run(output=tmp_path / "one")
+    default_run(method="peel", output=tmp_path / "two", stages=("original",))
+    counting = Counting()
+    default_run(output=tmp_path / "two", callbacks=[counting])
+    assert "original" not in counting.steps
+    assert "uniform" in counting.steps
 
 
 def test_an_original_that_learned_nothing_is_named() -> None:

@@ -89,7 +89,7 @@ def test_processes_reach_the_weights_of_one_that_accumulates_the_same_micro_batc
     plans = [read(tmp_path / name / "plan.json") for name in ("alone", "together")]
     assert plans[0]["slim"]["widths"] == plans[1]["slim"]["widths"]
     assert are_close(weights(tmp_path / "alone"), weights(tmp_path / "together"))
-    assert read(tmp_path / "together" / "state.json")["identity"]["processes"] == processes
+    assert read(tmp_path / "together" / "state.json")["subject"]["processes"] == processes
 
 
 @pytest.mark.slow
@@ -211,7 +211,7 @@ def test_a_dataset_of_ones_own_is_divided_among_processes(tmp_path: Path) -> Non
         """
     output = run_program(tmp_path, program)
     assert output.count("refused: the loader of the training data chooses its samples itself") == 2
-    state = read(tmp_path / "run" / "state.json")["identity"]
+    state = read(tmp_path / "run" / "state.json")["subject"]
     assert state["processes"] == 2
     original = peel.load(tmp_path / "run" / "stages" / "original", model=Small(3)).eval()
     images, targets = PAIR[1].tensors

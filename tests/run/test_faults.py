@@ -26,7 +26,7 @@ from helpers.disks import small_disk_at
 from helpers.folders import kept, weights
 from helpers.killing import KILLED, command, exit_code, start, wait_for
 from helpers.small import few_digits, small_run
-from peel.run.folder import RunFolder
+from peel.run.store import RunFolder
 from peel.train.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -248,7 +248,7 @@ def test_one_image_of_each_class_is_enough_to_train(tmp_path: Path) -> None:
             )
     code, output = run(tmp_path / "run", "--data", str(tmp_path / "data"), "--train.batch-size", "4")
     assert code == 0, output
-    identity = json.loads((tmp_path / "run" / "state.json").read_text())["identity"]
+    identity = json.loads((tmp_path / "run" / "state.json").read_text())["subject"]
     assert sorted(identity["data"]["classes"]) == ["0", "19", "2", "7"]
 
 

@@ -14,14 +14,15 @@ import pytest
 import torch
 from torch import nn
 
+import peel
 from helpers.commands import line, run
 from helpers.disks import small_disk_at
 from helpers.folders import content, weights
 from helpers.killing import KILLED, command, exit_code, start, wait_for
 from helpers.small import same_weights, small_run, taught
 from peel.errors import PeelError, RunError, StoreError
-from peel.run.folder import RunFolder
 from peel.run.result import Result
+from peel.run.store import RunFolder
 from peel.train.callbacks import Callback
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -223,8 +224,8 @@ def test_a_full_disk_stops_the_run_which_resumes_later(
 def test_a_disk_without_room_for_a_model_is_not_reported_as_a_corrupt_file(tmp_path: Path) -> None:
     with small_disk_at(tmp_path / "disk", "64k") as disk, RunFolder(disk) as folder:
         with pytest.raises(StoreError, match=r"cannot write .*large.*: No space left on device"):
-            folder.save_model("large", nn.Linear(200, 200))
-        folder.save_model("small", nn.Linear(2, 2))
+            peel.save(nn.Linear(200, 200), folder.path("large"))
+        peel.save(nn.Linear(2, 2), folder.path("small"))
 
 
 def test_a_read_only_disk_is_refused(small_disk: Path) -> None:

@@ -16,6 +16,7 @@ import peel
 from helpers.small import CPU, SHORT, Counting, Small, few_digits, same_weights, small_run, taught
 from peel.data.augmentation import EVAL
 from peel.errors import ConfigError
+from peel.methods.peel import rounds_of
 from peel.methods.plan import Architecture, Plan
 from peel.run.prune import prune
 from peel.run.result import Result
@@ -40,25 +41,25 @@ def run(**settings: Any) -> Result:
 
 def planned(**settings: Any) -> Plan:
     """The plan of a run that ends with it."""
-    plan = run(stages=("backbone", "plan"), **settings).plan
+    plan = run(stages=("plan",), **settings).plan
     assert plan is not None
     return plan
 
 
 def backbone_of(plan: Plan) -> Architecture:
-    assert plan.backbone is not None
-    return plan.backbone
+    assert plan.others["backbone"] is not None
+    return plan.others["backbone"]
 
 
 def importance(plan: Plan | None, number: int = 0) -> dict[str, float]:
     assert plan is not None
-    found = plan.rounds[number].importance
+    found = rounds_of(plan)[number].importance
     assert found is not None
     return found
 
 
 def shares(plan: Plan) -> dict[str, float]:
-    found = plan.rounds[0].shares
+    found = rounds_of(plan)[0].shares
     assert found is not None
     return found
 
@@ -68,7 +69,7 @@ def shares(plan: Plan) -> dict[str, float]:
 
 @functools.cache
 def searched(folder: Path, **settings: Any) -> tuple[Plan, Any]:
-    result = small_run(stages=["backbone", "plan"], output=folder, **settings)
+    result = small_run(stages=("plan",), output=folder, **settings)
     assert result.plan is not None
     return result.plan, peel.load(folder / "stages" / "backbone", model=Small()).eval()
 
@@ -141,12 +142,12 @@ def test_legr_holds_out_a_tenth_of_the_training_images() -> None:
     assert backbone_steps(criterion="bn") == 3
     assert backbone_steps(criterion="legr", evaluations=1) == 2, "180 of 200 images make two batches of 64"
     with pytest.raises(peel.DataError, match="batch of 181 images exceeds the training set of 180"):
-        small_run(stages=["backbone"], criterion="legr", train={"batch_size": 181})
+        small_run(stages=("plan",), criterion="legr", train={"batch_size": 181})
 
 
 def test_reconstruction_is_a_relative_error_of_each_tie() -> None:
     plan = planned(criterion="reconstruction")
-    ties = plan.rounds[0].tie_importance
+    ties = rounds_of(plan)[0].tie_importance
     assert set(ties) == set(NORM)
     # Half of the channels are a part of the output of the next layer.
     assert all(0 < value < 1.5 for value in ties.values())
@@ -173,7 +174,7 @@ def test_every_criterion_gives_other_shares() -> None:
 )
 def test_the_importance_is_logged_after_each_epoch(criterion: str, is_logged: bool) -> None:
     length = frozenset({"epochs": 3}.items())
-    history = run(stages=("backbone", "plan"), criterion=criterion, backbone=length).history["backbone"]
+    history = run(stages=("plan",), criterion=criterion, backbone=length).history["backbone"]
     logged = [epoch.extra.get("importance") for epoch in history]
     if is_logged:
         assert all(set(values) == {"8x8", "4x4"} for values in logged if values)
@@ -194,8 +195,8 @@ def test_the_sum_of_a_group_is_its_mean_times_its_channels() -> None:
 
 def test_ignored_layers_are_not_counted() -> None:
     everything, without = planned(), planned(ignore=("norm1", "*4"))
-    ties = everything.rounds[0].tie_importance
-    assert without.rounds[0].tie_importance == {tie: ties[tie] for tie in ("conv2", "conv3")}
+    ties = rounds_of(everything)[0].tie_importance
+    assert rounds_of(without)[0].tie_importance == {tie: ties[tie] for tie in ("conv2", "conv3")}
     assert importance(without) == {"8x8": pytest.approx(ties["conv2"]), "4x4": pytest.approx(ties["conv3"])}
 
 
@@ -203,11 +204,11 @@ def test_ignored_layers_are_not_counted() -> None:
 
 
 def test_the_l1_coefficient_is_that_of_the_paper_for_bn_and_zero_for_others() -> None:
-    assert planned().l1_coefficient == 1e-4
-    assert planned(criterion="weight").l1_coefficient == 0
-    assert "l1" in run(stages=("backbone", "plan")).history["backbone"][0].train
-    assert "l1" not in run(stages=("backbone", "plan"), criterion="weight").history["backbone"][0].train
-    given = run(stages=("backbone", "plan"), criterion="weight", l1_coefficient=0.01)
+    assert planned().values["l1_coefficient"] == 1e-4
+    assert planned(criterion="weight").values["l1_coefficient"] == 0
+    assert "l1" in run(stages=("plan",)).history["backbone"][0].train
+    assert "l1" not in run(stages=("plan",), criterion="weight").history["backbone"][0].train
+    given = run(stages=("plan",), criterion="weight", l1_coefficient=0.01)
     # All scales start at 1, so the term starts at the coefficient times their number.
     assert given.plan is not None
     channels = sum(backbone_of(given.plan).widths.values())
@@ -217,7 +218,9 @@ def test_the_l1_coefficient_is_that_of_the_paper_for_bn_and_zero_for_others() ->
 def test_the_l1_strength_becomes_the_coefficient_that_has_it_over_the_schedule() -> None:
     plan = planned(l1_strength=0.5)
     recipe = Recipe(epochs=1, batch_size=64, lr=0.1, weight_decay=5e-4)
-    assert plan.l1_coefficient == pytest.approx(0.5 * 0.1 / sum(recipe.lr_at(step, 3) for step in range(3)))
+    assert plan.values["l1_coefficient"] == pytest.approx(
+        0.5 * 0.1 / sum(recipe.lr_at(step, 3) for step in range(3))
+    )
 
 
 def test_a_larger_l1_coefficient_leaves_smaller_scales() -> None:
@@ -236,7 +239,7 @@ def test_channels_of_later_rounds_start_from_gamma_init(folder: Path) -> None:
     """With a learning rate of nearly zero, the scales stay what they started as."""
     still = {"epochs": 2, "lr": 1e-9}
     settings = {"rounds": 2, "backbone_ratio": 0.3, "gamma_init": 0.25, "backbone": still}
-    small_run(stages=["backbone", "plan"], output=folder, **settings)
+    small_run(stages=("plan",), output=folder, **settings)
     for stage in ("backbone", "backbone-2"):
         network = peel.load(folder / "stages" / stage, model=Small())
         for norm in NORM.values():
@@ -247,7 +250,7 @@ def test_channels_of_later_rounds_start_from_gamma_init(folder: Path) -> None:
 def test_a_note_says_that_groups_cannot_be_told_apart() -> None:
     result = run()
     assert result.plan is not None
-    assert not result.plan.rounds[0].distinct
+    assert not rounds_of(result.plan)[0].distinct
     assert any("cannot be told apart" in note for note in result.notes)
 
 
@@ -259,7 +262,7 @@ def test_the_backbone_costs_lambda_times_the_budget_and_the_rest_is_the_pool(rat
     plan = planned(backbone_ratio=ratio)
     backbone = backbone_of(plan)
     assert 0.85 * ratio * plan.budget < backbone.macs <= ratio * plan.budget
-    assert plan.pool == plan.budget - backbone.macs
+    assert plan.values["pool"] == plan.budget - backbone.macs
     assert all(plan.widths[tie] >= width for tie, width in backbone.widths.items())
 
 
@@ -309,7 +312,7 @@ def test_no_plan_is_larger_than_the_original(resource: str) -> None:
 
 def test_a_frozen_group_gets_no_share() -> None:
     plan = planned(freeze=TIES["4x4"])
-    assert plan.rounds[0].shares == {"8x8": 1.0, "4x4": 0.0}
+    assert rounds_of(plan)[0].shares == {"8x8": 1.0, "4x4": 0.0}
     assert importance(plan)["4x4"] > 0
 
 
@@ -321,7 +324,7 @@ def test_the_estimated_time_follows_the_macs_of_the_plan() -> None:
             def on_run_begin(self, stages: Sequence[tuple[str, float]]) -> None:
                 seen.append(dict(stages))
 
-        small_run(stages=["backbone", "plan"], callbacks=[Watch()], **settings)
+        small_run(stages=("plan",), callbacks=[Watch()], **settings)
         plan = small_run(dry_run=True, **settings).plan
         assert plan is not None
         return plan, seen[0]
@@ -337,24 +340,24 @@ def test_the_estimated_time_follows_the_macs_of_the_plan() -> None:
 
 
 def test_by_importance_every_group_grows() -> None:
-    assert all(factor > 1 for factor in planned().rounds[0].factors.values())
+    assert all(factor > 1 for factor in rounds_of(planned())[0].factors.values())
 
 
 def test_winner_take_all_gives_everything_to_the_most_important_group() -> None:
     plan = planned(policy="winner-take-all")
-    found = plan.rounds[0]
+    found = rounds_of(plan)[0]
     loser, winner = sorted(TIES, key=importance(plan).__getitem__)
     assert found.shares == {winner: 1.0, loser: 0.0}
     assert found.factors[loser] == 1.0
-    assert found.factors[winner] > planned().rounds[0].factors[winner]
+    assert found.factors[winner] > rounds_of(planned())[0].factors[winner]
 
 
 def test_the_equal_policy_adds_the_same_number_of_channels_and_trains_no_backbone() -> None:
-    result = run(stages=("backbone", "plan"), policy="equal")
+    result = run(stages=("plan",), policy="equal")
     assert result.history == {}
     assert result.plan is not None
     backbone = backbone_of(result.plan).widths
-    added = [width - backbone[tie] for tie, width in result.plan.rounds[0].ideal_widths.items()]
+    added = [width - backbone[tie] for tie, width in rounds_of(result.plan)[0].ideal_widths.items()]
     assert min(added) > 0
     assert max(added) == pytest.approx(min(added))
 
@@ -363,7 +366,7 @@ def test_the_random_policy_grows_half_of_the_ties_drawn_by_the_seed() -> None:
     grown = set()
     for seed in range(4):
         plan = planned(policy="random", seed=seed)
-        backbone, wide = backbone_of(plan).widths, plan.rounds[0].ideal_widths
+        backbone, wide = backbone_of(plan).widths, rounds_of(plan)[0].ideal_widths
         factors = {tie: width / backbone[tie] for tie, width in wide.items()}
         drawn = {tie: factor for tie, factor in factors.items() if factor > 1 + 1e-9}
         assert len(drawn) == 2
@@ -374,9 +377,9 @@ def test_the_random_policy_grows_half_of_the_ties_drawn_by_the_seed() -> None:
 
 def test_the_triangular_solver_charges_layers_to_the_group_that_they_write() -> None:
     telescoped, triangular = planned(backbone_ratio=0.6), planned(backbone_ratio=0.6, solver="triangular")
-    factors = [plan.rounds[0].factors for plan in (telescoped, triangular)]
+    factors = [rounds_of(plan)[0].factors for plan in (telescoped, triangular)]
     assert max(abs(factors[0][group] - factors[1][group]) for group in TIES) > 1e-3
-    backbone, wide = backbone_of(triangular).widths, triangular.rounds[0].ideal_widths
+    backbone, wide = backbone_of(triangular).widths, rounds_of(triangular)[0].ideal_widths
 
     def own_cost(widths: Mapping[str, float], group: str) -> float:
         w = {"image": 3.0, **widths}
@@ -386,23 +389,23 @@ def test_the_triangular_solver_charges_layers_to_the_group_that_they_write() -> 
 
     grown = {group: own_cost(wide, group) - own_cost(backbone, group) for group in TIES}
     # The classifier, which no group writes, pays for the wider last layer.
-    assert triangular.pool is not None
-    assert grown["8x8"] == pytest.approx(triangular.pool * shares(triangular)["8x8"], rel=1e-3)
-    assert grown["4x4"] == pytest.approx(triangular.pool * shares(triangular)["4x4"], rel=1e-2)
+    assert triangular.values["pool"] is not None
+    assert grown["8x8"] == pytest.approx(triangular.values["pool"] * shares(triangular)["8x8"], rel=1e-3)
+    assert grown["4x4"] == pytest.approx(triangular.values["pool"] * shares(triangular)["4x4"], rel=1e-2)
 
 
 def test_two_rounds_split_the_pool_and_keep_the_weights_of_the_backbone() -> None:
     length = frozenset({"epochs": 10, "batch_size": 20}.items())
-    result = run(stages=("backbone", "plan"), rounds=2, backbone_ratio=0.5, backbone=length)
-    once = run(stages=("backbone", "plan"), backbone_ratio=0.5, backbone=length)
+    result = run(stages=("plan",), rounds=2, backbone_ratio=0.5, backbone=length)
+    once = run(stages=("plan",), backbone_ratio=0.5, backbone=length)
     assert list(result.history) == ["backbone", "backbone-2"]
     assert list(once.history) == ["backbone"]
     assert [len(result.history[stage]) for stage in ("backbone", "backbone-2")] == [10, 5]
     plan = result.plan
     assert plan is not None
-    assert plan.pool is not None
-    first, second = plan.rounds
-    middle = plan.budget - plan.pool / 2
+    assert plan.values["pool"] is not None
+    first, second = rounds_of(plan)
+    middle = plan.budget - plan.values["pool"] / 2
     assert backbone_of(plan).macs < first.cost <= middle + 1 < second.cost <= plan.budget
     assert first.importance == importance(once.plan)
     assert second.importance != first.importance
@@ -497,7 +500,7 @@ def test_the_temperature_changes_the_weights() -> None:
 
 
 def test_in_place_distillation_trains_a_wider_network_beside_the_student() -> None:
-    result = run(distill="in-place", stages=("backbone", "plan", "final"))
+    result = run(distill="in-place", stages=("plan", "final"))
     records = [epoch.train for epoch in result.history["peel"]]
     assert all({"wide", "distillation", "cross_entropy"} <= set(record) for record in records)
     assert records[0]["loss"] == pytest.approx(records[0]["wide"] + records[0]["distillation"], rel=1e-5)
@@ -510,8 +513,7 @@ def test_in_place_distillation_trains_a_wider_network_beside_the_student() -> No
 
 def test_hard_weight_adds_the_labels_to_the_loss_of_the_student() -> None:
     soft, hard = (
-        run(distill="in-place", stages=("backbone", "plan", "final"), hard_weight=weight)
-        for weight in (0.0, 1.0)
+        run(distill="in-place", stages=("plan", "final"), hard_weight=weight) for weight in (0.0, 1.0)
     )
     first = hard.history["peel"][0].train
     assert first["loss"] == pytest.approx(
@@ -527,7 +529,7 @@ def test_hard_weight_adds_the_labels_to_the_loss_of_the_student() -> None:
 
 def backbone_steps(**settings: Any) -> int:
     counting = Counting()
-    small_run(stages=["backbone"], callbacks=[counting], **settings)
+    small_run(stages=("plan",), callbacks=[counting], **settings)
     return counting.steps["backbone"]
 
 

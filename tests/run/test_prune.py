@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import tomllib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from helpers.small import CPU, WIDTHS, Counting, Small, few_digits, same_weights
 from peel.cost.count import count_macs
 from peel.data.augmentation import EVAL
 from peel.errors import ConfigError, WidthsError
+from peel.methods import Problem, Work
+from peel.methods.peel import rounds_of
 from peel.methods.plan import Plan
 from peel.run.result import Result
 
@@ -35,8 +37,9 @@ def test_the_run_folder_holds_the_documented_files(finished: tuple[Path, Result]
         for name in ("original", "backbone", "uniform", "peel")
         for suffix in ("safetensors", "record.json")
     }
+    of_plan = {"stages/plan.record.json", "stages/plan.importance-1.json"}
     top = "config.toml state.json environment.json plan.json metrics.jsonl slim.safetensors"
-    assert set(content(folder)) == stages | {*top.split(), "result.json", "report.html", ".lock"}
+    assert set(content(folder)) == stages | of_plan | {*top.split(), "result.json", "report.html", ".lock"}
     assert not list((folder / "checkpoints").iterdir()), "finished stages need no checkpoints"
     assert read(folder / "environment.json")["torch"] == torch.__version__
 
@@ -46,13 +49,13 @@ def test_settings_are_stored_as_given_and_as_resolved(finished: tuple[Path, Resu
     assert (config["seed"], config["budget"], config["recipe"]) == (3, "50%", "auto")
     assert config["train"] == {"epochs": 2, "batch_size": 64}
     state = read(finished[0] / "state.json")
-    assert (state["format"], state["version"]) == ("peel-run", 2)
-    identity = state["identity"]
-    assert identity["seed"] == 3
-    assert (identity["train"]["epochs"], identity["train"]["lr"]) == (2, 0.1)
-    assert (identity["backbone"]["epochs"], identity["backbone"]["batch_size"]) == (1, 64)
-    assert (identity["train"]["augment"], identity["backbone_ratio"]) == ("crop", 0.8)
-    assert len(identity["data"]["classes"]) == 10
+    assert (state["format"], state["version"]) == ("peel-run", 3)
+    peel, plan = state["jobs"]["peel"], state["jobs"]["plan"]
+    assert peel["seed"] == plan["seed"] == 3
+    assert (peel["train"]["epochs"], peel["train"]["lr"]) == (2, 0.1)
+    assert (plan["backbone"]["epochs"], plan["backbone"]["batch_size"]) == (1, 64)
+    assert (peel["train"]["augment"], plan["peel.backbone_ratio"]) == ("crop", 0.8)
+    assert len(state["subject"]["data"]["classes"]) == 10
 
 
 def test_metrics_have_one_line_per_epoch_in_the_order_of_the_stages(finished: tuple[Path, Result]) -> None:
@@ -130,10 +133,9 @@ def test_the_models_of_the_caller_are_not_changed() -> None:
     ("stages", "settings", "trained"),
     [
         (["original"], {}, {"original": 6}),
-        (["backbone"], {}, {"backbone": 3}),
-        (["plan", "backbone"], {}, {"backbone": 3}),
-        (["backbone", "plan", "final"], {"distill": "none"}, {"backbone": 3, "peel": 6}),
-        (["original", "backbone", "plan", "uniform"], {}, {"original": 6, "backbone": 3, "uniform": 6}),
+        (["plan"], {}, {"backbone": 3}),
+        (["plan", "final"], {"distill": "none"}, {"backbone": 3, "peel": 6}),
+        (["original", "plan", "uniform"], {}, {"original": 6, "backbone": 3, "uniform": 6}),
         (["final"], {"distill": "none", "plan": WIDTHS}, {"given": 6}),
     ],
 )
@@ -153,10 +155,9 @@ def test_only_the_chosen_stages_are_run(
     [
         (["final"], "need a plan"),
         (["original", "uniform"], "need a plan"),
-        (["plan"], "need a plan: add backbone, or"),
-        (["backbone", "final"], "need a plan: add plan, or"),
-        (["backbone", "plan", "final"], "distillation needs the trained original"),
-        (["backbon"], "Did you mean backbone"),
+        (["uniform", "final"], "need a plan: add plan, or"),
+        (["plan", "final"], "distillation needs the trained original"),
+        (["origina"], "Did you mean original"),
     ],
 )
 def test_stages_that_cannot_work_are_refused_before_training(
@@ -193,7 +194,7 @@ def test_a_dry_run_trains_and_writes_nothing(tmp_path: Path) -> None:
     assert result.model is None
     assert result.rows == []
     assert result.plan is not None
-    assert result.plan.rounds[0].shares == {"8x8": 0.5, "4x4": 0.5}
+    assert rounds_of(result.plan)[0].shares == {"8x8": 0.5, "4x4": 0.5}
     assert result.plan.slim.macs <= result.plan.budget
     assert result.estimate is not None
     assert list(result.estimate) == ["original", "backbone", "uniform", "peel"]
@@ -202,15 +203,15 @@ def test_a_dry_run_trains_and_writes_nothing(tmp_path: Path) -> None:
 
 def test_given_groups_are_the_ones_that_grow() -> None:
     groups = {"outer": ("conv1", "conv4"), "inner": ("conv2", "conv3")}
-    plan = small_run(groups=groups, stages=["backbone", "plan"], policy="winner-take-all").plan
+    plan = small_run(groups=groups, stages=["plan"], policy="winner-take-all").plan
     assert plan is not None
-    assert plan.backbone is not None
+    assert plan.others["backbone"] is not None
     assert plan.groups == groups
-    found = plan.rounds[0]
+    found = rounds_of(plan)[0]
     assert found.shares is not None
     loser, winner = sorted(groups, key=found.shares.__getitem__)
     assert found.factors[loser] == 1.0 < found.factors[winner]
-    backbone = plan.backbone.widths
+    backbone = plan.others["backbone"].widths
     grown = {tie for tie, width in found.ideal_widths.items() if width > backbone[tie] + 1e-9}
     assert grown == set(groups[winner])
 
@@ -289,12 +290,24 @@ def test_a_plan_that_is_the_uniform_network_is_trained_once(tmp_path: Path) -> N
     assert [row.top1 for row in again.rows] == [row.top1 for row in result.rows]
 
 
+@dataclass(frozen=True)
+class FirstChannels(peel.Method):
+    """The uniform network, with the first channels of each layer."""
+
+    def solve(self, problem: Problem, work: Work) -> peel.Answer:
+        widths = problem.graph.widths
+        scores = {tie: -torch.arange(width, dtype=torch.float32) for tie, width in widths.items()}
+        return peel.Answer(problem.constraint.uniform, scores)
+
+
 def test_a_plan_with_the_widths_of_uniform_is_trained_where_it_keeps_other_channels() -> None:
-    model = taught()
+    model, given = taught(), {"budget": "50%", "init": "inherit"}
     uniform = peel.uniform(peel.trace(model, torch.zeros(1, 3, 8, 8)), "50%")
-    counting = Counting()
-    small_run(model, weights=model, plan=uniform, budget="50%", init="inherit", callbacks=[counting])
-    assert counting.steps["uniform"] == counting.steps["given"]
+    alike, other = Counting(), Counting()
+    small_run(model, weights=model, plan=uniform, callbacks=[alike], **given)
+    assert set(alike.steps) == {"uniform"}, "the same widths and channels"
+    small_run(model, weights=model, method=FirstChannels(), callbacks=[other], **given)
+    assert other.steps["uniform"] == other.steps["FirstChannels"]
 
 
 def test_a_note_says_that_the_weights_of_a_given_model_are_not_used() -> None:

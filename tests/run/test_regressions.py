@@ -57,27 +57,26 @@ def test_a_finished_teacher_keeps_its_time_and_place_in_the_table(tmp_path: Path
 
 
 def test_stages_can_be_added_later(tmp_path: Path) -> None:
-    assert small_run(stages=["backbone", "plan"], output=tmp_path / "run").model is None
+    assert small_run(stages=["plan"], output=tmp_path / "run").model is None
     assert small_run(output=tmp_path / "run").model is not None
 
 
 def test_a_given_teacher_needs_no_stage(tmp_path: Path) -> None:
-    result = small_run(stages=["backbone", "plan", "final"], weights=taught())
+    result = small_run(stages=["plan", "final"], weights=taught())
     assert [row.name for row in result.rows] == ["peel"]
     assert "distillation" in result.history["peel"][-1].train
 
 
 def test_a_backbone_of_given_widths(tmp_path: Path) -> None:
     widths = {"conv1": 3, "conv2": 4, "conv3": 5, "conv4": 6}
-    result = small_run(backbone_init=widths, stages=["backbone", "plan"], distill="none")
+    result = small_run(backbone_init=widths, stages=["plan"], distill="none")
     assert result.plan is not None
-    assert result.plan.backbone is not None
-    assert result.plan.backbone.widths == widths
+    assert result.plan.others["backbone"] is not None
+    assert result.plan.others["backbone"].widths == widths
     (tmp_path / "widths.json").write_text(json.dumps(widths))
-    again = small_run(
-        backbone_init=str(tmp_path / "widths.json"), stages=["backbone", "plan"], distill="none"
-    )
-    assert again.plan == result.plan
+    again = small_run(backbone_init=str(tmp_path / "widths.json"), stages=["plan"], distill="none")
+    assert again.plan is not None
+    assert again.plan.widths == result.plan.widths
 
 
 @pytest.mark.parametrize(
@@ -99,7 +98,7 @@ def test_settings_without_effect_are_refused(settings: dict[str, object], messag
 
 def test_frozen_weights_are_trained_where_a_network_starts_from_scratch() -> None:
     model = Small().requires_grad_(False)
-    result = small_run(model, stages=["original", "backbone", "plan", "final"])
+    result = small_run(model, stages=["original", "plan", "final"])
     assert result.model is not None
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert result.history["peel"][-1].train["loss"] < result.history["peel"][0].train["loss"]
@@ -108,9 +107,7 @@ def test_frozen_weights_are_trained_where_a_network_starts_from_scratch() -> Non
 def test_a_finished_network_is_not_frozen_after_a_resume(tmp_path: Path) -> None:
     model = Small().requires_grad_(False)
     for _ in range(2):
-        result = small_run(
-            model, output=tmp_path / "run", stages=["backbone", "plan", "final"], distill="none"
-        )
+        result = small_run(model, output=tmp_path / "run", stages=["plan", "final"], distill="none")
         assert result.model is not None
         assert all(parameter.requires_grad for parameter in result.model.parameters())
 
@@ -125,7 +122,7 @@ def test_uniform_and_peel_start_from_the_same_seed() -> None:
 
 def test_the_state_file_says_how_to_feed_the_network(tmp_path: Path) -> None:
     small_run(output=tmp_path / "run", stages=["original"])
-    told = json.loads((tmp_path / "run" / "state.json").read_text())["identity"]["data"]
+    told = json.loads((tmp_path / "run" / "state.json").read_text())["subject"]["data"]
     assert told["classes"] == list(few_digits().classes)
     assert (told["mean"], told["std"]) == (list(few_digits().train.mean), list(few_digits().train.std))
 
@@ -148,7 +145,7 @@ def test_the_saved_input_spec_gives_the_reported_accuracy(tmp_path: Path) -> Non
 def test_train_and_eval_modes_of_the_given_model_stay() -> None:
     model = Small().train()
     model.norm2.eval()
-    small_run(model, stages=["backbone", "plan"], distill="none")
+    small_run(model, stages=["plan"], distill="none")
     assert model.training
     assert not model.norm2.training
 
@@ -185,7 +182,7 @@ def test_own_models_may_take_gray_images_and_no_arguments(
         )
         == 0
     )
-    assert json.loads(Path("run/state.json").read_text())["identity"]["data"]["shape"] == [1, 8, 8]
+    assert json.loads(Path("run/state.json").read_text())["subject"]["data"]["shape"] == [1, 8, 8]
 
 
 def test_a_signal_outside_training_stops_at_once(tmp_path: Path) -> None:
@@ -194,12 +191,12 @@ def test_a_signal_outside_training_stops_at_once(tmp_path: Path) -> None:
         "-m",
         "peel",
         "run",
-        "--criterion",
+        "--peel.criterion",
         "legr",
-        "--evaluations",
+        "--peel.evaluations",
         "100000",
         "--stages",
-        "backbone,plan",
+        "plan",
         *SHORT,
     ]
     process = subprocess.Popen(
@@ -222,15 +219,15 @@ def test_l1_strength_covers_all_rounds(tmp_path: Path) -> None:
         rounds=2,
         backbone={"epochs": 2},
         output=tmp_path / "run",
-        stages=["backbone", "plan"],
+        stages=["plan"],
         distill="none",
     )
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    recipe = json.loads((tmp_path / "run" / "state.json").read_text())["identity"]["backbone"]
+    recipe = json.loads((tmp_path / "run" / "state.json").read_text())["jobs"]["plan"]["backbone"]
     from peel.train.recipe import Recipe
 
     steps = 200 // recipe["batch_size"]
     rates = sum(Recipe(**{**recipe, "milestones": (), "epochs": epochs}).lr_sum(steps) for epochs in (2, 1))
     assert {line["stage"] for line in lines} == {"backbone", "backbone-2"}
-    assert plan["l1_coefficient"] * rates / (1 - recipe["momentum"]) == pytest.approx(2.0)
+    assert plan["values"]["l1_coefficient"] * rates / (1 - recipe["momentum"]) == pytest.approx(2.0)

@@ -13,10 +13,11 @@ import pytest
 from helpers.folders import content, read
 from helpers.small import Counting, same_weights, small_run
 from peel.errors import CorruptFileError
-from peel.run.folder import RunFolder
-from peel.run.result import Result, StageRecord
-from peel.run.resume import RunState
+from peel.run.result import Record, Result
+from peel.run.store import RunFolder
+from peel.run.subject import State
 from peel.train.callbacks import Callback, EpochRecord
+from peel.train.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -64,7 +65,8 @@ def test_finished_stages_are_kept_when_a_later_one_is_lost(own: Path) -> None:
 
 
 def test_checkpoints_of_a_finished_stage_are_removed(own: Path) -> None:
-    RunFolder(own).checkpoints("uniform").save({"epoch": 2}, 2, 0)
+    key = read(own / "stages" / "uniform.record.json")["key"]
+    Checkpoints(own / "checkpoints", "uniform", run=key).save({"epoch": 2}, 2, 0)
     small_run(output=own, seed=3)
     assert not list((own / "checkpoints").iterdir())
 
@@ -94,7 +96,7 @@ def test_an_unexpected_error_is_stored_until_the_run_resumes(tmp_path: Path) -> 
     assert not (tmp_path / "run" / "error.json").exists()
 
 
-@pytest.mark.parametrize("stages", [["original"], ["backbone", "plan"]])
+@pytest.mark.parametrize("stages", [["original"], ["plan"]])
 def test_a_start_with_fewer_stages_loses_nothing(stages: list[str], own: Path) -> None:
     before = {name: (own / name).read_bytes() for name in ("result.json", "slim.safetensors")}
     counting = Counting()
@@ -192,16 +194,16 @@ RECORD = f'{{"history": [{EPOCH}], "image_passes": 1, "notes": []}}'
 @pytest.mark.parametrize(
     ("kind", "text", "reason"),
     [
-        (StageRecord, '{"history": []}', "image_passes"),
-        (StageRecord, '{"history": {}, "image_passes": 1}', "history"),
-        (StageRecord, '{"history": [{"epoch": 1}], "image_passes": 1}', "epochs"),
-        (StageRecord, RECORD.replace("0.5", '"half"'), "top1|test"),
-        (StageRecord, RECORD.replace('"train": {}', '"train": 5'), "train"),
-        (StageRecord, RECORD.replace('"seconds": 1.0', '"seconds": "long"'), "seconds"),
-        (StageRecord, RECORD.replace('"notes": []', '"notes": [5]'), "notes"),
-        (RunState, '{"command": "peel", "identity": 1, "run_id": ""}', "identity"),
-        (RunState, "[" * 100_000, "nested too deeply"),
-        (RunState, "\0", "."),
+        (Record, '{"history": []}', "image_passes"),
+        (Record, '{"history": {}, "image_passes": 1}', "history"),
+        (Record, '{"history": [{"epoch": 1}], "image_passes": 1}', "epochs"),
+        (Record, RECORD.replace("0.5", '"half"'), "top1|test"),
+        (Record, RECORD.replace('"train": {}', '"train": 5'), "train"),
+        (Record, RECORD.replace('"seconds": 1.0', '"seconds": "long"'), "seconds"),
+        (Record, RECORD.replace('"notes": []', '"notes": [5]'), "notes"),
+        (State, '{"command": "peel", "subject": 1, "settings": {}, "jobs": {}, "keys": {}}', "subject"),
+        (State, "[" * 100_000, "nested too deeply"),
+        (State, "\0", "."),
     ],
 )
 def test_the_wrong_part_of_a_file_is_named(kind: type[Any], text: str, reason: str, tmp_path: Path) -> None:
@@ -210,4 +212,4 @@ def test_the_wrong_part_of_a_file_is_named(kind: type[Any], text: str, reason: s
     with pytest.raises(CorruptFileError, match=rf"file.json is corrupt: .*({reason})"):
         RunFolder(tmp_path).read_json("file.json", kind)
     path.write_text(RECORD)
-    assert RunFolder(tmp_path).read_json("file.json", StageRecord).image_passes == 1
+    assert RunFolder(tmp_path).read_json("file.json", Record).image_passes == 1

@@ -32,17 +32,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     ("changes", "expected"),
     [
         ({"seed": 4}, ["seed: 3 -> 4"]),
-        ({"budget": "40%"}, ["budget: '50%' -> '40%'"]),
+        ({"budget": "40%"}, ["budget.macs: 53072 -> 42457"]),
         (
             {"criterion": "weight", "backbone_ratio": 0.7},
-            ["criterion: 'bn' -> 'weight'", "backbone_ratio: 0.8 -> 0.7"],
+            ["peel.criterion: 'bn' -> 'weight'", "peel.backbone_ratio: 0.8 -> 0.7"],
         ),
         ({"train": {"epochs": 3, "batch_size": 64}}, ["train.epochs: 2 -> 3"]),
         ({"backbone": {"epochs": 1, "lr": 0.05}}, ["backbone.lr: 0.1 -> 0.05"]),
         ({"groups": {"all": ["conv1", "conv2", "conv3", "conv4"]}}, ["groups.all: None -> ['conv1'"]),
         ({"data": few_digits(199)}, ["data.images: '"]),
-        ({"plan": {"conv1": 4, "conv2": 4, "conv3": 8, "conv4": 8}}, ["plan.conv1: None -> 4"]),
-        ({"weights": taught()}, ["weights: 'train' -> 'given module'"]),
+        ({"plan": {"conv1": 4, "conv2": 4, "conv3": 8, "conv4": 8}}, ["method: 'peel' -> 'given'"]),
+        ({"weights": taught()}, ["weights: 'train' -> 'given'"]),
     ],
 )
 def test_other_settings_are_refused_with_the_difference(
@@ -104,11 +104,11 @@ class Own(NormScale):
 
 def test_an_edited_criterion_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
-    settings = {"criterion": f"{file}:Own", "output": tmp_path / "run", "stages": ["backbone", "plan"]}
+    settings = {"criterion": f"{file}:Own", "output": tmp_path / "run", "stages": ["plan"]}
     file.write_text(CRITERION)
     small_run(**settings)
     file.write_text(CRITERION.replace("True", "False"))
-    with pytest.raises(RunError, match=r"criterion_file: '\w+' -> '\w+'"):
+    with pytest.raises(RunError, match=r"file of the method: '\w+' -> '\w+'"):
         small_run(**settings)
     file.write_text(CRITERION)
     assert small_run(**settings).plan is not None
@@ -274,7 +274,7 @@ def test_another_torch_or_peel_is_logged(killed: Path, whole: bytes) -> None:
 
 def test_another_torch_may_capture_the_same_code_as_other_operators(own: Path) -> None:
     state = read(own / "state.json")
-    state["identity"]["model"]["operators"] = "of another torch"
+    state["subject"]["model"]["operators"] = "of another torch"
     (own / "state.json").write_text(json.dumps(state))
     with pytest.raises(RunError, match=r"model\.operators"):
         small_run(output=own, seed=3)
@@ -287,7 +287,7 @@ def test_another_torch_may_capture_the_same_code_as_other_operators(own: Path) -
 
 def test_a_run_of_a_gpu_is_not_resumed_on_a_cpu(own: Path) -> None:
     state = read(own / "state.json")
-    state["identity"]["device"] = "cuda"
+    state["subject"]["device"] = "cuda"
     (own / "state.json").write_text(json.dumps(state))
     with pytest.raises(RunError, match=r"other settings:\n  device: 'cuda' -> 'cpu'\n"):
         small_run(output=own, seed=3)

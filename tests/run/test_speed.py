@@ -58,7 +58,7 @@ def test_table_files_and_page_have_the_speed_and_a_resumed_run_keeps_it(tmp_path
 
 def test_a_missing_measurement_is_made_by_the_next_start(tmp_path: Path) -> None:
     file = tmp_path / "run" / "result.json"
-    settings = {"output": tmp_path / "run", "stages": ["backbone", "plan", "final"], "distill": "none"}
+    settings = {"output": tmp_path / "run", "stages": ["plan", "final"], "distill": "none"}
     off = small_run(**settings)
     assert (off.bench, off.rows[0].speedup) == (None, None)
     assert "speed-up" not in table(off) + (tmp_path / "run" / "report.html").read_text().lower()

@@ -19,8 +19,9 @@ from helpers.killing import KILLED, exit_code, run_until, start
 from helpers.small import CPU, WIDTHS, Counting, Small, few_digits, same_weights, small_run, taught
 from peel import zoo
 from peel.errors import ConfigError, CorruptFileError, DataError, RunError, StoreError
+from peel.run.original import why_it_fails
 from peel.run.result import Result
-from peel.run.teacher import load_weights, saved_file, why_it_fails
+from peel.run.weights import load_weights, saved_file
 from peel.train.loop import evaluate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -271,11 +272,11 @@ def test_a_slim_network_is_refused_as_teacher(
 def test_a_run_does_not_resume_with_another_teacher(tmp_path: Path) -> None:
     weights, run = tmp_path / "weights.pt", tmp_path / "run"
     torch.save(taught().state_dict(), weights)
-    small_run(weights=weights, output=run, stages=["original", "backbone", "plan", "uniform"])
+    small_run(weights=weights, output=run, stages=["original", "plan", "uniform"])
     moved = weights.rename(tmp_path / "moved.pt")
     torch.save({name: tensor * 1.001 for name, tensor in taught().state_dict().items()}, weights)
     before = content(run / "stages")
-    with pytest.raises(RunError, match=r"hash of the teacher's weights: '\w+' -> '\w+'"):
+    with pytest.raises(RunError, match=r"hash of the weights: '\w+' -> '\w+'"):
         small_run(weights=weights, output=run)
     with pytest.raises(StoreError, match=r"there are no weights at .*nothing.*--stages original --output"):
         small_run(weights=tmp_path / "nothing", output=run)
@@ -336,7 +337,7 @@ def digits(**changes: Any) -> peel.Data:
 
 def test_an_untrained_teacher_stops_the_run_before_anything_is_written(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    for stages in (["original", "backbone", "plan", "final"], ["backbone", "plan", "final"]):
+    for stages in (["original", "plan", "final"], ["plan", "final"]):
         with pytest.raises(DataError, match=r"the network is right for only .*%") as caught:
             small_run(data=digits(), weights=Small(), stages=stages, output=tmp_path / "run")
     for part in ("--mean", "weights are not trained", "another order", "--weights train"):
@@ -434,7 +435,7 @@ def test_a_teacher_brings_its_mean_and_std_and_the_slim_network_keeps_them(tmp_p
     for name in ("slim", "stages/uniform"):
         told = peel.load(run / name, model=Small()).peel_info["input"]
         assert (told["mean"], told["std"]) == ([0.25] * 3, [0.75] * 3)
-    assert read(run / "state.json")["identity"]["data"]["mean"] == [0.25] * 3
+    assert read(run / "state.json")["subject"]["data"]["mean"] == [0.25] * 3
     with pytest.raises(RunError, match=r"data.mean: \[0.25, 0.25, 0.25\] -> \[0.3"):
         small_run(data=digits(), weights=tmp_path / "teacher", output=run, mean=(0.3,))
 

@@ -18,7 +18,7 @@ from helpers.nets import Chain, ChannelsLast, Depthwise, GroupNormed, Net, Resid
 from helpers.small import Small, small_run
 from peel.cost.count import count_macs
 from peel.graph import ChannelGraph
-from peel.run import trainer
+from peel.run import training
 from peel.surgery.padding import Padded, fast_widths, pad
 
 
@@ -170,7 +170,7 @@ def test_a_run_without_padding_has_a_note(monkeypatch: pytest.MonkeyPatch, tmp_p
     model.norm2 = nn.GroupNorm(1, 8)  # type: ignore[assignment]
     padding_engine(monkeypatch)
     for _ in range(2):
-        assert small_run(model, device="cpu", output=tmp_path / "run").notes.count(trainer.UNPADDED) == 1, (
+        assert small_run(model, device="cpu", output=tmp_path / "run").notes.count(training.UNPADDED) == 1, (
             "also when it is finished"
         )
 
@@ -185,9 +185,9 @@ def test_a_padded_run_gives_the_result_of_an_unpadded_one(monkeypatch: pytest.Mo
         return padded[-1]
 
     padding_engine(monkeypatch)
-    monkeypatch.setattr(trainer, "pad", noting)
+    monkeypatch.setattr(training, "pad", noting)
     found = small_run(device="cpu")
-    assert trainer.UNPADDED not in found.notes
+    assert training.UNPADDED not in found.notes
     # The original has fast widths already; the backbone, the uniform and the slim network do not.
     assert [result is not None for result in padded] == [False, True, True, True]
     assert found.plan is not None

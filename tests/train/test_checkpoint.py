@@ -16,7 +16,7 @@ import torch
 
 from helpers.killing import die, die_at_replace, exit_code, start
 from peel.errors import RunError
-from peel.run.folder import RunFolder
+from peel.run.store import RunFolder
 from peel.train.checkpoint import Checkpoints
 from peel.utils.files import write_bytes
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from ..errors import ConfigError
+from ..methods.registry import find_method, prefix_of
 from ..report.progress import ProgressBar
 from ..report.summary import draw_estimate
 from ..report.terminal import make_console, print_json
@@ -79,7 +80,8 @@ def run(
     given = vars(settings or Config())
     given |= {"methods": given_settings()} | ({} if model is None else {"model": model})
     chosen = make_config(given)
-    chosen.find_method()  # wrong settings are found before the model is loaded
+    # Wrong settings are found before the model is loaded.
+    find_method(chosen.method, chosen.methods.get(prefix_of(chosen.method)))
     folder = None if dry_run else output or default_folder(chosen)
     if export is not None:
         _check_export(export, chosen, dry_run)

@@ -109,10 +109,9 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
 
 def spec_of(method: Method, reference: str) -> MethodSpec:
     """The method as plain values. Objects in its settings are named by their class."""
-    settings = {
-        name: msgspec.to_builtins(_plain(getattr(method, name)), enc_hook=reference_of)
-        for name in _fields(type(method))
-    }
+    values = {name: _plain(getattr(method, name)) for name in _fields(type(method))}
+    # Through JSON: a stored plan has lists where a setting is a tuple.
+    settings = msgspec.json.decode(msgspec.json.encode(values, enc_hook=reference_of))
     files = [reference, *(value for value in settings.values() if isinstance(value, str))]
     paths = [Path(text.rpartition(":")[0]) for text in files if ".py:" in text]
     contents = [path.read_bytes() for path in paths if path.is_file()]

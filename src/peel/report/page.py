@@ -107,7 +107,7 @@ class _Score:
 
 
 def _scores(record: RunRecord) -> list[_Score]:
-    metric = record.state.get("task", {}).get("metric")
+    metric = record.state.get("subject", {}).get("task", {}).get("metric")
     if metric:
         return [_Score("metric", metric.rpartition(".")[2])]
     rows = (record.result or {}).get("rows", [])
@@ -147,7 +147,7 @@ def _slim_name(record: RunRecord) -> str:
     if record.plan is not None:
         return record.plan.name
     # The config has the method as given, which may be auto.
-    return str(record.state.get("method", "peel")).rpartition(":")[2]
+    return str(record.state.get("settings", {}).get("method", "peel")).rpartition(":")[2]
 
 
 def _lines(record: RunRecord) -> list[str]:
@@ -177,7 +177,7 @@ def _facts(record: RunRecord) -> list[str]:
     facts = [f"seed {record.config['seed']}"] if "seed" in record.config else []
     if "device" in record.environment:
         facts.append(record.environment["device"])
-    shape = record.state.get("data", {}).get("shape")
+    shape = record.state.get("subject", {}).get("data", {}).get("shape")
     if shape:
         facts.append(f"images of {' x '.join(map(str, shape))}")
     if record.result and "wall_seconds" in record.result:

@@ -15,9 +15,8 @@ from msgspec import Meta
 from .. import zoo
 from ..cost.budget import RESOURCES
 from ..errors import ConfigError, check_choice, did_you_mean
-from ..methods.method import Method
 from ..methods.peel import Count, NotNegative, Positive
-from ..methods.registry import find_method, owners_of, prefix_of
+from ..methods.registry import owners_of, prefix_of
 from ..steps.distillation import DISTILLATIONS
 from ..train.engine import COMPILE
 from ..train.recipe import FIELDS, Recipe
@@ -131,6 +130,7 @@ class Config:
         for name in stages:
             check_choice("each of the stages", name, STAGES)
         object.__setattr__(self, "stages", tuple(name for name in STAGES if name in stages))
+        object.__setattr__(self, "methods", {name: own for name, own in self.methods.items() if own})
         for name, known in (
             ("compile", COMPILE),
             ("init", INITS),
@@ -150,16 +150,12 @@ class Config:
                 "peel run ... --stages original --output FOLDER, then --weights FOLDER."
             )
         for name, settings in self.methods.items():
-            if name != prefix_of(self.method) and settings:
+            if name != prefix_of(self.method):
                 own = next(iter(settings))
                 raise ConfigError(
                     f"{name}.{own} is a setting of the method {name}: --method {name} --{name}.{_flag(own)}; "
                     f"the method here is {self.method}."
                 )
-
-    def find_method(self) -> Method:
-        """The method with its settings. A wrong one is a ConfigError that names it."""
-        return find_method(self.method, self.methods.get(prefix_of(self.method)))
 
     @property
     def method_name(self) -> str:
@@ -188,7 +184,7 @@ def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: _without_none(value) if isinstance(value, dict) else value
         for name, value in values.items()
-        if value is not None and value != {}
+        if value is not None and (name, value) != ("methods", {})
     }
 
 

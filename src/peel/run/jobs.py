@@ -62,7 +62,7 @@ class Original(Job):
 
     def settings(self) -> dict[str, Any]:
         if self.recipe is None:
-            return {"weights": "given", "hash of the original's weights": self.source}
+            return {"weights": "given", "hash of the weights": self.source}
         return {"weights": "train", "train": msgspec.to_builtins(self.recipe), "seed": self.seed}
 
 

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torch import nn
 
 from ..data.datasets import OWN_DATA, Data
 from ..errors import ConfigError
 from ..graph import ChannelGraph
 from ..methods.method import Method
-from ..methods.registry import METHODS, prefix_of, reference_of, spec_of
+from ..methods.registry import METHODS, find_method, prefix_of, reference_of, spec_of
 from ..train.callbacks import Callback
 from ..train.objective import Loss
 from ..train.task import OptimizerFactory, Task, TrainFunction
@@ -66,8 +67,11 @@ def prune(
     """
     check_pair(data)
     _check_callbacks(callbacks)
-    given_method = settings.get("method")
     config = _config_of(model, data, settings)
+    method = settings.get("method")
+    if not isinstance(method, Method):
+        own = settings.get("methods") or {}
+        method = find_method(config.method, own.get(prefix_of(config.method)))
     weights = settings.get("weights")
     with preserve_process_state(), _open_folder(None if dry_run else output) as folder:
         loaded = load_all(
@@ -75,7 +79,7 @@ def prune(
             resolve_data(data, config),
             weights if isinstance(weights, nn.Module | Mapping) else config.weights,
             config,
-            method=given_method if isinstance(given_method, Method) else config.find_method(),
+            method=method,
             task=Task(loss, metric, optimizer, train_fn),
             graph=graph,
             callbacks=callbacks,
@@ -119,6 +123,8 @@ def _config_of(model: nn.Module | str, data: object, settings: Mapping[str, Any]
         "data": data.name if isinstance(data, Data) else OWN_DATA if isinstance(data, tuple) else data,
         "weights": "given module" if isinstance(weights, nn.Module | Mapping) else str(weights),
     }
+    if "methods" in given:
+        given["methods"] = msgspec.to_builtins(given["methods"], enc_hook=reference_of)
     if isinstance(method, Method):
         known = {kind: name for name, kind in METHODS.items()}
         name = known.get(type(method), reference_of(method))

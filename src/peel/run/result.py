@@ -118,10 +118,10 @@ def kept_note(name: str, record: Record) -> str:
 class Record:
     """How a job came to its end."""
 
+    history: list[EpochRecord]
+    image_passes: int
     key: str = ""
     """Of the job."""
-    history: list[EpochRecord] = field(default_factory=list)
-    image_passes: int = 0
     notes: list[str] = field(default_factory=list)
     metrics: dict[str, float] | None = None
     """On the test images, of a network that was not trained here."""

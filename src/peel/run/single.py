@@ -57,7 +57,6 @@ class Run:
         if self.config.plan is not None:
             self.widths = read_widths(self.config.plan, loaded.graph, "plan")
             self.method = Given(dict(self.widths))
-        self._load_original()
 
     # Jobs
 
@@ -165,6 +164,7 @@ class Run:
         config, stages = self.config, self.config.stages
         if not self._has_plan and self.rows:
             raise ConfigError(f"the stages {', '.join(stages)} need a plan: add plan, or set plan=widths.")
+        self._load_original()
         if config.inherits and config.distill == "in-place":
             raise ConfigError('in-place distillation trains from scratch: set init="scratch", or distill.')
         if self.method.needs.training == "step" and self.loaded.task.train_fn is not None:
@@ -210,7 +210,8 @@ class Run:
         return None if job.original is None or self.loaded.given is None else self.loaded.given.model
 
     def _named_jobs(self) -> dict[str, Job]:
-        return {self.store.names(job): job for job in self.jobs if not isinstance(job, Start)}
+        named = {self.store.names(job): job for job in self.jobs if not isinstance(job, Start)}
+        return {name: job for name, job in named.items() if name}
 
     # The run
 
@@ -251,6 +252,12 @@ class Run:
                 macs[job.key] = self.loaded.graph.macs(widths)
         names = {job.key: self.store.names(job) for job in self.jobs}
         spent = {key: preview[1] for key, preview in self.previews.items()}
+        record = self.store.record(self.cell.solve)
+        if record is not None:
+            # Their work counts as done when they are told to be finished.
+            spent[self.cell.solve.key] = Spent(
+                trained=dict.fromkeys(record.trainings, float(min(macs.values())))
+            )
         return estimate_work(self.jobs, self.loaded, names, spent, macs)
 
     def run(self) -> Result:
@@ -297,7 +304,8 @@ class Run:
         loaded.tell(loaded.notes)
         before = [job for job in self.jobs if not isinstance(job, Train)]
         work(before, loaded, store, self.methods)
-        plan = store.answer(self.cell.solve)[1] if self._has_plan else None
+        # Also where this start leaves the plan out.
+        plan = None if store.record(self.cell.solve) is None else store.answer(self.cell.solve)[1]
         if plan is not None:
             loaded.notes += [*plan.notes, *self._notes_on(plan)]
             loaded.tell(loaded.notes)

@@ -198,7 +198,7 @@ class Store:
     graph: Any
     world: World
     names: Callable[[Job], str]
-    """Job -> the name of its files."""
+    """Job -> the name of its files; empty for what is computed again at each start."""
     folder: RunFolder | None = None
     records: dict[str, Record] = field(default_factory=dict)
     """Key -> record, of what this process has done or read."""
@@ -216,7 +216,7 @@ class Store:
             return self.records[key]
         found: Record | None = None
         path = f"stages/{name}.record.json"
-        if self.folder is not None and self.folder.has(path):
+        if self.folder is not None and name and self.folder.has(path):
             found = self.folder.read_json(path, Record)
             if found.key != key:
                 found = None
@@ -233,7 +233,7 @@ class Store:
         self.records[key] = record
         if network is not None:
             self.networks[key] = network
-        if self.folder is None:
+        if self.folder is None or not name:
             return
         if network is not None:
             save(network, self.folder.path(f"stages/{name}"))
@@ -274,7 +274,7 @@ class Store:
     def put_answer(self, job: Solve, answer: Answer, plan: Plan, record: Record) -> None:
         self.answers[job.key] = answer, plan
         name = self.names(job)
-        if self.folder is not None:
+        if self.folder is not None and name:
             if answer.scores is not None:
                 self.folder.write_bytes(f"stages/{name}.scores.safetensors", _pack(answer.scores))
             if answer.network is not None:
@@ -344,7 +344,7 @@ def names_of_run(plan: Solve) -> Callable[[Job], str]:
         if isinstance(job, Original):
             return "original"
         if isinstance(job, Solve):
-            return "plan" if job.key == plan.key else f"{row_of(job)}-plan"
+            return "plan" if job.key == plan.key else ""  # the uniform network beside it
         assert isinstance(job, Start | Train)
         return f"{row_of(job.solve)}-start" if isinstance(job, Start) else row_of(job.solve)
 

@@ -118,7 +118,7 @@ def check_state(folder: RunFolder, now: State, environment: dict[str, Any]) -> N
     if not folder.has("state.json"):
         return
     found = folder.read("state.json", parse_object)
-    if (found.get("format"), found.get("version")) != (FORMAT, VERSION):
+    if found.get("format") == FORMAT and found.get("version") != VERSION:
         raise RunError(
             f"{folder.folder} was written by another version of peel (format version "
             f"{short(found.get('version'))}). "
@@ -129,7 +129,10 @@ def check_state(folder: RunFolder, now: State, environment: dict[str, Any]) -> N
     changed = _changes(folder, before.subject, now.subject, old, environment)
     for name in before.keys.keys() & now.keys.keys():
         if before.keys[name] != now.keys[name]:
-            changed |= _differences(before.jobs[name], now.jobs[name])
+            found = _differences(before.jobs[name], now.jobs[name])
+            # Another method has other settings, and given weights have no recipe: what differs is enough.
+            both = flatten(before.jobs[name]).keys() & flatten(now.jobs[name]).keys()
+            changed |= {setting: found[setting] for setting in found if setting in both} or found
     if changed:
         refuse_changes(folder, changed)
     # What an earlier start has done stays known, also where this one leaves it out.

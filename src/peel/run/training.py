@@ -99,7 +99,7 @@ def finished(network: nn.Module, loaded: Loaded) -> nn.Module:
 def _record(training: Training, history: list[EpochRecord], notes: list[str], loaded: Loaded) -> Record:
     passes = sum(round(epoch.images_per_second * epoch.seconds) for epoch in history)
     varies = [] if loaded.engine.deterministic else [NOT_DETERMINISTIC]
-    return Record(training.key, history, passes, [*varies, *notes])
+    return Record(history, passes, training.key, [*varies, *notes])
 
 
 def _train_without_loop(

@@ -62,6 +62,8 @@ def _tell_finished(job: Job, loaded: Loaded, store: Store) -> None:
             loaded.begin_stage(training, f"{describe(training)}: already finished")
     elif record.history or isinstance(job, Train):
         loaded.begin_stage(name, f"{describe(name)}: already finished")
+        if isinstance(job, Train):
+            store.network(job, store.answer(job.solve)[0].widths)  # a corrupt file is noticed now
         if store.folder is not None:
             store.checkpoints(name, job.key).clear()  # the run was killed before it cleared them
 
@@ -113,7 +115,7 @@ def evaluate_given(job: Original, loaded: Loaded) -> Record:
             notes = chance_notes(given, metrics.top1, loaded)
         else:
             check_accuracy(given, metrics.top1, loaded)
-    known = given.record or Record()
+    known = given.record or Record([], 0)
     return replace(known, key=job.key, metrics=metrics.to_dict(), notes=[*known.notes, *notes])
 
 
@@ -180,7 +182,7 @@ def _solve(job: Solve, loaded: Loaded, store: Store, method: Method) -> None:
     seconds = lent.spent.seconds
     history = [EpochRecord(1, 1, 0.0, {}, None, seconds, passes / max(seconds, 1e-9))] if passes else []
     store.put_answer(
-        job, answer, plan, Record(job.key, history, passes, list(answer.notes), trainings=trainings)
+        job, answer, plan, Record(history, passes, job.key, list(answer.notes), trainings=trainings)
     )
 
 
@@ -211,7 +213,7 @@ def _start(job: Start, loaded: Loaded, store: Store) -> None:
 
         network = calibration.cut(answer.widths, answer.scores, watch)
     loss = loaded.held_out_loss(network)
-    store.put(job, Record(job.key, before_training=scores, held_out_loss=loss), network)
+    store.put(job, Record([], 0, job.key, before_training=scores, held_out_loss=loss), network)
 
 
 def _train(job: Train, others: Sequence[Train], loaded: Loaded, store: Store) -> None:
