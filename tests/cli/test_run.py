@@ -50,6 +50,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("drawn_charts", "hasty")
 def test_the_command_ends_with_a_table_and_finds_its_folder_again(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

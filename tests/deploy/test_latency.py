@@ -16,7 +16,6 @@ from helpers.latency import planted_model
 from helpers.nets import Grouped
 from helpers.small import Small, few_digits, fresh, small_run
 from peel.cli.main import main
-from peel.deploy import timing
 from peel.deploy.bench import processor_name
 from peel.deploy.latency import LatencyTimer, design, measure_latency
 from peel.run import latency as run_latency
@@ -25,10 +24,8 @@ pytestmark = pytest.mark.usefixtures("one_thread", "hasty")
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are taken, but nothing depends on them."""
-    monkeypatch.setattr(timing, "WARM_SECONDS", 0.001)
-    monkeypatch.setattr(timing, "ROUND_SECONDS", 0.001)
+def hasty(hasty: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check after a run is short too."""
     monkeypatch.setattr(run_latency, "SECONDS", 0.01)
 
 
