@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import peel
+from helpers.charts import leave_undrawn
 from helpers.commands import run
 from helpers.deploy import slim_small
 from helpers.folders import kept, weights
@@ -27,7 +28,20 @@ settings.register_profile(
     "peel", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
 settings.load_profile("peel")
-torch.set_num_threads(2)
+# scripts/test starts a process per core. Threads that wait for a busy core cost many times what they bring.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def undrawn_charts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Charts are drawn in `tests/report`, in tests that use `drawn_charts`."""
+    if request.path.parent.name != "report" and "drawn_charts" not in request.fixturenames:
+        leave_undrawn(monkeypatch)
+
+
+@pytest.fixture
+def drawn_charts() -> None:
+    """Asks for charts that are drawn."""
 
 
 @pytest.fixture
@@ -45,6 +59,14 @@ def one_thread() -> Iterator[None]:
     """The same bits in every process; and small networks are faster on one thread."""
     with single_thread():
         yield
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are taken, but nothing depends on them."""
+    monkeypatch.setattr("peel.deploy.timing.WARM_SECONDS", 0.001)
+    monkeypatch.setattr("peel.deploy.timing.ROUND_SECONDS", 0.001)
+    monkeypatch.setattr("peel.deploy.timing.LOAD_SECONDS", 0.01)
 
 
 @pytest.fixture(scope="session")

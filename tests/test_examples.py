@@ -16,7 +16,7 @@ import peel
 from helpers.detectors import DetectionNet
 from peel.run.result import Result
 
-pytestmark = pytest.mark.usefixtures("one_thread", "no_timing")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_timing", "hasty")
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

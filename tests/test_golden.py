@@ -106,8 +106,16 @@ def measured(name: str) -> dict[str, list[list[int]] | str]:
     }
 
 
-#: Half a minute on two cores: only in the slow tests.
-LARGE = ("resnet50", "mobilenet_v2", "cifar_mobilenet_v2", "cifar_resnet56", "shufflenet_v2_x0_5")
+#: Most of the time of all: only in the slow tests.
+LARGE = (
+    "cifar_mobilenet_v2",
+    "cifar_resnet18",
+    "cifar_resnet56",
+    "mobilenet_v2",
+    "resnet50",
+    "shufflenet_v2_x0_5",
+    "squeezenet1_1",
+)
 
 
 @pytest.mark.parametrize(

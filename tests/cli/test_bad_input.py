@@ -116,43 +116,52 @@ FILES: list[tuple[list[str], list[str]]] = [
 OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--image-size", "0"], ["image_size: expected int >= 1, not 0"]),
     # The method
-    (["--backbone-ratio", "0"], ["backbone_ratio: expected float > 0.0, not 0"]),
-    (["--backbone-ratio", "1.5"], ["backbone_ratio", "not 1.5"]),
-    (["--backbone-ratio", "-0.1"], ["backbone_ratio", "not -0.1"]),
-    (["--backbone-ratio", "nan"], ["backbone_ratio", "nan"]),
-    (["--criterion", "gradent"], ["gradent", "Did you mean gradient"]),
-    (["--policy", "winner-takes-all"], ["'winner-takes-all'", "Did you mean winner-take-all"]),
+    (["--peel.backbone-ratio", "0"], ["peel.backbone_ratio: expected float > 0.0, not 0"]),
+    (["--peel.backbone-ratio", "1.5"], ["backbone_ratio", "not 1.5"]),
+    (["--peel.backbone-ratio", "-0.1"], ["backbone_ratio", "not -0.1"]),
+    (["--peel.backbone-ratio", "nan"], ["backbone_ratio", "nan"]),
+    (["--peel.criterion", "gradent"], ["gradent", "Did you mean gradient"]),
+    (["--peel.policy", "winner-takes-all"], ["'winner-takes-all'", "Did you mean winner-take-all"]),
     (["--export", "slim.tflite"], ["slim.tflite has no format", ".onnx"]),
     (["--export", "slim.onnx", "--stages", "original"], ["--export needs the slim network", "final"]),
     (["--method", "sensitive"], ["'sensitive'", "Did you mean sensitivity"]),
-    (["--method", "sensitivity", "--max-width", "0.5"], ['max_width needs method="peel"', "'sensitivity'"]),
-    (["--method", "uniform", "--criterion", "gradient"], ['criterion needs method="peel"', "'uniform'"]),
-    (["--solver", "triangle"], ["'triangle'", "Did you mean triangular"]),
-    (["--backbone-init", "even"], ["backbone_init is one of uniform, equal, not 'even'"]),
+    (
+        ["--method", "sensitivity", "--peel.max-width", "1"],
+        ["peel.max_width is a setting of the method peel"],
+    ),
+    (
+        ["--method", "uniform", "--peel.criterion", "gradient"],
+        ["--method peel --peel.criterion", "here is uniform"],
+    ),
+    (["--criterion", "gradient"], ["--criterion"]),
+    (["--peel.criterio", "bn"], ["the method peel has no setting criterio", "Did you mean criterion"]),
+    (["--peel.rounds"], ["--peel.rounds needs a value"]),
+    (["--peel.solver", "triangle"], ["'triangle'", "Did you mean triangular"]),
+    (["--peel.backbone-init", "even"], ["backbone_init is one of uniform, equal, not 'even'"]),
     (["--distill", "inplace"], ["'inplace'", "Did you mean in-place"]),
-    (["--reduce", "max"], ["reduce is one of mean, sum, not 'max'"]),
+    (["--peel.reduce", "max"], ["reduce is one of mean, sum, not 'max'"]),
     (["--resource", "flops"], ["resource is one of macs, params, memory, latency, not 'flops'"]),
     (["--resource", "latency", "--budget", "8ms"], ["no latency is known", "peel latency MODEL"]),
     (["--budget", "macs<=50%, flops<=1M"], ["the resource of a limit is one of macs", "'flops'"]),
-    (["--rounds", "0"], ["rounds: expected int >= 1, not 0"]),
+    (["--peel.rounds", "0"], ["peel.rounds: expected int >= 1, not 0"]),
     (["--divisor", "0"], ["divisor: expected int >= 1, not 0"]),
     (["--divisor", "7.5"], ["--divisor: 7.5 is not a whole number"]),
-    (["--l1-coefficient", "-1"], ["l1_coefficient: expected float >= 0.0, not -1"]),
+    (["--peel.l1-coefficient", "-1"], ["peel.l1_coefficient: expected float >= 0.0, not -1"]),
     (
-        ["--l1-coefficient", "0.1", "--l1-strength", "3"],
+        ["--peel.l1-coefficient", "0.1", "--peel.l1-strength", "3"],
         ["l1_coefficient and l1_strength", "give one of them"],
     ),
     (["--temperature", "0"], ["temperature: expected float > 0.0, not 0"]),
-    (["--max-width", "1.0", "--solver", "triangular"], ["max_width needs solver"]),
+    (["--peel.max-width", "1.0", "--peel.solver", "triangular"], ["max_width needs solver"]),
     (["--freeze", "conv9"], ["conv9", "peel inspect lists the ties"]),
-    (["--ignore", "*"], ["matches every layer"]),
+    (["--peel.ignore", "*"], ["matches every layer"]),
     (["--stages", "original,fina"], ["'fina'", "Did you mean final"]),
     # Budgets
     (["--budget", "half"], ["'half'", "50%"]),
     (["--budget", "0"], ["the budget must be finite and at least 1"]),
     (["--budget=-5%"], ["-5%"]),
     (["--budget", "100"], ["100 MACs cannot be reached", "the smallest network has"]),
-    (["--budget", "2500", "--backbone-ratio", "0.5"], ["0.5", "cannot be reached"]),
+    (["--budget", "2500", "--peel.backbone-ratio", "0.5"], ["0.5", "cannot be reached"]),
     # Recipes
     (["--recipe", "imagenet-resnt"], ["'imagenet-resnt'", "Did you mean imagenet-resnet"]),
     (["--train.epoch", "3"], ["--train.epoch", "Did you mean"]),
@@ -181,7 +190,7 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     ),
     (["--threads", "0"], ["threads: expected int >= 1, not 0"]),
     (["--threads", "100000"], ["threads: this machine has", "cores", "not 100000"]),
-    (["--rounds", "1000"], ["rounds: expected int <= 100, not 1000"]),
+    (["--peel.rounds", "1000"], ["peel.rounds: expected int <= 100, not 1000"]),
     (["--mean", "nan"], ["mean must be 1 or 3 numbers", "nan"]),
     (["--output", "a\0b"], ["cannot create the folder a\0b", "NUL character"]),
     (["--weights", "x" * 300], ["no file can have this name, it is too long"]),
@@ -268,13 +277,13 @@ def test_a_wrong_model_is_explained_and_nothing_is_written(
 EXITS = """
 import sys
 from torch import nn
-from peel.methods.method import Method
+from peel import Method
 
 def exits(num_classes=10):
     sys.exit(0)
 
 class Leaves(Method):
-    def plan(self, *_):
+    def solve(self, *_):
         raise SystemExit
 
 class Forward(nn.Module):

@@ -31,6 +31,7 @@ def arguments(weights: Path, *others: str) -> list[str]:
     return ["curve", "helpers.small:Small", "--weights", str(weights), "--data", "digits", *sizes, *others]
 
 
+@pytest.mark.usefixtures("drawn_charts")
 def test_a_curve_is_printed_and_written(
     weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

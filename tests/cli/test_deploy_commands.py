@@ -20,7 +20,7 @@ from peel.run.prune import prune
 from peel.run.result import Result
 from peel.surgery.info import SlimInfo, attach_info
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.usefixtures("one_thread", "hasty"), pytest.mark.filterwarnings("ignore")]
 
 
 def test_from_a_run_to_an_onnx_file_that_keeps_its_accuracy(

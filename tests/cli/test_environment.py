@@ -52,9 +52,16 @@ def assert_no_escapes(folder: Path) -> None:
 # Paths
 
 
-@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])
 @pytest.mark.parametrize(
-    "name", [b"a b  c", b"caf\xe9 \xff", "größe ✓".encode()], ids=["spaces", "no UTF-8", "letters"]
+    ("name", "encoding"),
+    [
+        pytest.param(b"a b  c", "utf-8:strict", id="spaces", marks=pytest.mark.slow),
+        pytest.param(b"a b  c", "ascii:strict", id="spaces, ascii", marks=pytest.mark.slow),
+        pytest.param(b"caf\xe9 \xff", "utf-8:strict", id="no UTF-8"),
+        pytest.param(b"caf\xe9 \xff", "ascii:strict", id="no UTF-8, ascii", marks=pytest.mark.slow),
+        pytest.param("größe ✓".encode(), "utf-8:strict", id="letters", marks=pytest.mark.slow),
+        pytest.param("größe ✓".encode(), "ascii:strict", id="letters, ascii"),
+    ],
 )
 def test_the_output_may_have_any_path_in_any_encoding(name: bytes, encoding: str, tmp_path: Path) -> None:
     folder, log = joined(tmp_path, name), tmp_path / "log"
@@ -111,7 +118,7 @@ def test_without_a_home_and_without_a_network(home: str | None, tmp_path: Path) 
     [
         pytest.param("timm", line("run"), 0, "", marks=pytest.mark.slow),
         ("timm", ["inspect", "resnet26d"], 2, "timm"),
-        ("matplotlib", line("run"), 0, "peel-pruning[report]"),
+        pytest.param("matplotlib", line("run"), 0, "peel-pruning[report]", marks=pytest.mark.slow),
         pytest.param("jinja2", line("run"), 0, "peel-pruning[report]", marks=pytest.mark.slow),
     ],
 )
@@ -142,7 +149,13 @@ def test_without_a_package_the_rest_works_and_one_line_says_what_to_install(
 
 
 @pytest.mark.parametrize(
-    "environment", [{}, {"TERM": "dumb"}, {"NO_COLOR": "1"}, {"TERM": "xterm-256color", "COLUMNS": "20"}]
+    "environment",
+    [
+        {},
+        pytest.param({"TERM": "dumb"}, marks=pytest.mark.slow),
+        pytest.param({"NO_COLOR": "1"}, marks=pytest.mark.slow),
+        {"TERM": "xterm-256color", "COLUMNS": "20"},
+    ],
 )
 def test_output_to_a_file_has_no_escape_codes(environment: dict[str, str], tmp_path: Path) -> None:
     output = run(tmp_path / "log", "--output", str(tmp_path / "run"), **environment)

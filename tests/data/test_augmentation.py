@@ -68,6 +68,7 @@ print("equal colors")
 """
 
 
+@pytest.mark.slow
 def test_the_kernels_agree_with_the_cpu() -> None:
     """In Triton's interpreter; test_gpu.py does it on a GPU."""
     pytest.importorskip("triton")

@@ -70,6 +70,7 @@ def test_modules_are_compared_with_the_first(monkeypatch: pytest.MonkeyPatch) ->
     assert "left out, too narrow: samples/s" in str(result)
 
 
+@pytest.mark.usefixtures("hasty")
 def test_a_run_brings_its_original_along_once(finished: tuple[Path, Result], tmp_path: Path) -> None:
     folder, run = finished
     shutil.copytree(folder, tmp_path / "again")
@@ -80,6 +81,7 @@ def test_a_run_brings_its_original_along_once(finished: tuple[Path, Result], tmp
     assert [entry.macs for entry in result.entries] == [run.rows[0].macs, *[run.rows[-1].macs] * 2]
 
 
+@pytest.mark.usefixtures("hasty")
 def test_files_and_names_are_networks(small_onnx: Path, tmp_path: Path) -> None:
     files = [small_onnx, Path(shutil.copy(small_onnx, tmp_path / "other.onnx"))]
     result = bench(files, threads=1, seconds=0.01, backends=["onnxruntime"])
@@ -104,6 +106,7 @@ def test_every_backend_computes_the_same(backend: str) -> None:
     assert same_weights(model, fresh())
 
 
+@pytest.mark.usefixtures("hasty")
 def test_a_backend_that_fails_is_left_out_unless_it_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peel.deploy.bench.available_backends", lambda device: ["eager", "onnxruntime"])
     networks, example = {"odd": Branching()}, torch.randn(1, 3, 8, 8)
@@ -114,6 +117,7 @@ def test_a_backend_that_fails_is_left_out_unless_it_was_chosen(monkeypatch: pyte
         bench(networks, example, threads=1, seconds=0.01, backends=["onnxruntime"])
 
 
+@pytest.mark.usefixtures("hasty")
 def test_what_cannot_be_timed_is_explained(own: Path, tmp_path: Path) -> None:
     peel.save(slim_small(), tmp_path / "saved")
     (tmp_path / "broken.onnx").write_bytes(b"no network")
@@ -152,6 +156,7 @@ def test_a_run_folder_of_an_older_version_is_read(own: Path) -> None:
     assert same_weights(teacher, new.model)
 
 
+@pytest.mark.usefixtures("hasty")
 def test_a_saved_model_of_your_own_needs_what_builds_it(tmp_path: Path) -> None:
     peel.save(slim_small(), tmp_path / "saved")
     result = bench(

@@ -16,20 +16,10 @@ from helpers.latency import planted_model
 from helpers.nets import Grouped
 from helpers.small import Small, few_digits, fresh, small_run
 from peel.cli.main import main
-from peel.deploy import timing
 from peel.deploy.bench import processor_name
 from peel.deploy.latency import LatencyTimer, design, measure_latency
-from peel.run import bench as run_bench
 
 pytestmark = pytest.mark.usefixtures("one_thread", "hasty")
-
-
-@pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are taken, but nothing depends on them."""
-    monkeypatch.setattr(timing, "WARM_SECONDS", 0.001)
-    monkeypatch.setattr(timing, "ROUND_SECONDS", 0.001)
-    monkeypatch.setattr(run_bench, "SECONDS", 0.01)
 
 
 def test_the_design_has_the_original_uniform_networks_and_widths_that_kernels_like() -> None:

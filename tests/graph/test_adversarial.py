@@ -95,8 +95,3 @@ def test_costs_are_exact_or_the_network_is_refused_at_random_widths(case: Case) 
             assert counted_macs(small, case.example) == graph.macs(widths) + uncounted, widths
         assert sum(parameter.numel() for parameter in small.parameters()) == graph.params(widths)
         assert trained_parameters(small, case.example) == reached, widths
-
-
-def test_there_are_many_networks() -> None:
-    assert len(CASES) >= 60
-    assert len({case.name for case in CASES}) == len(CASES)

@@ -11,14 +11,14 @@ from helpers.graphs import traced_zoo
 CORE = [
     ("mobilenet_v3_small", 96),
     ("shufflenet_v2_x0_5", 96),
-    ("regnet_x_400mf", 64),
-    ("googlenet", 96),
+    pytest.param("regnet_x_400mf", 64, marks=pytest.mark.slow),
+    pytest.param("googlenet", 96, marks=pytest.mark.slow),
     ("squeezenet1_1", 96),
     ("convnext_atto", 64),
     pytest.param("res2net50_26w_4s", 64, marks=pytest.mark.slow),
     pytest.param("dpn68", 64, marks=pytest.mark.slow),
     pytest.param("ghostnet_100", 64, marks=pytest.mark.slow),
-    ("skresnet18", 64),
+    pytest.param("skresnet18", 64, marks=pytest.mark.slow),
 ]
 
 

@@ -240,6 +240,7 @@ FASTER_RCNN = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_faster_rcnn_with_named_modules() -> None:
     model = torchvision_detector("fasterrcnn_mobilenet_v3_large_fpn")
@@ -252,15 +253,16 @@ def test_faster_rcnn_with_named_modules() -> None:
     assert {"boxes", "labels", "scores"} <= set(small.eval()(IMAGES[:1])[0])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "modules"),
     [
-        pytest.param("fasterrcnn_mobilenet_v3_large_fpn", FASTER_RCNN, marks=pytest.mark.slow),
-        pytest.param("fasterrcnn_resnet50_fpn", FASTER_RCNN, marks=pytest.mark.slow),
-        pytest.param("ssdlite320_mobilenet_v3_large", ("backbone", "head"), marks=pytest.mark.slow),
-        pytest.param("ssd300_vgg16", ("backbone", "head"), marks=pytest.mark.slow),
-        pytest.param("retinanet_resnet50_fpn", ("backbone", "head"), marks=pytest.mark.slow),
+        ("fasterrcnn_mobilenet_v3_large_fpn", FASTER_RCNN),
+        ("fasterrcnn_resnet50_fpn", FASTER_RCNN),
+        ("ssdlite320_mobilenet_v3_large", ("backbone", "head")),
+        ("ssd300_vgg16", ("backbone", "head")),
+        ("retinanet_resnet50_fpn", ("backbone", "head")),
     ],
 )
 def test_detection_network_of_torchvision(name: str, modules: tuple[str, ...]) -> None:

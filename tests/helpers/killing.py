@@ -15,6 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from helpers.charts import leave_undrawn
 from peel.train.callbacks import Callback
 
 KILLED = -signal.SIGKILL
@@ -103,6 +106,7 @@ def run_until(
     from helpers import small
 
     torch.set_num_threads(1)
+    leave_undrawn(pytest.MonkeyPatch())
     if write is not None:
         die_at_replace(write[0], after=write[1])
     small.small_run(getattr(small, model)(), output=folder, callbacks=[KillAtStep(*step)], **settings)
@@ -115,6 +119,7 @@ def run_command(arguments: list[str], log: Path, environment: dict[str, str]) ->
     from peel.cli.main import main
 
     torch.set_num_threads(1)
+    leave_undrawn(pytest.MonkeyPatch())
     os.environ.update(environment)
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)

@@ -16,9 +16,11 @@ import pytest
 import tomli_w
 
 from peel.errors import CorruptFileError, RunError
-from peel.methods.config import MethodConfig
-from peel.methods.plan import Architecture, Plan, Round
+from peel.methods.peel import table_of
+from peel.methods.plan import Architecture, Plan
 from peel.report import RunRecord, render
+from peel.steps.reallocation import Round
+from peel.utils.tables import Table
 
 GROUPS = {"32x32": ("conv1", "layer1.conv"), "16x16": ("layer2.conv",)}
 
@@ -50,10 +52,10 @@ PLAN = Plan(
     original=architecture([16, 16, 32], 40_813_184),
     uniform=architecture([11, 11, 24], 20_387_010),
     slim=architecture([9, 10, 29], 20_318_688),
-    backbone=architecture([9, 9, 20], 16_406_592),
-    rounds=(ROUND,),
-    l1_coefficient=1e-4,
-    method=MethodConfig(),
+    name="peel",
+    others={"backbone": architecture([9, 9, 20], 16_406_592)},
+    values={"pool": 4_000_000},
+    tables=(table_of(0, [ROUND], GROUPS),),
 )
 
 
@@ -101,9 +103,10 @@ def record(**changes: Any) -> RunRecord:
         "config": {"model": "cifar_resnet20", "data": "cifar10", "budget": "50%", "seed": 3},
         "state": {
             "format": "peel-run",
-            "version": 2,
+            "version": 3,
             "command": "peel run --budget 50%",
-            "identity": {"seed": 3, "data": {"shape": [3, 32, 32]}},
+            "subject": {"data": {"shape": [3, 32, 32]}},
+            "settings": {"method": "peel"},
         },
         "environment": {"peel": "0.2.0", "torch": "2.11.0"},
         "plan": PLAN,
@@ -220,7 +223,7 @@ def test_text_of_users_is_escaped() -> None:
     page = render(
         record(
             config={"model": bad, "data": bad, bad: bad},
-            state={"command": bad, "identity": {bad: bad}},
+            state={"command": bad, "subject": {bad: bad}},
             environment={bad: bad},
             plan=Plan.from_json(plan.encode()),
             metrics=metrics,
@@ -306,33 +309,33 @@ def test_a_plan_that_is_the_uniform_network_is_not_compared_with_it() -> None:
 
 @pytest.mark.parametrize("method", ["sensitivity", "uniform"])
 def test_the_page_of_a_method_without_backbone_does_not_speak_of_one(method: str) -> None:
-    plan = replace(PLAN, backbone=None, rounds=(), method=MethodConfig(method=method), name=method)
+    plan = replace(PLAN, others={}, tables=(), values={}, name=method)
     metrics = [line for line in record().metrics if line["stage"] in ("original", "uniform")]
-    # The config has what was given, the identity what it means.
-    state = {**record().state, "identity": {"method": method}}
-    config = {**record().config, "method": "auto"}
+    state = {**record().state, "settings": {"method": method}}
     for known in (plan, None):
-        page = render(record(plan=known, metrics=metrics, config=config, state=state, result=None))
+        page = render(record(plan=known, metrics=metrics, state=state, result=None))
         assert "backbone" not in page
         assert "mportance" not in page
         assert ("lines show the uniform network" in page) == (method != "uniform")
     assert_all_in(["lines show the backbone and the uniform network", "Importance over"], render(record()))
 
 
-def test_given_widths_have_no_backbone() -> None:
-    plan = replace(PLAN, backbone=None, rounds=(), method=None)
-    page = render(record(plan=plan, metrics=[epoch("peel", 1), epoch("peel", 2)]))
-    assert "no backbone and no importance" in page
-    assert page.count("<svg") == 3
-    assert "not complete" not in page
+@pytest.mark.parametrize("chart", ["", "bars", "lines"])
+def test_a_table_of_any_method_is_drawn(chart: Any) -> None:
+    rows = ((1, 0.5, None), (2, 0.25, 12_345))
+    table = Table("What it tried", ("step", "loss", "images"), rows, note="The best one wins.", chart=chart)
+    plan = replace(PLAN, tables=(table,), name="Mine")
+    page = render(record(plan=plan))
+    assert_all_in(["How Mine came to the widths", "What it tried", "The best one wins.", "12,345", "–"], page)
+    assert page.count("<svg") == render(record(plan=replace(plan, tables=()))).count("<svg") + bool(chart)
 
 
 def test_every_round_has_a_table_and_curves() -> None:
-    second = replace(ROUND, distinct=False, note="They hardly differ.")
+    rounds = [ROUND, replace(ROUND, distinct=False, note="They hardly differ.")]
     metrics = [*record().metrics, epoch("backbone-2", 1)]
-    page = render(record(plan=replace(PLAN, rounds=(ROUND, second)), metrics=metrics))
-    warning = '<p class="box">They hardly differ.'
-    assert_all_in(["Round 1 of 2", "Round 2 of 2", warning, ">backbone-2</text>"], page)
+    tables = tuple(table_of(number, rounds, GROUPS) for number in range(2))
+    page = render(record(plan=replace(PLAN, tables=tables), metrics=metrics))
+    assert_all_in(["Round 1 of 2", "Round 2 of 2", "They hardly differ.", ">backbone-2</text>"], page)
 
 
 @pytest.mark.parametrize("count", [12, 120])
@@ -412,8 +415,8 @@ def test_a_file_of_another_format_or_version_is_named(
 
 #: A file, where in it, and a value that it cannot have.
 WRONG: list[tuple[str, str, Any]] = [
-    ("state.json", "identity", 3),
-    ("state.json", "identity.data", {"shape": "abc"}),
+    ("state.json", "subject", 3),
+    ("state.json", "subject.data", {"shape": "abc"}),
     ("environment.json", "device", 7),
     ("result.json", "rows", 3),
     ("result.json", "rows.0.macs", "many"),

@@ -17,6 +17,9 @@ from helpers.folders import read
 from helpers.own_data import PAIR, hits
 from helpers.small import Small
 
+#: Each run starts processes that import everything. tests/train/test_distributed.py is not slow.
+pytestmark = pytest.mark.slow
+
 #: Without a teacher, whose logits depend on batch-norm statistics that each process has of its own part.
 #: With a low learning rate: a high one amplifies differences in rounding.
 SHORT = [
@@ -79,7 +82,7 @@ def are_close(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -
     return all(torch.allclose(first[name], second[name], rtol=1e-3, atol=1e-4) for name in first)
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [2, 4])
 def test_processes_reach_the_weights_of_one_that_accumulates_the_same_micro_batches(
     tmp_path: Path, processes: int
 ) -> None:
@@ -92,7 +95,6 @@ def test_processes_reach_the_weights_of_one_that_accumulates_the_same_micro_batc
     assert read(tmp_path / "together" / "state.json")["subject"]["processes"] == processes
 
 
-@pytest.mark.slow
 def test_with_sync_bn_processes_reach_the_weights_of_one_with_the_whole_batch(tmp_path: Path) -> None:
     finish(start(tmp_path, "--output", "alone"))
     finish(start(tmp_path, "--gpus", "2", "--sync-bn", "--output", "together"))
@@ -119,7 +121,6 @@ class Net(nn.Module):
 """
 
 
-@pytest.mark.slow
 def test_a_network_with_an_unused_head_that_cannot_be_pickled_is_trained_and_resumed(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(AUXILIARY)
     options = ["--gpus", "2", "--output", "run"]
@@ -128,7 +129,6 @@ def test_a_network_with_an_unused_head_that_cannot_be_pickled_is_trained_and_res
     assert (tmp_path / "run" / "slim.safetensors").exists()
 
 
-@pytest.mark.slow
 def test_two_machines_meet_on_the_network(tmp_path: Path) -> None:
     endpoint = f"127.0.0.1:{29400 + os.getpid() % 1000}"
     launcher = (
@@ -141,7 +141,6 @@ def test_two_machines_meet_on_the_network(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "slim.safetensors").exists()
 
 
-@pytest.mark.slow
 def test_a_run_does_not_resume_with_another_number_of_processes(tmp_path: Path) -> None:
     finish(start(tmp_path, "--output", "run"))
     output = finish(start(tmp_path, "--gpus", "2", "--output", "run"), expected=2)
@@ -150,7 +149,6 @@ def test_a_run_does_not_resume_with_another_number_of_processes(tmp_path: Path) 
     assert "Traceback" not in output
 
 
-@pytest.mark.slow
 def test_a_batch_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     output = finish(start(tmp_path, "--gpus", "3", "--output", "run"), expected=2)
     (line,) = output.strip().splitlines()
@@ -160,7 +158,6 @@ def test_a_batch_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "state.json").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kill", "error", "hang"])
 def test_when_a_process_fails_all_end_soon_and_the_run_resumes(tmp_path: Path, kind: str) -> None:
     options = ["--gpus", "2", "--output"]
@@ -181,7 +178,6 @@ def test_when_a_process_fails_all_end_soon_and_the_run_resumes(tmp_path: Path, k
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "code", "message"), [("9:nan:1", 4, "finite"), ("9:oom:1", 5, "does not fit")]
 )
@@ -193,7 +189,6 @@ def test_the_error_of_one_process_ends_all_with_its_exit_code(
     assert "Traceback" not in output
 
 
-@pytest.mark.slow
 def test_a_dataset_of_ones_own_is_divided_among_processes(tmp_path: Path) -> None:
     """Each sample is seen once, and the metric is that of all of them."""
     program = """

@@ -68,7 +68,9 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(
+    "damage", [pytest.param(name, marks=() if "bit" in name else pytest.mark.slow) for name in DAMAGE]
+)
 def test_if_every_checkpoint_is_corrupt_the_exit_code_is_3_and_a_message_tells_what_to_do(
     damage: str, killed: Path, whole: bytes
 ) -> None:
@@ -88,6 +90,7 @@ def test_if_every_checkpoint_is_corrupt_the_exit_code_is_3_and_a_message_tells_w
     assert weights(killed) == whole
 
 
+@pytest.mark.slow
 def test_checkpoints_of_another_run_are_named_and_not_used(
     killed: Path, tmp_path: Path, whole: bytes
 ) -> None:
@@ -125,7 +128,9 @@ def test_a_corrupt_file_of_the_run_has_exit_code_3(killed: Path) -> None:
 # Signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow), signal.SIGINT]
+)
 def test_a_signal_stops_the_run_and_the_printed_command_resumes_it(
     number: signal.Signals, tmp_path: Path, whole: bytes
 ) -> None:

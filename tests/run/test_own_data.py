@@ -255,6 +255,7 @@ def test_a_given_network_that_guesses_is_noted() -> None:
     assert not asks(peel.prune(model, data, **short))
 
 
+@pytest.mark.usefixtures("hasty")
 def test_two_inputs_in_a_dict() -> None:
     images, targets = PAIR[0].tensors
     samples = [{"first": x, "second": x, "target": y} for x, y in zip(images, targets)]

@@ -185,6 +185,7 @@ def test_own_models_may_take_gray_images_and_no_arguments(
     assert json.loads(Path("run/state.json").read_text())["subject"]["data"]["shape"] == [1, 8, 8]
 
 
+@pytest.mark.slow
 def test_a_signal_outside_training_stops_at_once(tmp_path: Path) -> None:
     command = [
         sys.executable,

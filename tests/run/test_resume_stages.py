@@ -81,7 +81,13 @@ VARIANTS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+#: Ten to forty kills each: one variant is not slow.
+QUICK = "all kinds of random numbers, a checkpoint after every epoch"
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=() if name == QUICK else pytest.mark.slow) for name in VARIANTS]
+)
 def test_a_run_killed_at_random_steps_ends_bit_identical(variant: str, tmp_path: Path) -> None:
     changes, model, stages = VARIANTS[variant]
     settings = {**BASE, **changes}
@@ -96,6 +102,7 @@ def test_a_run_killed_at_random_steps_ends_bit_identical(variant: str, tmp_path:
     assert straight(tmp_path / "killed", settings, model) == straight(tmp_path / "straight", settings, model)
 
 
+@pytest.mark.slow
 def test_a_run_killed_around_its_writes_ends_bit_identical(
     tmp_path: Path, uninterrupted: dict[str, Any]
 ) -> None:
@@ -130,6 +137,7 @@ def test_a_run_killed_at_any_single_write_ends_bit_identical(
     assert 40 < number < 190
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_times_ends_bit_identical(
     tmp_path: Path, uninterrupted: dict[str, Any]
 ) -> None:

@@ -19,7 +19,7 @@ from peel.errors import ConfigError
 from peel.report import RunRecord
 from peel.run.result import Result
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "hasty")
 
 SENTENCE = "Speed-up over the original in torch eager, batch 1, 1 thread of"
 

@@ -307,7 +307,8 @@ FEW = {"legr": {"evaluations": 60, "population": 20, "tournament": 5}}
 def test_gates_carry_no_importance(criterion: str, size: int) -> None:
     shape = (3, size, size)
     inputs = make_inputs(GatedBranch().eval(), train=images(16, shape), shape=shape)
-    found = measure_layers(find_criterion(criterion, **FEW.get(criterion, {})), inputs)
+    settings = {"evaluations": 1} if criterion == "legr" else {}  # what is measured, not how well
+    found = measure_layers(find_criterion(criterion, **settings), inputs)
     assert {item.tie for item in found} == {"conv"}
     assert {item.layer for item in found} <= {"conv", "bn"}
 

@@ -333,6 +333,7 @@ def _polled(world: World, pause: float, signal_at: int, steps: int) -> list[int]
     return learned
 
 
+@pytest.mark.slow
 def test_processes_poll_each_other_after_every_slow_step(tmp_path: Path) -> None:
     first, second = together(2, tmp_path, _polled, 0.6, 2, 4)
     assert first == second == [2, 3]

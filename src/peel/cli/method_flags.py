@@ -12,6 +12,23 @@ from ..errors import PeelError
 #: Prefixes of flags that are not methods.
 TABLES = ("train", "backbone", "groups", "methods")
 
+#: Flags of version 0.1 that are settings of the method peel now.
+OLD_FLAGS = (
+    "backbone-ratio",
+    "backbone-init",
+    "criterion",
+    "reduce",
+    "l1-coefficient",
+    "l1-strength",
+    "gamma-init",
+    "ignore",
+    "evaluations",
+    "policy",
+    "solver",
+    "rounds",
+    "max-width",
+)
+
 _settings: dict[str, dict[str, Any]] = {}
 
 
@@ -21,6 +38,9 @@ def split_method_flags(arguments: Sequence[str]) -> tuple[list[str], dict[str, d
     found: dict[str, dict[str, list[Any]]] = {}
     rest = iter(arguments)
     for argument in rest:
+        old = argument.partition("=")[0].removeprefix("--").replace("_", "-")
+        if argument.startswith("--") and old in OLD_FLAGS:
+            raise PeelError(f"--{old} is a setting of the method peel: --method peel --peel.{old}.")
         flag = re.fullmatch(r"--([A-Za-z_][\w-]*)\.([A-Za-z_][\w-]*)(=.*)?", argument, re.DOTALL)
         if flag is None or flag[1] in TABLES:
             others.append(argument)

@@ -77,11 +77,7 @@ def run(
     """
     if gpus is not None:
         return launch(gpus)
-    given = vars(settings or Config())
-    given |= {"methods": given_settings()} | ({} if model is None else {"model": model})
-    chosen = make_config(given)
-    # Wrong settings are found before the model is loaded.
-    find_method(chosen.method, chosen.methods.get(prefix_of(chosen.method)))
+    chosen = _chosen(settings, model)
     folder = None if dry_run else output or default_folder(chosen)
     if export is not None:
         _check_export(export, chosen, dry_run)
@@ -103,6 +99,15 @@ def run(
         if export is not None and folder is not None:
             export_slim(folder, export, make_console(stderr=json))
     return 0
+
+
+def _chosen(settings: Config | None, model: str | None) -> Config:
+    given = vars(settings or Config())
+    given |= {"methods": given_settings()} | ({} if model is None else {"model": model})
+    config = make_config(given)
+    # Wrong settings are found before the model is loaded.
+    find_method(config.method, config.methods.get(prefix_of(config.method)))
+    return config
 
 
 def _check_export(path: Path, config: Config, dry_run: bool) -> None:

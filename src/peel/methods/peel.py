@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Annotated, Any
@@ -149,7 +149,7 @@ class Peel(Method):
             widths,
             others={"backbone": base},
             values={"rounds": msgspec.to_builtins(rounds), "l1_coefficient": coefficient, "pool": pool},
-            tables=tuple(table_of(number, rounds, problem.graph) for number in range(len(rounds))),
+            tables=tuple(table_of(number, rounds, problem.graph.groups) for number in range(len(rounds))),
             notes=(*self._fixed_notes(problem), *([] if work.is_rehearsal else _notes(rounds, problem))),
         )
 
@@ -297,7 +297,7 @@ def _why_uniform(rounds: Sequence[Round], problem: Problem) -> list[str]:
     ]
 
 
-def table_of(number: int, rounds: Sequence[Round], graph: ChannelGraph) -> Table:
+def table_of(number: int, rounds: Sequence[Round], groups: Mapping[str, Sequence[str]]) -> Table:
     """How a round came to its widths."""
     item = rounds[number]
     columns: dict[str, dict[str, float] | None] = {
@@ -312,7 +312,7 @@ def table_of(number: int, rounds: Sequence[Round], graph: ChannelGraph) -> Table
         ("group", "ties", *known),
         tuple(
             (group, len(ties), *(values.get(group) for values in known.values()))
-            for group, ties in graph.groups.items()
+            for group, ties in groups.items()
         ),
         note=(
             f"{item.note} Before rounding, the plan costs {item.ideal_cost:,.0f}; after it, {item.cost:,}. "

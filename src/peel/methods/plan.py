@@ -77,6 +77,8 @@ class Plan:
     def from_json(cls, data: bytes) -> Plan:
         try:
             found = msgspec.json.decode(data, type=_Version)
+            if (found.format, found.version) == ("peel-plan", 3):
+                return _from_version_3(data)
             if (found.format, found.version) != ("peel-plan", cls.version):
                 given = f"format {short(found.format)}, version {short(found.version)}"
                 raise CorruptFileError(f"not a plan of this version: {given}.")
@@ -98,6 +100,17 @@ class Plan:
             if any(len(row) != len(table.columns) for row in table.rows):
                 raise CorruptFileError(f"not a plan: rows of {short(table.title)} have other lengths.")
         return plan
+
+
+def _from_version_3(data: bytes) -> Plan:
+    """A plan of peel 0.1, in which PEEL had fields of its own."""
+    given = msgspec.json.decode(data, type=dict[str, Any])
+    backbone, method = given.pop("backbone", None), given.pop("method", None) or {}
+    values = {name: given.pop(name, None) for name in ("rounds", "l1_coefficient", "repaired_losses")}
+    given.pop("yields_to_uniform", None)
+    others = {} if backbone is None else {"backbone": backbone}
+    given |= {"version": Plan.version, "others": others, "values": values, "method": method}
+    return Plan.from_json(msgspec.json.encode({"name": "peel", **given}))
 
 
 class _Version(msgspec.Struct):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
@@ -176,7 +177,7 @@ class RunRecord:
     @classmethod
     def read(cls, folder: str | PathLike[str]) -> RunRecord:
         folder = Path(folder)
-        state = _json(folder / "state.json", lambda data: parse_object(data, State), "peel-run", 3)
+        state = _json(folder / "state.json", _parse_state, "peel-run", 3, 2)
         if state is None:
             raise RunError(
                 f"{folder} is not a run folder: it has no state.json. Give a folder that `peel run` wrote."
@@ -200,16 +201,25 @@ def _read(path: Path, parse: Callable[[bytes], T]) -> T | None:
 
 
 def _json(
-    path: Path, parse: Callable[[bytes], dict[str, Any]], form: str, version: int = 2
+    path: Path, parse: Callable[[bytes], dict[str, Any]], form: str, version: int = 2, *older: int
 ) -> dict[str, Any] | None:
     """A JSON file that says its format. That of another version need not fit what `parse` expects."""
     given = _read(path, parse_object)
     if given is None:
         return None
-    if (given.get("format"), given.get("version")) != (form, version):
+    if given.get("format") != form or given.get("version") not in (version, *older):
         found = f"format {short(given.get('format'))}, version {short(given.get('version'))}"
         raise RunError(f"{path} has {found}; this version of peel reads {form!r}, version {version}.")
     return _read(path, parse)
+
+
+def _parse_state(data: bytes) -> dict[str, Any]:
+    """Version 2 had the settings and the subject in one."""
+    given = parse_object(data, State)
+    if "identity" in given:
+        own = given.pop("identity")
+        given = parse_object(json.dumps({**given, "subject": own, "settings": own}).encode(), State)
+    return given
 
 
 def _metrics(path: Path) -> list[dict[str, Any]]:

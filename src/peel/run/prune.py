@@ -68,10 +68,6 @@ def prune(
     check_pair(data)
     _check_callbacks(callbacks)
     config = _config_of(model, data, settings)
-    method = settings.get("method")
-    if not isinstance(method, Method):
-        own = settings.get("methods") or {}
-        method = find_method(config.method, own.get(prefix_of(config.method)))
     weights = settings.get("weights")
     with preserve_process_state(), _open_folder(None if dry_run else output) as folder:
         loaded = load_all(
@@ -79,7 +75,7 @@ def prune(
             resolve_data(data, config),
             weights if isinstance(weights, nn.Module | Mapping) else config.weights,
             config,
-            method=method,
+            method=_method_of(config, settings),
             task=Task(loss, metric, optimizer, train_fn),
             graph=graph,
             callbacks=callbacks,
@@ -93,6 +89,13 @@ def prune(
             for callback in loaded.callbacks:
                 stack.callback(callback.on_run_end)
             return run.run()
+
+
+def _method_of(config: Config, settings: Mapping[str, Any]) -> Method:
+    method, own = settings.get("method"), settings.get("methods") or {}
+    if isinstance(method, Method):
+        return method
+    return find_method(config.method, own.get(prefix_of(config.method)))
 
 
 def _open_folder(output: str | Path | None) -> contextlib.AbstractContextManager[RunFolder | None]:
