@@ -88,7 +88,7 @@ def main(
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
         graph=graph,
         method="peel",
-        criterion="gradient",
+        methods={"peel": {"criterion": "gradient"}},
         train={"epochs": epochs},
         output=output,
     )

@@ -156,7 +156,7 @@ def test_a_network_that_does_not_run_in_double_precision_is_not_padded() -> None
 
 def padding_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU engine that pads, as a GPU engine does."""
-    run = importlib.import_module("peel.run.prune")  # the package has a function of the same name
+    run = importlib.import_module("peel.run.loading")
     engines = run.make_engine
     monkeypatch.setattr(
         run,

@@ -15,7 +15,7 @@ from ..methods.registry import find_method, prefix_of
 from ..report.progress import ProgressBar
 from ..report.summary import draw_estimate
 from ..report.terminal import make_console, print_json
-from ..run.config import Config, make_config
+from ..run.config import MACHINE, Config, make_config
 from ..run.prune import prune
 from ..run.result import Result
 from ..train.callbacks import Callback
@@ -27,18 +27,6 @@ from .export import export_slim
 from .launch import command_line, launch
 from .method_flags import given_settings
 from .summary import draw_result
-
-#: Settings that do not change what is computed. They are not part of the name of the default folder.
-FREE = (
-    "stages",
-    "device",
-    "threads",
-    "workers",
-    "compile",
-    "checkpoint_seconds",
-    "accumulate",
-    "bench_seconds",
-)
 
 
 def run(
@@ -143,6 +131,6 @@ def _as_json(result: Result) -> dict[str, Any]:
 def default_folder(config: Config) -> Path:
     """A folder named after the settings: the same command finds it again."""
     names = f"{Path(config.model).name}-{Path(str(config.data)).name}-{config.budget}-seed{config.seed}"
-    values = {name: value for name, value in config.to_dict().items() if name not in FREE}
+    values = {name: value for name, value in config.to_dict().items() if name not in MACHINE}
     digest = hashlib.sha256(json_library.dumps(values, sort_keys=True).encode()).hexdigest()
     return Path("runs") / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', names).strip('-')}-{digest[:6]}"

@@ -28,6 +28,18 @@ STAGES = ("original", "plan", "uniform", "final")
 
 INITS = ("auto", "inherit", "cut", "scratch")
 
+#: Settings that do not change what is computed. They are not part of the name of the default folder.
+MACHINE = (
+    "stages",
+    "device",
+    "threads",
+    "workers",
+    "compile",
+    "checkpoint_seconds",
+    "accumulate",
+    "bench_seconds",
+)
+
 #: Several numbers may follow one flag.
 Numbers = Annotated[tuple[float, ...], Parameter(consume_multiple=True, negative_iterable=())]
 

@@ -67,8 +67,7 @@ def prune(
     """
     check_pair(data)
     _check_callbacks(callbacks)
-    config = _config_of(model, data, settings)
-    weights = settings.get("weights")
+    config, weights = _config_of(model, data, settings), settings.get("weights")
     with preserve_process_state(), _open_folder(None if dry_run else output) as folder:
         loaded = load_all(
             model,

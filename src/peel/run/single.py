@@ -33,7 +33,7 @@ from .bench import (
     with_predicted_latency,
     with_speed,
 )
-from .config import Config, RecipeOverrides
+from .config import MACHINE, Config, RecipeOverrides
 from .estimate import estimate_work, seconds_per_mac
 from .jobs import Arm, Cell, Job, Limits, Original, Solve, Start, Train, cells_of, original_of
 from .loaded import Loaded, setup_of
@@ -255,9 +255,8 @@ class Run:
         record = self.store.record(self.cell.solve)
         if record is not None:
             # Their work counts as done when they are told to be finished.
-            spent[self.cell.solve.key] = Spent(
-                trained=dict.fromkeys(record.trainings, float(min(macs.values())))
-            )
+            amount = float(self.loaded.graph.macs())
+            spent[self.cell.solve.key] = Spent(trained=dict.fromkeys(record.trainings, amount))
         return estimate_work(self.jobs, self.loaded, names, spent, macs)
 
     def run(self) -> Result:
@@ -269,7 +268,7 @@ class Run:
         state = State(
             self.command,
             self.loaded.subject,
-            self.config.to_dict(),
+            {name: value for name, value in self.config.to_dict().items() if name not in MACHINE},
             {name: json.loads(json.dumps(job.settings())) for name, job in jobs.items()},
             {name: job.key for name, job in jobs.items()},
         )
