@@ -2,7 +2,8 @@
 
 `free` names the ties whose widths may change; `either` those that may be free or fixed, depending on how
 much the rules know; every other tie must be fixed, with a reason. `inexact` names the free ties for which
-cutting is not zeroing. At the widths in `refused`, `slim` must refuse with a line of this file.
+cutting is not zeroing. From widths in `computed` the code computes numbers that are no lengths: there only
+`verify` says so. At the widths in `refused`, `slim` must refuse with a line of this file.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Case:
     free: tuple[str, ...] = ()
     either: tuple[str, ...] = ()
     inexact: tuple[str, ...] = ()
+    computed: tuple[str, ...] = ()
     refused: Mapping[str, int] = field(default_factory=dict)
     shapes: tuple[tuple[int, ...], ...] = (IMAGE,)
     nest: Callable[..., tuple[Any, ...]] = lambda *tensors: tensors
@@ -69,12 +71,13 @@ def case(
     *,
     either: str = "",
     inexact: str = "",
+    computed: str = "",
     refused: Mapping[str, int] | None = None,
     shapes: tuple[tuple[int, ...], ...] = (IMAGE,),
     nest: Callable[..., tuple[Any, ...]] = lambda *tensors: tensors,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def add(body: Callable[..., Any]) -> Callable[..., Any]:
-        names = (tuple(words.split()) for words in (free, either, inexact))
+        names = (tuple(words.split()) for words in (free, either, inexact, computed))
         CASES.append(Case(body.__name__, parts, body, *names, refused or {}, shapes, nest))
         return body
 
@@ -136,7 +139,7 @@ def flow_of_data_depends_on_width(self, x):
     return self.b(y if x.shape[1] >= 24 else x)
 
 
-@case(lambda: {"a": conv(3, 32), "b": conv(32, 12)}, "a b", inexact="a")
+@case(lambda: {"a": conv(3, 32), "b": conv(32, 12)}, "a b", computed="a")
 def number_depends_on_width(self, x):
     x = self.a(x)
     return self.b(x * (0.5 if x.shape[1] < 20 else 1.0))
@@ -275,14 +278,14 @@ def stored_width_as_a_scale(self, x):
     return self.b(x.reshape(x.shape[0], x.shape[1], -1, 8) * self.dim**-0.5)
 
 
-@case(lambda: {"a": conv(3, 16), "b": conv(16, 12), "dim": 8}, "a b", inexact="a")
+@case(lambda: {"a": conv(3, 16), "b": conv(16, 12), "dim": 8}, "a b", computed="a")
 def stored_width_as_a_length_and_a_scale(self, x):
     x = self.a(x)
     u, v = torch.split(x, self.dim, 1)
     return self.b(torch.cat([relu(u), v], 1) * self.dim**-0.5)
 
 
-@case(lambda: {"a": conv(3, 32), "b": conv(32, 12)}, "a b", inexact="a")
+@case(lambda: {"a": conv(3, 32), "b": conv(32, 12)}, "a b", computed="a")
 def scale_from_the_shape(self, x):
     x = self.a(x)
     return self.b(x) * x.shape[1] ** -0.5
@@ -806,7 +809,7 @@ def branch_on_the_shape_of_a_weight(self, x):
     return self.b(relu(x) if self.a.weight.shape[0] > 12 else x)
 
 
-@case(lambda: {"a": conv(3, 8), "b": conv(8, 12)}, "a b", inexact="a b")
+@case(lambda: {"a": conv(3, 8), "b": conv(8, 12)}, "a b", computed="a b")
 def number_of_parameters_as_a_scale(self, x):
     return self.b(self.a(x)) / sum(p.numel() for p in (*self.a.parameters(), *self.b.parameters()))
 

@@ -251,24 +251,16 @@ def merge(axes: Sequence[Axis], cause: str) -> Axis:
     return segments * outer
 
 
-def readings_of(axis: Axis, dims: Sequence[int]) -> int:
-    """In how many ways an axis can be seen as several: which of them holds the part that can change."""
-    wide = [dim for dim in dims if dim > 1]
-    if len(wide) < 2 or not is_free(axis) or all(inner % prod(wide[1:]) == 0 for _, inner in expand(axis)):
-        return 1
-    return len(wide)
-
-
-def unmerge(axis: Axis, dims: Sequence[int], cause: str, reading: int = 0) -> list[Axis]:
+def unmerge(axis: Axis, dims: Sequence[int], cause: str) -> list[Axis]:
     """One axis seen as several, row-major: the reverse of `merge`.
 
-    The lengths alone do not say which of the axes can change. Reading 0: the last one, reading 1: the one
-    before it, and so on; axes of length 1 are not counted.
+    The lengths alone do not say which of the axes can change. It is taken to be the last one, unless each
+    channel fills all axes but the first.
     """
     if len(dims) == 1:
         return [axis]
     if dims[0] == 1:
-        return [constant(1), *unmerge(axis, dims[1:], cause, reading)]
+        return [constant(1), *unmerge(axis, dims[1:], cause)]
     axis = expand(axis)
     if not is_free(axis):
         reason = axis[0].atom.symbol.fixed or ""
@@ -277,12 +269,8 @@ def unmerge(axis: Axis, dims: Sequence[int], cause: str, reading: int = 0) -> li
     if all(inner % trailing == 0 for _, inner in axis):
         first = tuple(Segment(atom, inner // trailing) for atom, inner in axis)
         return [first, *(constant(dim) for dim in dims[1:])]
-    if trailing > 1 and reading >= sum(dim > 1 for dim in dims[1:]):
-        first = unknown(dims[0])
-        unify(axis, repeat_each(first, trailing), cause)
-        return [first, *(constant(dim) for dim in dims[1:])]
     row = _row(axis, dims[0], trailing, cause)
-    return [constant(dims[0]), *unmerge(row, dims[1:], cause, reading)]
+    return [constant(dims[0]), *unmerge(row, dims[1:], cause)]
 
 
 def _row(axis: Axis, rows: int, length: int, cause: str) -> Axis:

@@ -40,15 +40,9 @@ _CONSTANT = "a constant of the code"
 class Interpreter:
     """Runs the rules over captures. Equalities go into the axes, the rest into `findings`."""
 
-    def __init__(
-        self, model: nn.Module, user_rules: Mapping[str, Rule], readings: Mapping[Node, int] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, user_rules: Mapping[str, Rule]) -> None:
         self.findings = Findings()
-        self.model = model
         self.user_rules = user_rules
-        self.readings = dict(readings or {})
-        """Views and cuts that are read in another way than the first -> in which."""
-        self._runs: list[tuple[Capture, bool]] = []
         self.tensors: dict[str, Value] = {}
         """Name of a parameter or buffer -> its axes."""
         self.values: dict[Node, Any] = {}
@@ -73,7 +67,6 @@ class Interpreter:
 
     def run(self, capture: Capture, *, counting: bool = True) -> None:
         """Apply the rules to every operator. Costs and operators are recorded if `counting`."""
-        self._runs.append((capture, counting))
         for node in capture.nodes:
             if node.op == "placeholder":
                 self._enter(node, capture, counting)
@@ -81,13 +74,6 @@ class Interpreter:
                 self._evaluate(node, counting)
         for node in capture.outputs:
             fix_all(self.values[node], OUTPUT)
-
-    def reread(self, readings: Mapping[Node, int]) -> "Interpreter":
-        """A new interpreter that has run the same captures and reads some views and cuts in another way."""
-        other = Interpreter(self.model, self.user_rules, {**self.readings, **readings})
-        for capture, counting in self._runs:
-            other.run(capture, counting=counting)
-        return other
 
     def _enter(self, node: Node, capture: Capture, counting: bool) -> None:
         """Give a placeholder its value: a parameter or buffer, a constant of the code, or an input."""
@@ -155,7 +141,6 @@ class Interpreter:
             findings=self.findings,
             tensor_of=self._tensor_of,
             weights=self._weights,
-            reading=self.readings.get(node, 0),
             counting=counting,
         )
         rule = self.user_rules.get(name) or RULES.get(name)

@@ -1,12 +1,13 @@
 """Operators that only move elements: views, permutations, cuts, joins, padding, creation."""
 
-from math import gcd, prod
+from math import prod
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from ..axes import Axis, Value, axis_size, constant, expand, is_free, repeat_each, replace_axis, unknown
-from ..call import Call, places_of, rule
+from ..call import Call, operator_of, places_of, rule
 from .elementwise import broadcast
 
 # Views and permutations
@@ -95,16 +96,8 @@ def _repeat_interleave(call: Call, value: Value, times: Any, dim: Any = None, **
 # Cuts
 
 
-def _cut_in_proportion(call: Call, axis: Axis, lengths: list[int]) -> None:
-    """The lengths keep their ratio: the code computes them from the whole (`x[:, : x.shape[1] // 4]`)."""
-    call.same_size(call.cut_evenly(axis, axis_size(axis) // gcd(*lengths)))
-
-
 def _pieces(call: Call, value: Value, dim: int, lengths: list[int]) -> tuple[Value, ...]:
     """Pieces of the same length stay equal: code that splits into `(c, c)` has one number for both."""
-    call.has_readings(2)
-    if call.reading:
-        _cut_in_proportion(call, value[dim], lengths)
     pieces = call.cut(value[dim], lengths)
     for length in dict.fromkeys(lengths):
         call.same_size([piece for piece, own in zip(pieces, lengths, strict=True) if own == length])
@@ -136,6 +129,15 @@ def _tensor_split(call: Call, value: Value, parts: Any, dim: int = 0) -> Any:
     return _chunk(call, value, parts, dim)
 
 
+def _is_written(view: Node) -> bool:
+    """Whether an operator, or one on a slice of this slice, changes the tensor that it is a view of."""
+    users = [user for user in view.users if user.args[:1] == (view,)]
+    return any(
+        operator_of(user).endswith("_") or (operator_of(user) == "aten::slice" and _is_written(user))
+        for user in users
+    )
+
+
 @rule("slice")
 def _slice(
     call: Call, value: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
@@ -150,11 +152,11 @@ def _slice(
         taken = "takes none of the channels" if end <= start else f"takes one of {step} channels"
         call.fix(value[dim], f"{call} {taken}")
         return replace_axis(value, dim, constant(call.shape[dim]))
+    if _is_written(call.node):
+        # `x[:, :4] = y`: whether the code writes 4 or computes it, no shape at other widths shows.
+        call.fix(value[dim], f"{call} is written in place")
     length = end - start
     lengths = [n for n in (start, length, total - end) if n]
-    call.has_readings(2)
-    if call.reading:
-        _cut_in_proportion(call, value[dim], lengths)
     pieces = call.cut(value[dim], lengths)
     if 2 * length == total and start % length == 0:
         # Code that takes a half usually says `[:, : channels // 2]` rather than a number.
