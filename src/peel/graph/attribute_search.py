@@ -19,8 +19,8 @@ from torch.fx import Node
 from ..cost.polynomial import CostModel, Form, Term
 from ..errors import TraceError
 from .axes import Axis, axis_size, is_free, symbols_of
-from .call import module_of, values_in
-from .capture import Capture, with_batch
+from .call import module_of, results_of, values_in
+from .capture import TORCH, Capture, with_batch
 from .channel_graph import OUTPUT, ChannelGraph
 from .interpreter import Interpreter
 from .probe import probing_units, smallest_cause
@@ -66,6 +66,7 @@ class AttributeSearch:
         """Whether the code also runs in training mode, because it uses more parameters there."""
         self.training_calls: tuple[RecordedCall, ...] = ()
         self.operators = [node for node in captured.nodes if node.op == "call_function"]
+        self.places = {node: _place_of(node) for node in self.operators}
         self.choice: dict[tuple[str, str], int] = {}
         """(module, attribute) -> which of its guesses is in use"""
         self.use_seen: bool | None = None
@@ -97,8 +98,14 @@ class AttributeSearch:
     def _build(self) -> ChannelGraph:
         self.builder = GraphBuilder(self.model, self.interpreter, self.captured)
         values = self.interpreter.values.values()
-        axes = {axis: None for item in values for value in values_in(item) for axis in value}
-        self.forms = dict.fromkeys(map(self.builder.form, axes))
+        every = {axis: None for item in values for value in values_in(item) for axis in value}
+        self.forms = dict.fromkeys(map(self.builder.form, every))
+        self.shapes: dict[tuple[Any, ...], list[tuple[Form, ...]]] = defaultdict(list)
+        """(place in the code, shape) -> what the operators there return, in terms of widths"""
+        for node in self.operators:
+            for tensor, axes in zip(results_of(node), values_in(self.interpreter.values[node]), strict=False):
+                forms = tuple(map(self.builder.form, axes))
+                self.shapes[self.places[node], tuple(tensor.shape)].append(forms)
         return self.builder.build(self._attributes())
 
     # Runs at other widths
@@ -143,6 +150,7 @@ class AttributeSearch:
             return done
         tried = [(graph.units(), self.original), (units, done)]
         strange = predict_lengths(tried, self.forms)[1]
+        strange = self._differing_call(units, done) if strange is None else strange
         if strange is not None:
             where = self.twin.run(self.original.calls[:strange])
             modules = where.modules if isinstance(where, Failure) else ("",)
@@ -153,6 +161,19 @@ class AttributeSearch:
         if counted != predicted and counted - before != predicted - expected:
             return Failure(("",), f"torch counts {counted:,} MACs, and the rules {predicted:,}{_FORMULA}")
         return done
+
+    def _differing_call(self, units: list[int], done: Recording) -> int | None:
+        """The first call with a shape that no operator on its line was predicted to return.
+
+        That each length is a known one is not enough: where 16 channels are seen as 4 x 4, either 4 may be
+        the one that follows the width, and both are known.
+        """
+        for number, (before, call) in enumerate(zip(self.original.calls, done.calls, strict=True)):
+            for old, new in zip(before.shapes, call.shapes, strict=True):
+                known = self.shapes.get((before.place, old))
+                if known and all(tuple(form.value(units) for form in forms) != new for forms in known):
+                    return number
+        return None
 
     def _first_failure(
         self, graph: ChannelGraph, several: Iterable[list[int]]
@@ -374,3 +395,10 @@ def _multiple(form: Form, factor: int) -> Form:
 def _reason(module: str, line: str) -> str:
     reason = f"the code of {module or 'the model'} does not follow it"
     return f"{reason}: {line}" if line else reason
+
+
+def _place_of(node: Node) -> tuple[str, int]:
+    """File and line of the user's code on the way to an operator, as in `RecordedCall.place`."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.stack_trace or "")
+    own = [(file, int(line)) for file, line in frames if not file.startswith((TORCH, "<"))]
+    return own[-1] if own else ("", 0)
