@@ -43,10 +43,12 @@ class Addend:
 
 @dataclass(frozen=True)
 class Output:
-    """The output of one call of a layer, at sampled places."""
+    """The output of one call of a layer, at sampled places. `FitTargets` selects from it for a network."""
 
     places: Tensor
-    """On the CPU."""
+    """On the CPU, until they are selected."""
+    fitted: int
+    """So many rows come first that are not held out: all of them, until they are selected."""
     rows: Tensor
     """Places x channels."""
     shape: tuple[int, ...]
@@ -211,7 +213,7 @@ class _Recorder(Visitor):
         places = torch.arange(prod(shape)) if places is None else places
         rows = rows_at(output, call.axes, places.to(output.device))
         inputs = places_shape(call.inputs, call.axes)
-        record.outputs[key] = Output(places, rows, shape, call.axes, inputs)
+        record.outputs[key] = Output(places, len(places), rows, shape, call.axes, inputs)
         self._note(name)
         _mark(output, "peel_branch", _Branch(key, self.last, _mark_of(call.inputs, "peel_number") or 0))
         return output
