@@ -12,7 +12,7 @@ Nothing here waits for a GPU: all choices are made on the device.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -199,25 +199,34 @@ class Regression:
             if x[:, some].shape[1]:
                 part.add(x[:, some], y[:, some])
 
-    def _project(self) -> Tensor | None:
-        """An orthonormal basis of what the rows span, where these are fewer than the features.
+    def _project(self, *, intercept: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """An orthonormal basis of what the rows span, where these are fewer than the features, and origins.
 
         No row tells weights apart that differ across the span, and the penalty keeps the old ones there. So
         the change of the weights is sought in coordinates of the basis: with X = Z Q', all of |X w|, |w| and
-        the trace of X'X are those of Z and Q'w.
+        the trace of X'X are those of Z and Q'w. With an intercept, rows are counted from their means: inputs
+        that hardly vary would be lost in the squares of their means.
         """
-        if not self.parts:
-            return None
-        basis: Tensor = torch.linalg.qr(torch.cat([x for x, _, _ in self.parts], 1).double().mT).Q
+        x, y = (torch.cat(rows, 1).double() for rows in list(zip(*self.parts, strict=True))[:2])
+        start_x, start_y = (rows.mean(1, keepdim=True) if intercept else 0 * rows[:, :1] for rows in (x, y))
+        basis: Tensor = torch.linalg.qr((x - start_x).mT).Q
         self._start(basis.shape[2])
         for x, y, fitted in self.parts:
-            self._add(x.double() @ basis, y, fitted)
-        return basis
+            self._add((x.double() - start_x) @ basis, y.double() - start_y, fitted)
+        return basis, start_x, start_y
 
     def solve(self, *, intercept: bool) -> Solution:
         """The best fit; the old weights where no fit is better, or the equations cannot be solved."""
-        basis = self._project()
-        old = self.old if basis is None else self.old @ basis
+        if not self.parts:
+            return self._solve(self.old, intercept)
+        basis, x, y = self._project(intercept=intercept)
+        old = self.old @ basis
+        found = self._solve(old, intercept)
+        weight = self.old + (found.weight - old) @ basis.mT
+        intercepts = found.intercept + (y - x @ weight.mT).squeeze(1)
+        return replace(found, weight=weight, intercept=intercepts)
+
+    def _solve(self, old: Tensor, intercept: bool) -> Solution:
         is_divided = self.fitted.count and self.held_out.count
         ridge = self._choose(old, intercept) if is_divided else _tensor((SAFE_RIDGE,), old.device)
         rows = self.fitted if self.fitted.count else self.held_out
@@ -231,9 +240,8 @@ class Regression:
         ratio = torch.where(target > TINY, rows.variance(weight) / target, 1.0)
         before, after = errors[0], torch.where(is_better, errors[1], errors[0])
         spread = target.sum() + TINY
-        whole = weight if basis is None else self.old + (weight - old) @ basis.mT
         return Solution(
-            whole, intercepts, before / spread, after / spread, ratio.clamp(MIN_RATIO, 1 / MIN_RATIO)
+            weight, intercepts, before / spread, after / spread, ratio.clamp(MIN_RATIO, 1 / MIN_RATIO)
         )
 
     def _choose(self, old: Tensor, intercept: bool) -> Tensor:
