@@ -55,7 +55,7 @@ def product(layer: str, tie: int, forms: Sequence[Form]) -> Term:
 
 @dataclass(frozen=True)
 class CostModel:
-    """The cost of one resource: the total, by layer and by tie, for one assignment of units or for many."""
+    """The cost of one resource: the total and by tie, for one assignment of units or for many."""
 
     terms: tuple[Term, ...]
 
@@ -86,12 +86,6 @@ class CostModel:
         columns: Any = np.ascontiguousarray(units.T)
         totals: IntArray = np.zeros(len(units), dtype=np.int64) + self.total(columns)
         return totals
-
-    def by_layer(self, units: Sequence[int]) -> dict[str, int]:
-        costs: dict[str, int] = {}
-        for term in self.terms:
-            costs[term.layer] = costs.get(term.layer, 0) + term.value(units)
-        return costs
 
     def by_tie(self, units: Sequence[int]) -> dict[int, int]:
         costs: dict[int, int] = {}

@@ -259,10 +259,6 @@ class ChannelGraph:
         """MACs of many candidates: a list of widths, or an array with columns as in `graph.widths`."""
         return self.mac_cost.many(self._unit_rows(widths))
 
-    def params_many(self, widths: ManyWidths) -> IntArray:
-        """Parameters of many candidates, as `macs_many`."""
-        return self.param_cost.many(self._unit_rows(widths))
-
     def _unit_rows(self, widths: ManyWidths) -> IntArray:
         if not isinstance(widths, np.ndarray):
             rows = np.array([self.units(row) for row in widths], dtype=np.int64)
@@ -279,12 +275,6 @@ class ChannelGraph:
                 f"{steps[column]}, not {widths[row, column]}."
             )
         return widths.astype(np.int64) // steps
-
-    def macs_by_layer(self, widths: Mapping[str, int] | None = None) -> dict[str, int]:
-        return self.mac_cost.by_layer(self.units(widths))
-
-    def params_by_layer(self, widths: Mapping[str, int] | None = None) -> dict[str, int]:
-        return self.param_cost.by_layer(self.units(widths))
 
     def macs_by_group(self, widths: Mapping[str, int] | None = None) -> dict[str, int]:
         """MACs of each group.
