@@ -43,7 +43,7 @@ CHUNK_BYTES = 2**26
 
 #: Penalties are fitted together as long as matrices and weights have no more bytes than this, by device. On
 #: an H200, factors and solves of seven are 3 times as fast together with 360 features, 2 times with 1,152,
-#: 1.4 times with 2,304. On a CPU, large ones are slower together (`benchmarks/penalties.py`).
+#: 1.4 times with 2,304. On a CPU, large ones are slower together.
 BATCH_BYTES = {"cuda": 2**29, "cpu": 2**22}
 
 

@@ -31,7 +31,7 @@ def fast_widths(model: nn.Module, graph: ChannelGraph) -> Widths:
     """The nearest widths, none of them smaller, that train fastest. `graph` is the model's own.
 
     Kernels of convolutions over several pixels work on tiles of channels. Between the tiles a narrower layer
-    is no faster, sometimes half as fast (48 channels against 64; `benchmarks/train.py --parts layers`).
+    is no faster, sometimes half as fast (48 channels against 64).
     """
     tiled = _tiled_ties(model, graph)
     raised = {}
