@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import peel
 from helpers.graphs import by_layer, make_divisible, scaled, traced_net, traced_zoo
-from helpers.nets import NETS, Chain, Flattened, Grouped, Net
+from helpers.nets import NETS, Chain, Flattened, Net
 from peel.cost.count import count_macs
 
 
@@ -60,22 +60,11 @@ def test_costs_by_layer_and_group_add_up_to_the_total(kind: type[Net]) -> None:
 
 def test_many_candidates_cost_the_same_as_one_by_one() -> None:
     _, graph = traced_zoo("mobilenet_v2")
-    rows = np.random.default_rng(0).integers(1, 2000, size=(50, len(graph.widths)))
-    assert graph.macs_many(rows).tolist() == [
-        graph.macs(dict(zip(graph.widths, map(int, row), strict=False))) for row in rows
+    rows = np.random.default_rng(0).integers(100, 2000, size=(50, len(graph.widths)))
+    steps = np.array(list(graph.steps.values()))
+    assert graph.mac_cost.total((rows // steps).T).tolist() == [
+        graph.macs(dict(zip(graph.widths, map(int, row // steps * steps), strict=True))) for row in rows
     ]
-    dicts = [scaled(graph.widths, factor) for factor in (0.3, 0.7)]
-    assert graph.macs_many(dicts).tolist() == [graph.macs(widths) for widths in dicts]
-
-
-def test_many_candidates_are_checked() -> None:
-    _, graph = traced_net(Grouped)
-    with pytest.raises(
-        peel.WidthsError, match="row 1: the width of reduce must be a positive multiple of 4, not 6"
-    ):
-        graph.macs_many(np.array([[12, 16], [6, 16]]))
-    with pytest.raises(peel.WidthsError, match="2 columns"):
-        graph.macs_many(np.ones((3, 5), dtype=int))
 
 
 @pytest.mark.parametrize(

@@ -81,12 +81,6 @@ class CostModel:
             total += product
         return total  # type: ignore[no-any-return]
 
-    def many(self, units: IntArray) -> IntArray:
-        """The total of each row of units. Exact while the cost stays below 2**63."""
-        columns: Any = np.ascontiguousarray(units.T)
-        totals: IntArray = np.zeros(len(units), dtype=np.int64) + self.total(columns)
-        return totals
-
     def by_tie(self, units: Sequence[int]) -> dict[int, int]:
         costs: dict[int, int] = {}
         for term in self.terms:

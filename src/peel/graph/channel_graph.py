@@ -7,12 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from ..cost.activations import ActivationCost
 from ..cost.latency import LatencyModel
-from ..cost.polynomial import CostModel, IntArray
+from ..cost.polynomial import CostModel
 from ..cost.widths import Widths
 from ..errors import BudgetError, WidthsError, did_you_mean
 from .program import Program
@@ -82,8 +79,6 @@ Layout = tuple[tuple[Run, ...], ...]
 """The axes of one tensor, each as runs."""
 
 Key = TypeVar("Key")
-
-ManyWidths = Sequence[Mapping[str, int]] | npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True)
@@ -254,27 +249,6 @@ class ChannelGraph:
     def activation_bytes(self, widths: Mapping[str, int] | None = None) -> int:
         """Estimated peak activation memory of one sample without gradients (`cost/activations.py`)."""
         return int(self.activation_cost.total(self.units(widths)))
-
-    def macs_many(self, widths: ManyWidths) -> IntArray:
-        """MACs of many candidates: a list of widths, or an array with columns as in `graph.widths`."""
-        return self.mac_cost.many(self._unit_rows(widths))
-
-    def _unit_rows(self, widths: ManyWidths) -> IntArray:
-        if not isinstance(widths, np.ndarray):
-            rows = np.array([self.units(row) for row in widths], dtype=np.int64)
-            return rows.reshape(len(widths), len(self.widths))
-        steps = np.array(list(self.steps.values()), dtype=np.int64)
-        if widths.ndim != 2 or widths.shape[1] != len(steps):
-            shape = f"one row per candidate and {len(steps)} columns"
-            raise WidthsError(f"an array of widths needs {shape}, not shape {widths.shape}.")
-        wrong = np.argwhere((widths < 1) | (widths % steps != 0))
-        if len(wrong):
-            row, column = wrong[0]
-            raise WidthsError(
-                f"row {row}: the width of {list(self.steps)[column]} must be a positive multiple of "
-                f"{steps[column]}, not {widths[row, column]}."
-            )
-        return widths.astype(np.int64) // steps
 
     def macs_by_group(self, widths: Mapping[str, int] | None = None) -> dict[str, int]:
         """MACs of each group.
