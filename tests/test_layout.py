@@ -72,7 +72,6 @@ def functions() -> Iterator[tuple[str, Function, bool]]:
 
 
 def test_every_public_name_exists_and_is_listed() -> None:
-    assert peel.__all__ == sorted(peel.__all__, key=str)
     for name in peel.__all__:
         assert getattr(peel, name) is not None
     assert set(peel.__all__) <= set(dir(peel))

@@ -66,6 +66,7 @@ class Constraint:
         given = {**(limits or {}), **(several or {resource: budget})}
         originals = {name: ceil(cost_of(graph, name)(graph.units())) for name in given}
         amounts = {name: parse_budget(given[name], originals[name], name) for name in given}
+        # Of several limits, the one that a uniform network reaches first takes the place of the budget.
         if several:
             resource = binding_limit(graph, graph.widths, {name: amounts[name] for name in several})
         if amounts[resource] > originals[resource] and not grow:
@@ -170,6 +171,7 @@ class Constraint:
         """
         chosen = self if freeze is None else replace(self, freeze=frozenset(freeze))
         rounding = Rounding(chosen, at_least)
+        # Bounds of single ties first: they may lower the cost below the limit, or raise it above.
         units = rounding.clamp(fractional_units(self.graph, ideal))
         return rounding.widths(units if chosen.load(units) <= 1 else rounding.scaled(units))
 

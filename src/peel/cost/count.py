@@ -44,6 +44,7 @@ def macs_over_one_channel(args: Any, result: Tensor) -> int:
     first, *others = terms.split(",")
     if len(others) != 1:
         return 0
+    # Letters that both operands have and the result has not: these are summed over.
     shared = (set(first) & set(others[0])) - {"."}
     if arrow:  # without one, a letter that occurs twice is summed over
         shared -= set(right)

@@ -39,6 +39,7 @@ def cut_to_budget(constraint: Constraint, losses: Mapping[str, Sequence[float]])
 
     fits = constraint.allows
     while not fits(widths):
+        # The limit that is exceeded most is cut for. It may be another one in the next sweep.
         uses = constraint.used(widths)
         binding = max(uses, key=lambda name: uses[name])
         now = uses[binding]
@@ -56,6 +57,9 @@ def cut_to_budget(constraint: Constraint, losses: Mapping[str, Sequence[float]])
             if all(narrower[tie] == widths[tie] for tie in free):
                 break
             widths |= narrower
+        # `now` is the part of its limit that the binding resource uses. All ties are compared again after a
+        # cut of 2 % of that: what a block saves depends on the other widths. Not more than what is above the
+        # limit, `now - 1`, is cut.
         wanted = min(SWEEP * now, now - 1)
         for _, saved, tie, width in sorted(cuts):
             widths[tie] = width

@@ -62,6 +62,8 @@ class CostModel:
     @cached_property
     def _merged(self) -> tuple[int, list[Form], list[tuple[int, list[int]]]]:
         """The constant, the distinct forms, and for each distinct product its coefficient and its forms."""
+        # Layers with the same factors are one product: rounding and bisection ask for totals thousands of
+        # times.
         products: dict[tuple[Form, ...], int] = {}
         for term in self.terms:
             products[term.factors] = products.get(term.factors, 0) + term.coefficient

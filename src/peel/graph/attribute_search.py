@@ -81,6 +81,9 @@ class AttributeSearch:
             self._record_original(graph)
         while graph.widths:
             self.tried = [(graph.units(), self.original)]
+            # Larger widths first: no two are equal, and code that takes the first 16 of 16 channels still
+            # runs with fewer. The loop ends: each turn drops a guess, tries the seen lengths, which happens
+            # once, or fixes a tie, and a fixed tie stays fixed.
             larger, *others = probing_units(graph)
             failed = self._first_failure(graph, [larger])
             if failed is None and self._attributes_are_lengths(graph):
@@ -123,6 +126,7 @@ class AttributeSearch:
                 line = original.line
                 continue
             training = twin.run(training=True) if self.training else None
+            # A twin that also runs in training mode is better than one that runs in eval mode only.
             if found is None or not with_data or isinstance(training, Recording):
                 found = twin, with_data, original
             if not isinstance(training, Failure):
@@ -158,6 +162,7 @@ class AttributeSearch:
         # Calls that no rule covers are not counted yet. Then at least the differences must agree.
         counted, before = done.macs, self.original.macs
         predicted, expected = graph.mac_cost.total(units), graph.mac_cost.total(graph.units())
+        # A constant difference is a call without a rule: its channels are fixed, so its cost is the same.
         if counted != predicted and counted - before != predicted - expected:
             return Failure(("",), f"torch counts {counted:,} MACs, and the rules {predicted:,}{_FORMULA}")
         return done
@@ -187,6 +192,7 @@ class AttributeSearch:
 
     def _with_uncounted_macs(self, graph: ChannelGraph) -> ChannelGraph:
         """Count calls that no rule covers. All their channels are fixed, so their MACs are constant."""
+        # Operators without a rule, such as fused recurrent layers.
         uncounted = self.original.macs - graph.macs()
         if uncounted <= 0:
             return graph
@@ -258,6 +264,7 @@ class AttributeSearch:
         lengths: Guesses = defaultdict(list)
         for name, places in self.findings.consumers.items():
             axes = self.interpreter.tensors[name]
+            # Axis 0 of a weight is what the layer writes: this one writes an output of the model.
             if any(symbol.fixed == OUTPUT for symbol in symbols_of(axes[0])):
                 form = self.builder.form(axes[min(places)])
                 module = name
@@ -271,6 +278,8 @@ class AttributeSearch:
         for module in reversed(failure.modules):
             for (name, attribute), guesses in self.guesses.items():
                 choice = self.choice.get((name, attribute), 0)
+                # Innermost module first: its attributes are used on the line that failed, those of outer
+                # modules also by others.
                 if name == module and choice < len(guesses):
                     self.choice[name, attribute] = choice + 1
                     return True
@@ -301,6 +310,8 @@ class AttributeSearch:
                 continue
             self.tested.add(kind)
             self.twin.set_widths(graph, units, unchanged=members)
+            # Run with the old value of this attribute. If shapes differ, it is a length. If only numbers
+            # differ, the guess made the code compute something else: 16 channels and a temperature of 16.
             other = self.twin.run(self.original.calls)
             if isinstance(other, Failure) or _shapes(other) != _shapes(done):
                 continue
@@ -327,6 +338,7 @@ class AttributeSearch:
             self.trials -= 1
             return isinstance(self._probe(graph, _with(graph.units(), units, ties)), Failure)
 
+        # The first list of suspects that fails by itself holds a cause; later lists are wider, and slower.
         for axes in self._suspects(failure):
             suspects = dict.fromkeys(symbol for axis in axes for symbol in symbols_of(axis))
             free = [self.builder.index[symbol] for symbol in suspects if symbol in self.builder.index]

@@ -148,6 +148,7 @@ class ChannelGraph:
     @cached_property
     def free_fraction(self) -> float:
         """The fraction of all channels that can change. Outputs of the model are not counted."""
+        # The classes of a classifier are no channels that anyone wants to cut.
         outputs = (OUTPUT, OUTPUT_OF_MODULES)
         total = sum(tie.width for tie in self.ties.values() if tie.fixed not in outputs)
         return sum(self.widths.values()) / total if total else 0.0
@@ -201,6 +202,7 @@ class ChannelGraph:
             offset, size = stretches((run.tie, run.length) for run in runs)[tie]
             return replace(member, offset=offset, size=size)
 
+        # Widths, layouts and offsets change. Costs are polynomials of the units, and stay.
         layouts = {name: tuple(resized(runs) for runs in layout) for name, layout in self.layouts.items()}
         ties = dict(self.ties)
         for index, (name, width) in enumerate(checked.items()):

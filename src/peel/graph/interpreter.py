@@ -86,6 +86,7 @@ class Interpreter:
             return
         if counting and node.name in capture.constants:
             self.findings.constants.append(fingerprint([capture.constants[node.name]]))
+        # Channels of the input and of constant tensors are given: they fix what they meet.
         reason = INPUT if node.name in capture.inputs else _CONSTANT
         self.values[node] = constants_like(node.meta.get("val"), reason)
 
@@ -133,6 +134,7 @@ class Interpreter:
         args = [self._read(arg) for arg in node.args]
         options = {key: self._read(arg) for key, arg in node.kwargs.items()}
         inputs = node.all_input_nodes
+        # Computed from parameters only, as by weight normalization: it still acts as a weight.
         if inputs and self._weights.issuperset(inputs):
             self._weights.add(node)
         call = Call(

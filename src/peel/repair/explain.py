@@ -82,6 +82,7 @@ class ReadingCollector(Visitor):
             # A channel that fills several positions of the axis has that many times the taps.
             own = weight.reshape(len(weight), run.size, -1)
             self.readings[use, span.start] = Reading(run.atom, use, span, own)
+        # Each position of the channel is a row of its own.
         channels = rows.reshape(len(rows), run.size, -1)
         self.readings[use, span.start].add(channels.movedim(2, 1).flatten(0, 1))
 
@@ -89,6 +90,7 @@ class ReadingCollector(Visitor):
         """The input at sampled places: places x channels."""
         inputs = call.inputs.movedim(1, -1) if call.kernel else call.inputs
         count, images = inputs[..., 0].numel(), len(inputs)
+        # Few positions, as in a linear layer: all of them.
         if count <= PLACES * images:
             return inputs.reshape(-1, inputs.shape[-1])
         rng = torch.Generator().manual_seed(derive_seed("places", name, index, self.batch))
@@ -138,6 +140,7 @@ def _weighted_covariance(reading: Reading) -> Tensor:
     """Covariance of the channels, each scaled by the weights that read it; every reader counts equally."""
     scale: Tensor = torch.linalg.vector_norm(reading.weight, dim=(0, 2))
     covariance = scale[:, None] * reading.covariance() * scale
+    # By its total: a layer with large weights would decide alone otherwise.
     return covariance / covariance.diagonal().sum().clamp_min(TINY)
 
 

@@ -140,6 +140,7 @@ class Moments:
             torch.bmm(by_group, sums).view(w.shape[1], len(w), w.shape[2], -1).transpose(0, 1)
             for sums in (self.xx, self.x[:, :, None])
         )
+        # |y - X w - b|^2 = w'X'X w - 2 w'X'y + y'y + b (2 w'x - 2 y + n b), with sums x and y over the rows.
         squares = (torch.sub(wxx, self.xy.mT, alpha=2) * w).sum(-1) + self.yy
         shifts = b * (2 * (wx.squeeze(-1) - self.y) + self.count * b)
         return ((squares + shifts) / self.count).clamp_min(0.0)
@@ -233,8 +234,10 @@ class Regression:
         if is_divided:
             rows.merge(self.held_out)
         equations = rows.equations(old, intercept=intercept)
+        # The chosen penalty once more, with all rows, against the old weights.
         both = equations.unchanged() + equations.fits(ridge.clamp_max(FINITE_RIDGES[-1]))
         target, errors = rows.target_variance(), rows.error(both).sum((1, 2)) + TINY
+        # NaN is never smaller: equations that could not be solved keep the old weights.
         is_better = (errors[1] < errors[0]) & ridge[0].isfinite()
         weight, intercepts = (torch.where(is_better, fit[1], fit[0]) for fit in (both.weight, both.intercept))
         ratio = torch.where(target > TINY, rows.variance(weight) / target, 1.0)

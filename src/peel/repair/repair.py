@@ -231,6 +231,7 @@ class _Trial:
 
     def is_better_repaired(self, slim: nn.Module) -> bool:
         before = _copies(slim)
+        # Both start from the network as it was cut, and are compared on images that neither has seen.
         self.fitter.fit(slim)
         repaired = self._error(slim)
         _restore(slim, before)
@@ -330,6 +331,7 @@ def images_at_once(original: nn.Module, graph: ChannelGraph, memory: int = MEMOR
 
     They need the activations of the original, its outputs at the sampled places, and what these are added to.
     """
+    # Rows and what is added to them, in float32: 8 bytes for each place and channel.
     outputs = sum(max(weight.shape[:2]) for weight in original.parameters() if weight.ndim > 1)
     return max(1, memory // (graph.activation_bytes() + 8 * PLACES * outputs))
 
@@ -377,7 +379,9 @@ class _Refit(Visitor):
     def _sites(self, is_cut: Mapping[str, bool]) -> list[str]:
         """Layers and free batch norms behind the first cut, in the order of their last calls."""
         order, free = self.recorded.record.order, self.recorded.record.free_norms()
+        # Nothing before the first cut has changed, so nothing there is to be fitted.
         first = next((place for place, name in enumerate(order) if is_cut[name]), len(order))
+        # A layer that is called several times is fitted once, to all of its calls.
         last = {name: place for place, name in enumerate(order)}
         is_layer = self.recorded.record.filters.keys() - self.recorded.record.mixed
         wanted = set(order[first:]) & (is_layer | free)
@@ -390,6 +394,8 @@ class _Refit(Visitor):
         """
         while self.pending:
             before = len(self.pending)
+            # One batch holds all images: each layer can be refitted when it is called, and those behind it
+            # see its new output.
             self.active = set(self.pending if len(self.batches) == 1 else self.pending[:1])
             self.regressions, self.sums, self.addend_rows = {}, {}, {}
             for number, batch in enumerate(self.batches):
@@ -466,6 +472,7 @@ class _Refit(Visitor):
         self.pending.remove(name)
         self.active.remove(name)
         self.regressions.pop(name, None)
+        # Later batches, and earlier calls of this layer, were computed with the old weights.
         if len(self.batches) > 1 or self.recorded.record.calls[name, self.batch] > 1 or not self.active:
             raise _StopPassError
 
@@ -476,6 +483,7 @@ class _Refit(Visitor):
             rows = sum(len(self.recorded.output(other).places) for other in self.recorded.keys_of(name))
             regression = self.regressions[name] = Regression(call.matrix(), rows)
         wanted = self._wanted(target, self.addend_rows.pop(key, None))
+        # Windows hold each input as often as the kernel has taps: they are made in pieces.
         size = max(1, CHUNK_BYTES // (4 * max(1, call.weight[0].numel() * call.groups)))
         for start in range(0, len(target.places), size):
             some = slice(start, start + size)
@@ -502,6 +510,7 @@ class _Refit(Visitor):
         addends = map(self.recorded.addend, self.recorded.keys_of(name))
         is_branch = any(addend is not None and addend.is_stream for addend in addends)
         for norm in norms:
+            # The batch norm takes the intercept: to subtract a mean that is smaller by b adds b.
             mean, variance = self.tensors[norm], self.tensors[_variance(norm)]
             if call.bias is None:
                 changes.append((mean, at_known(mean - intercept, mean)))
@@ -517,6 +526,7 @@ class _Refit(Visitor):
         """Move the statistics of a batch norm as its input moved on these images."""
         own, original = self.sums[name], self.recorded.sums[name]
         mean, variance = self.tensors[name], self.tensors[_variance(name)]
+        # Relative to the statistics that it has: these are of the training images, not of the few here.
         ratio = own.variance() / original.variance().clamp_min(TINY)
         moved = mean + own.mean() - original.mean(), variance * ratio
         changes = [

@@ -106,6 +106,7 @@ def measure_sensitivity(model: nn.Module, graph: ChannelGraph, images: Images) -
     readings = collect_readings(model, graph, others)
     if not readings:
         raise DataError("no layer reads channels that vary and are finite on these images.")
+    # Too few batches to hold some out.
     few = few or others
     with evaluating(model):
         torch.manual_seed(derive_seed("sensitivity"))
@@ -115,6 +116,8 @@ def measure_sensitivity(model: nn.Module, graph: ChannelGraph, images: Images) -
         outputs = [output_tensors(run_model(model, batch)) for batch in few]
         factors = _factors(model, few, outputs, _parts(readings, values, kept))
         for atom, some in readings.items():
+            # First order and reality differ by about a factor per layer: half of its channels are predicted
+            # once, and the measured change over the expected one scales its values.
             values[atom] = [value * factors[one.use] for one, value in zip(some, values[atom], strict=True)]
     found = {
         atom: greedy_order([_covariance(one) for one in some], values[atom])
@@ -192,6 +195,8 @@ def _squared_gradients(model: nn.Module, batches: Sequence[Any]) -> dict[Use, Te
                     ]
                 if not outputs:
                     raise DataError("the network has no floating-point output that its layers lead to.")
+                # The gradient of a random sum has the squared norm of the whole Jacobian as its mean. Outputs
+                # count by their standard deviation, so that the change is a fraction of their variance.
                 random = [
                     torch.randn_like(value) / value.detach().std(correction=0).clamp_min(1e-12)
                     for value in outputs
@@ -232,6 +237,8 @@ def _pull_back(reading: Reading, gradients: Mapping[Use, Tensor]) -> Tensor:
     """What a change of the channels that are read is worth: channels x channels."""
     weight = reading.weight
     squares = gradients.get(reading.use, torch.zeros(len(weight), dtype=weight.dtype, device=weight.device))
+    # A change d of the channels changes output o by w_o d, which is worth the squared gradient there: the
+    # value matrix is the sum over outputs and taps of g_o^2 w_o w_o'.
     scaled = weight * squares.sqrt()[:, None, None]
     flat = scaled.movedim(1, 0).flatten(1)
     return flat @ flat.T
@@ -276,6 +283,7 @@ class _Prediction:
         covariance = _covariance(reading)
         kept = kept.to(covariance.device)
         ridge = RIDGE * covariance.diagonal().mean().clamp_min(TINY)
+        # Regression of all channels on the kept ones: C_all,kept (C_kept,kept + ridge)^-1.
         among = covariance[kept][:, kept] + ridge * torch.eye(len(kept)).to(covariance)
         coefficients: Tensor = torch.linalg.solve(among, covariance[kept]).T
         left = covariance - coefficients @ covariance[kept]

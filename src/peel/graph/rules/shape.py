@@ -30,6 +30,8 @@ def _reshape(call: Call, value: Value, *rest: Any, **options: Any) -> Value:
             result.append(constant(1))
             j += 1
         else:
+            # Row-major order: any view is made of views of the shortest runs with equal products. A longer
+            # run would flatten axes that the view keeps apart, and flattening two channel axes fixes both.
             end_i, end_j = i + 1, j + 1
             while (before := prod(sizes[i:end_i])) != (after := prod(target[j:end_j])):
                 if before < after:
@@ -52,6 +54,7 @@ def _reshape_as(call: Call, value: Value, other: Value) -> Value:
 def _move_axes(call: Call, value: Value, *args: Any) -> Value:
     """Operators that reorder axes or add axes of length 1. torch shows the order on distinct lengths."""
     operator: Any = call.node.target
+    # The length of each axis says where it came from: 2, 3, 4 and so on; new axes have length 1.
     moved = operator(torch.empty(tuple(range(2, len(value) + 2)), device="meta"), *args)
     return tuple(value[size - 2] if size > 1 else constant(1) for size in moved.shape)
 
@@ -257,6 +260,7 @@ def _pixel_unshuffle(call: Call, value: Value, factor: int) -> Value:
 
 @rule("channel_shuffle")
 def _channel_shuffle(call: Call, value: Value, groups: int) -> Value:
+    # A shuffle is a view as groups x channels, transposed and flattened.
     rows, row = call.unmerge(value[1], [groups, axis_size(value[1]) // groups])
     return replace_axis(value, 1, call.merge([row, rows]))
 
@@ -311,6 +315,7 @@ def _index_put(
         return call.refuse(f"{call}: the rule covers indices of the first axes only")
     for place in places:
         call.fix(value[place], f"{call} writes to channels by computed indices")
+    # Broadcast from the last axis, as torch does: the source may lack the first ones.
     tail = value[len(indices) :]
     for own, other in zip(tail[::-1], source[::-1], strict=False):
         if axis_size(other) > 1:
@@ -321,6 +326,8 @@ def _index_put(
 @rule("index")
 def _index(call: Call, value: Value, indices: list[Value | None], *rest: Any) -> Value:
     """Axes before the first and after the last indexed one pass, unless the indexed axes are apart."""
+    # As in numpy: the indexed axes are replaced by those of the index, in place if they are neighbors, else
+    # at the front.
     indexed = [place for place, index in enumerate(indices) if index is not None]
     reason = f"{call} looks channels up by computed indices"
     first, last = indexed[0], indexed[-1]
