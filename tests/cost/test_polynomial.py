@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 import peel
 from helpers.graphs import by_layer, make_divisible, scaled, traced_net, traced_zoo
-from helpers.nets import NETS, Chain, Flattened, Net
-from peel.cost.count import count_macs
+from helpers.nets import NETS, Attention, Chain, Depthwise, Flattened, Net
+from peel.cost.count import count_macs, plain_attention
 
 
 @st.composite
@@ -32,6 +33,14 @@ def test_predicted_costs_equal_counted_costs(case: tuple[type[Net], dict[str, in
     small = peel.slim(net, widths, graph=graph).eval()
     assert count_macs(small, (torch.randn(1, *kind.shape),), {}) == graph.macs(widths)
     assert sum(parameter.numel() for parameter in small.parameters()) == graph.params(widths)
+
+
+@pytest.mark.parametrize("kind", [Chain, Depthwise, Attention], ids=lambda kind: kind.__name__)
+def test_count_macs_agrees_with_the_flop_counter_of_torch(kind: type[Net]) -> None:
+    net, x = traced_net(kind)[0], torch.randn(1, *kind.shape)
+    with torch.no_grad(), plain_attention(), FlopCounterMode(display=False) as counter:
+        net(x)
+    assert 2 * count_macs(net, (x,), {}) == counter.get_total_flops() > 0
 
 
 def test_costs_worked_out_by_hand() -> None:

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map  # has no public name
-from torch.utils.flop_counter import FlopCounterMode
 
-from ..cost.count import macs_over_one_channel, plain_attention
+from ..cost.count import OperatorCount, macs_over_one_channel, plain_attention
 from ..utils.rng import seed_everything
 from .capture import TORCH, untouched, user_frame, with_batch
 from .channel_graph import ChannelGraph
@@ -93,9 +92,9 @@ class Twin:
         self.model.train(training)
         # Inputs have numbers below zero, calls from zero on, and parameters names.
         inputs = {id(tensor): -1 - place for place, tensor in enumerate(_tensors((args, kwargs)))}
-        recorder, counter = _Recorder({**self.names, **inputs}, expected), FlopCounterMode(display=False)
+        recorder = _Recorder({**self.names, **inputs}, expected)
         try:
-            with untouched(), torch.no_grad(), plain_attention(), counter, recorder:
+            with untouched(), torch.no_grad(), plain_attention(), recorder:
                 seed_everything(0)  # layers that are dropped at random are the same in every run
                 self.model(*args, **kwargs)
         except Exception as error:
@@ -105,7 +104,7 @@ class Twin:
         done = len(recorder.calls)
         if expected is not None and done < len(expected):
             return Failure(("",), f"{expected[done].line} does not run")
-        return Recording(tuple(recorder.calls), counter.get_total_flops() // 2 + recorder.macs)
+        return Recording(tuple(recorder.calls), recorder.counter.macs)
 
     def _running(self, error: Exception) -> tuple[str, ...]:
         """The modules whose code was running when an error was raised, outermost first."""
@@ -129,15 +128,19 @@ class _Recorder(TorchFunctionMode):
         """`id` of a tensor -> the call that made it, as in `RecordedCall.sources`."""
         self.kept: list[Any] = []
         """Results, so that no `id` is used twice."""
-        self.macs = 0
-        """Those of `einsum` that torch does not count."""
+        self.counter = OperatorCount()  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        result = func(*args, **kwargs)
-        if func is torch.einsum:
-            self.macs += macs_over_one_channel(args, result)
+        result = _shape_preserved(name, args, kwargs)
+        if result is None and name in _WITHOUT_MACS:
+            result = func(*args, **kwargs)
+        elif result is None:
+            with self.counter:
+                result = func(*args, **kwargs)
+            if func is torch.einsum:
+                self.counter.macs += macs_over_one_channel(args, result)
         # `x[i] = y` returns nothing and changes x; what other calls return or change is their result.
         changed = [*args[:1]] if name == "__setitem__" else list(_tensors(result))
         if changed and not isinstance(self.made.get(id(changed[0])), str):  # batch norm counts its batches
@@ -193,6 +196,42 @@ def _place() -> tuple[str, int]:
     if frame is None or frame.f_code.co_filename.startswith(_GRAPH):
         return "", 0
     return frame.f_code.co_filename, frame.f_lineno
+
+
+_NAMES = """
+    relu relu_ relu6 hardtanh hardtanh_ silu silu_ hardswish hardswish_ gelu sigmoid hardsigmoid batch_norm
+    layer_norm
+"""
+_SHAPE_PRESERVING = set(_NAMES.split())
+
+
+def _shape_preserved(name: str, args: Any, kwargs: Any) -> Tensor | None:
+    """The result of a function that keeps the shape: on the meta device torch takes a slow path for these."""
+    value = args[0] if name in _SHAPE_PRESERVING and args else None
+    if not isinstance(value, Tensor) or not value.is_meta:
+        return None
+    if name in ("batch_norm", "layer_norm"):
+        channels = value.shape[1:2] if name == "batch_norm" else _normalized_shape(*args, **kwargs)
+        vectors = [vector for vector in _tensors((args[1:], kwargs)) if vector.ndim]
+        fits = name == "batch_norm" or value.shape[-len(channels) :] == channels
+        if value.ndim < 2 or not fits or any(vector.shape != channels for vector in vectors):
+            return None
+        return value.detach()
+    is_in_place = name.endswith("_") or kwargs.get("inplace", len(args) > 1 and args[-1] is True)
+    return value if is_in_place else value.detach()
+
+
+def _normalized_shape(value: Tensor, normalized_shape: Sequence[int], *rest: Any, **options: Any) -> Any:
+    return torch.Size(normalized_shape)
+
+
+_NAMES = """
+    add add_ __add__ __iadd__ sub mul mul_ __mul__ __imul__ truediv cat stack view reshape flatten permute
+    transpose mean sum size dim __get__ __getitem__ max_pool2d avg_pool2d adaptive_avg_pool2d chunk split
+    dropout unsqueeze squeeze contiguous expand
+"""
+#: Functions that are not watched by the counter of MACs, which slows them down.
+_WITHOUT_MACS = set(_NAMES.split())
 
 
 def _shared(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
