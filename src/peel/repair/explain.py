@@ -161,8 +161,11 @@ def greedy_order(
     """
     left = torch.stack(list(covariances))
     count, spread = left.shape[1], left.diagonal(dim1=1, dim2=2)
-    value = torch.eye(count).to(left)[None] if values is None else torch.stack(list(values))
-    gained, total = left @ value @ left, (left * value).sum((1, 2)).sum()
+    if values is None:
+        gained, total = left @ left, spread.sum()
+    else:
+        value = torch.stack(list(values))
+        gained, total = left @ value @ left, (left * value).sum((1, 2)).sum()
     floor = 1e-9 * spread.amax(1, keepdim=True).clamp_min(TINY)
     channels = torch.arange(count, device=left.device)
     order, worths = [], []
