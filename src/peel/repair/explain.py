@@ -161,11 +161,9 @@ def greedy_order(
     """
     left = torch.stack(list(covariances))
     count, spread = left.shape[1], left.diagonal(dim1=1, dim2=2)
-    if values is None:
-        gained, total = left @ left, spread.sum()
-    else:
-        value = torch.stack(list(values))
-        gained, total = left @ value @ left, (left * value).sum((1, 2)).sum()
+    value = None if values is None else torch.stack(list(values))
+    gained = left @ left if value is None else left @ value @ left
+    total = spread.sum() if value is None else (left * value).sum((1, 2)).sum()
     floor = 1e-9 * spread.amax(1, keepdim=True).clamp_min(TINY)
     channels = torch.arange(count, device=left.device)
     order, worths = [], []
