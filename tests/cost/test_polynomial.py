@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import peel
-from helpers.graphs import traced_net, traced_zoo
-from helpers.nets import NETS, Attention, Chain, Depthwise, Flattened, Grouped, Net
+from helpers.graphs import by_layer, make_divisible, scaled, traced_net, traced_zoo
+from helpers.nets import NETS, Attention, Chain, Depthwise, Flattened, Net
 from peel.cost.count import count_macs, plain_attention
-from peel.cost.widths import make_divisible
 
 
 @st.composite
@@ -47,44 +46,34 @@ def test_count_macs_agrees_with_the_flop_counter_of_torch(kind: type[Net]) -> No
 def test_costs_worked_out_by_hand() -> None:
     _, graph = traced_net(Chain)
     # conv1: 8 filters of 3x3x3 at 8x8; conv2: 12 of 8x3x3 at 3x3; fc: 12 x 5
-    assert graph.macs_by_layer() == {"conv1": 8 * 27 * 64, "conv2": 12 * 72 * 9, "fc": 60}
+    assert by_layer(graph.mac_cost, graph.units()) == {"conv1": 8 * 27 * 64, "conv2": 12 * 72 * 9, "fc": 60}
     assert graph.params() == (8 * 27 + 8) + 16 + (12 * 72 + 12) + 12 + (60 + 5)
     _, graph = traced_net(Flattened)
-    assert graph.macs_by_layer({"conv": 2, "hidden": 3}) == {"conv": 2 * 27 * 16, "hidden": 32 * 3, "fc": 15}
+    assert by_layer(graph.mac_cost, graph.units({"conv": 2, "hidden": 3})) == {
+        "conv": 2 * 27 * 16,
+        "hidden": 32 * 3,
+        "fc": 15,
+    }
 
 
 @pytest.mark.parametrize("kind", NETS, ids=lambda kind: kind.__name__)
 def test_costs_by_layer_and_group_add_up_to_the_total(kind: type[Net]) -> None:
     _, graph = traced_net(kind)
-    for total, by_layer, by_group in (
-        (graph.macs(), graph.macs_by_layer(), graph.macs_by_group()),
-        (graph.params(), graph.params_by_layer(), graph.params_by_group()),
+    for total, layers, by_group in (
+        (graph.macs(), by_layer(graph.mac_cost, graph.units()), graph.macs_by_group()),
+        (graph.params(), by_layer(graph.param_cost, graph.units()), graph.params_by_group()),
     ):
-        assert sum(by_layer.values()) == total
+        assert sum(layers.values()) == total
         assert sum(by_group.values()) == total
 
 
 def test_many_candidates_cost_the_same_as_one_by_one() -> None:
     _, graph = traced_zoo("mobilenet_v2")
-    rows = np.random.default_rng(0).integers(1, 2000, size=(50, len(graph.widths)))
-    assert graph.macs_many(rows).tolist() == [
-        graph.macs(dict(zip(graph.widths, map(int, row), strict=False))) for row in rows
+    rows = np.random.default_rng(0).integers(100, 2000, size=(50, len(graph.widths)))
+    steps = np.array(list(graph.steps.values()))
+    assert graph.mac_cost.total((rows // steps).T).tolist() == [
+        graph.macs(dict(zip(graph.widths, map(int, row // steps * steps), strict=True))) for row in rows
     ]
-    assert graph.params_many(rows).tolist() == [
-        graph.params(dict(zip(graph.widths, map(int, row), strict=False))) for row in rows
-    ]
-    dicts = [graph.widths.scale(factor) for factor in (0.3, 0.7)]
-    assert graph.macs_many(dicts).tolist() == [graph.macs(widths) for widths in dicts]
-
-
-def test_many_candidates_are_checked() -> None:
-    _, graph = traced_net(Grouped)
-    with pytest.raises(
-        peel.WidthsError, match="row 1: the width of reduce must be a positive multiple of 4, not 6"
-    ):
-        graph.macs_many(np.array([[12, 16], [6, 16]]))
-    with pytest.raises(peel.WidthsError, match="2 columns"):
-        graph.macs_many(np.ones((3, 5), dtype=int))
 
 
 @pytest.mark.parametrize(
@@ -125,9 +114,9 @@ def test_fixed_tie_may_be_given_at_its_own_width() -> None:
 def test_networks_of_the_paper_cost_what_was_recounted(name: str, conv: float, classifier: float) -> None:
     model, graph = traced_zoo(name)
     linear = {layer for layer, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    by_layer = graph.macs_by_layer()
-    assert round(sum(macs for layer, macs in by_layer.items() if layer not in linear) / 1e6, 2) == conv
-    assert round(sum(macs for layer, macs in by_layer.items() if layer in linear) / 1e6, 2) == classifier
+    layers = by_layer(graph.mac_cost, graph.units())
+    assert round(sum(macs for layer, macs in layers.items() if layer not in linear) / 1e6, 2) == conv
+    assert round(sum(macs for layer, macs in layers.items() if layer in linear) / 1e6, 2) == classifier
 
 
 @pytest.mark.parametrize(
@@ -145,13 +134,13 @@ def test_networks_of_the_paper_cost_what_was_recounted(name: str, conv: float, c
 )
 def test_uniform_resnets_of_the_paper(name: str, factor: float, divisor: int, millions: float) -> None:
     _, graph = traced_zoo(name)
-    macs = graph.macs(graph.widths.scale(factor, divisor=divisor)) / 1e6
+    macs = graph.macs(scaled(graph.widths, factor, divisor=divisor)) / 1e6
     assert round(macs, 1 if millions % 1 else 0) == millions
 
 
 def test_frozen_stem_of_resnet50_costs_more() -> None:
     _, graph = traced_zoo("resnet50")
-    assert round(graph.macs(graph.widths.scale(0.25, divisor=8, freeze=["conv1"])) / 1e6) == 379
+    assert round(graph.macs(scaled(graph.widths, 0.25, divisor=8, freeze="conv1")) / 1e6) == 379
 
 
 @pytest.mark.parametrize(
@@ -175,13 +164,13 @@ def test_uniform_mobilenets_of_the_paper(
     widths: dict[str, int] = {}
     stream = 0
     for name, width in graph.widths.items():
-        scaled = make_divisible(width * factor, divisor) if divisor > 1 else round(width * factor)
+        new = make_divisible(width * factor, divisor) if divisor > 1 else round(width * factor)
         if name == "features.18.0":
-            widths[name] = width if freeze_last else scaled
+            widths[name] = width if freeze_last else new
         elif name.endswith(".conv.0.0"):
             widths[name] = 6 * stream
         else:
-            widths[name] = stream = scaled
+            widths[name] = stream = new
     digits = len(str(millions).partition(".")[2]) if isinstance(millions, float) else 0
     assert round(graph.macs(widths) / 1e6, digits) == millions
 
@@ -215,6 +204,6 @@ def test_quadratic_and_linear_part_of_the_cost(
 def test_activation_memory_follows_the_widths() -> None:
     _, graph = traced_zoo("resnet18")
     assert graph.activation_bytes() >= 64 * 112 * 112 * 4
-    assert graph.activation_bytes(graph.widths.scale(0.5)) == pytest.approx(
+    assert graph.activation_bytes(scaled(graph.widths, 0.5)) == pytest.approx(
         graph.activation_bytes() / 2, rel=0.2
     )

@@ -47,12 +47,12 @@ def scaled(graph: peel.ChannelGraph, low: float, high: float) -> dict[str, int]:
 def test_network_is_right_or_fixed_or_refused(case: Case) -> None:
     model = case.build()
     graph = peel.trace(model, case.example)
-    assert {tie for tie in graph.widths if tie not in case.either} == set(case.free), graph.fixed
+    assert set(graph.widths) == set(case.free), graph.fixed
     assert all(graph.fixed.values()), "a reason is empty"
-    assert set(graph.inexact) - set(case.either) == set(case.inexact) - set(case.either), graph.inexact
+    assert set(graph.inexact) == set(case.inexact), graph.inexact
 
     verification = peel.verify(model, case.example, graph=graph)
-    assert verification.passed, str(verification)
+    assert verification.passed or case.computed, str(verification)
 
     uncounted = counted_macs(case.build(), case.example) - graph.macs()
     assert uncounted == 0 or "lstm" in str(graph.unknown_operators)  # torch does not count a fused LSTM

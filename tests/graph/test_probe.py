@@ -60,7 +60,6 @@ def test_a_number_that_equals_a_width_by_chance_keeps_its_value() -> None:
 
 def test_a_scale_computed_from_a_width_follows_it() -> None:
     model, graph = traced(CASE["scale_from_the_shape"])
-    assert "x.shape[1] ** -0.5" in graph.inexact["a"]
     half = peel.slim(model, {"a": 8}, graph=graph)
     x = CASE["scale_from_the_shape"].example[0]
     with torch.no_grad():

@@ -1,8 +1,9 @@
 """Small networks that try to make the analysis wrong without a word, each with the outcome that it must have.
 
-`free` names the ties whose widths may change; `either` those that may be free or fixed, depending on how
-much the rules know; every other tie must be fixed, with a reason. `inexact` names the free ties for which
-cutting is not zeroing. At the widths in `refused`, `slim` must refuse with a line of this file.
+`free` names the ties whose widths may change, as far as the rules know today; every other tie must be fixed,
+with a reason. `inexact` names the free ties for which cutting is not zeroing. From widths in `computed` the
+code computes numbers that are no lengths: there only `verify` says so. At the widths in `refused`, `slim`
+must refuse with a line of this file.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Case:
     parts: Callable[[], dict[str, Any]]
     body: Callable[..., Any]
     free: tuple[str, ...] = ()
-    either: tuple[str, ...] = ()
     inexact: tuple[str, ...] = ()
+    computed: tuple[str, ...] = ()
     refused: Mapping[str, int] = field(default_factory=dict)
     shapes: tuple[tuple[int, ...], ...] = (IMAGE,)
     nest: Callable[..., tuple[Any, ...]] = lambda *tensors: tensors
@@ -67,14 +68,14 @@ def case(
     parts: Callable[[], dict[str, Any]],
     free: str = "",
     *,
-    either: str = "",
     inexact: str = "",
+    computed: str = "",
     refused: Mapping[str, int] | None = None,
     shapes: tuple[tuple[int, ...], ...] = (IMAGE,),
     nest: Callable[..., tuple[Any, ...]] = lambda *tensors: tensors,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def add(body: Callable[..., Any]) -> Callable[..., Any]:
-        names = (tuple(words.split()) for words in (free, either, inexact))
+        names = (tuple(words.split()) for words in (free, inexact, computed))
         CASES.append(Case(body.__name__, parts, body, *names, refused or {}, shapes, nest))
         return body
 
@@ -136,7 +137,7 @@ def flow_of_data_depends_on_width(self, x):
     return self.b(y if x.shape[1] >= 24 else x)
 
 
-@case(lambda: {"a": conv(3, 32), "b": conv(32, 12)}, "a b", inexact="a")
+@case(lambda: {"a": conv(3, 32), "b": conv(32, 12)}, "a b", computed="a")
 def number_depends_on_width(self, x):
     x = self.a(x)
     return self.b(x * (0.5 if x.shape[1] < 20 else 1.0))
@@ -275,14 +276,14 @@ def stored_width_as_a_scale(self, x):
     return self.b(x.reshape(x.shape[0], x.shape[1], -1, 8) * self.dim**-0.5)
 
 
-@case(lambda: {"a": conv(3, 16), "b": conv(16, 12), "dim": 8}, "a b", inexact="a")
+@case(lambda: {"a": conv(3, 16), "b": conv(16, 12), "dim": 8}, "a b", computed="a")
 def stored_width_as_a_length_and_a_scale(self, x):
     x = self.a(x)
     u, v = torch.split(x, self.dim, 1)
     return self.b(torch.cat([relu(u), v], 1) * self.dim**-0.5)
 
 
-@case(lambda: {"a": conv(3, 32), "b": conv(32, 12)}, "a b", inexact="a")
+@case(lambda: {"a": conv(3, 32), "b": conv(32, 12)}, "a b", computed="a")
 def scale_from_the_shape(self, x):
     x = self.a(x)
     return self.b(x) * x.shape[1] ** -0.5
@@ -372,11 +373,7 @@ def last_block_back_to_the_first(self, x):
 # Groups and shuffles
 
 
-@case(
-    lambda: {"a": conv(3, 4), "b": conv(3, 8), "g": conv(12, 12, groups=3), "c": conv(12, 10)},
-    "c",
-    either="a b g",
-)
+@case(lambda: {"a": conv(3, 4), "b": conv(3, 8), "g": conv(12, 12, groups=3), "c": conv(12, 10)}, "a g c")
 def uneven_parts_in_a_grouped_layer(self, x):
     return self.c(relu(self.g(torch.cat([self.a(x), self.b(x)], 1))))
 
@@ -397,9 +394,7 @@ def depthwise_by_hand(self, x):
     return self.c(F.conv2d(x, self.kernel, padding=1, groups=x.shape[1]))
 
 
-@case(
-    lambda: {"a": conv(3, 12), "g": conv(12, 12, groups=3), "c": conv(12, 10)}, "a c", either="g", inexact="a"
-)
+@case(lambda: {"a": conv(3, 12), "g": conv(12, 12, groups=3), "c": conv(12, 10)}, "a c", inexact="a")
 def shuffle_between_grouped_layers(self, x):
     return self.c(self.g(F.channel_shuffle(self.g(self.a(x)), 3)))
 
@@ -426,24 +421,24 @@ def channels_in_another_order(self, x):
     return self.b(self.a(x)[:, self.order])
 
 
-@case(lambda: {"a": conv(3, 8), "b": conv(8, 12)}, "b", either="a")
+@case(lambda: {"a": conv(3, 8), "b": conv(8, 12)}, "b")
 def channels_reversed(self, x):
     return self.b(self.a(x).flip(1))
 
 
-@case(lambda: {"a": conv(3, 16), "b": conv(8, 12)}, "b", either="a")
+@case(lambda: {"a": conv(3, 16), "b": conv(8, 12)}, "b")
 def maximum_of_pairs(self, x):
     x = self.a(x)
     n, c, h, w = x.shape
     return self.b(x.view(n, c // 2, 2, h, w).amax(2))
 
 
-@case(lambda: {"a": conv(3, 12), "b": conv(6, 12)}, "b", either="a")
+@case(lambda: {"a": conv(3, 12), "b": conv(6, 12)}, "b")
 def every_second_channel(self, x):
     return self.b(self.a(x)[:, ::2])
 
 
-@case(lambda: {"a": conv(3, 12), "b": conv(12, 12)}, "b", either="a a[0:4] a[4:12]")
+@case(lambda: {"a": conv(3, 12), "b": conv(12, 12)}, "b")
 def channels_written_in_place(self, x):
     x = self.a(x)
     x[:, :4] = x[:, :4] * 2
@@ -533,17 +528,15 @@ def convolution_along_the_channels(self, x):
 # Computed weights
 
 
-@case(
-    lambda: {"a": conv(3, 8), "b": parametrizations.spectral_norm(conv(8, 12))}, either="a b", inexact="a b"
-)
+@case(lambda: {"a": conv(3, 8), "b": parametrizations.spectral_norm(conv(8, 12))})
 def spectral_norm_of_a_weight(self, x):
     return self.b(relu(self.a(x)))
 
 
 @case(
     lambda: {"a": conv(3, 8), "u": nn.Parameter(torch.randn(12, 4)), "v": nn.Parameter(torch.randn(4, 8))},
-    "",
-    either="a u v",
+    "a u",
+    inexact="a",
 )
 def weight_of_low_rank(self, x):
     x = self.a(x).flatten(2).transpose(1, 2)
@@ -561,7 +554,8 @@ def masked_weight(self, x):
 
 @case(
     lambda: {"a": conv(3, 8), "w": nn.Parameter(torch.randn(3, 12, 8, 1, 1)), "route": nn.Linear(8, 3)},
-    either="a w route",
+    "a w",
+    inexact="a",
 )
 def weights_of_experts(self, x):
     x = self.a(x)
@@ -569,7 +563,7 @@ def weights_of_experts(self, x):
     return F.conv2d(x, (self.w * gates.view(3, 1, 1, 1, 1)).sum(0))
 
 
-@case(lambda: {"a": conv(3, 8), "make": nn.Linear(8, 96)}, "", either="a make")
+@case(lambda: {"a": conv(3, 8), "make": nn.Linear(8, 96)})
 def weight_made_from_the_input(self, x):
     x = self.a(x)
     weight = self.make(x.mean((0, 2, 3))).view(12, 8, 1, 1)
@@ -590,17 +584,13 @@ def sum_of_two_weights(self, x):
 # Recurrent layers, attention, other operators
 
 
-@case(lambda: {"a": conv(3, 8), "b": conv(8, 6), "rnn": nn.LSTM(48, 10, batch_first=True)}, "a", either="b")
+@case(lambda: {"a": conv(3, 8), "b": conv(8, 6), "rnn": nn.LSTM(48, 10, batch_first=True)}, "a")
 def lstm_over_columns(self, x):
     x = self.b(relu(self.a(x))).permute(0, 3, 1, 2).flatten(2)
     return self.rnn(x)[0].transpose(1, 2)
 
 
-@case(
-    lambda: {"a": conv(3, 8), "b": conv(8, 6), "cell": nn.GRUCell(6, 6), "c": nn.Linear(6, 9)},
-    "a c",
-    either="b cell",
-)
+@case(lambda: {"a": conv(3, 8), "b": conv(8, 6), "cell": nn.GRUCell(6, 6), "c": nn.Linear(6, 9)}, "a c")
 def gru_cell_over_positions(self, x):
     x = self.b(relu(self.a(x))).flatten(2)
     state = x[:, :, 0]
@@ -609,11 +599,7 @@ def gru_cell_over_positions(self, x):
     return self.c(state)
 
 
-@case(
-    lambda: {"a": conv(3, 8), "att": nn.MultiheadAttention(8, 2, batch_first=True), "c": conv(8, 9)},
-    "c",
-    either="a att",
-)
+@case(lambda: {"a": conv(3, 8), "att": nn.MultiheadAttention(8, 2, batch_first=True), "c": conv(8, 9)}, "c")
 def attention_after_a_convolution(self, x):
     x = self.a(x)
     y = x.flatten(2).transpose(1, 2)
@@ -629,12 +615,7 @@ def norms_without_batches(self, x):
     return self.m(self.b(relu(self.n(self.a(x)))))
 
 
-@case(
-    lambda: {"a": conv(3, 8), "g": nn.Parameter(torch.ones(8, 1, 1)), "b": conv(8, 12)},
-    "b",
-    either="a",
-    inexact="a",
-)
+@case(lambda: {"a": conv(3, 8), "g": nn.Parameter(torch.ones(8, 1, 1)), "b": conv(8, 12)}, "a b", inexact="a")
 def layer_norm_by_hand(self, x):
     x = self.a(x)
     mean = x.mean(1, keepdim=True)
@@ -642,7 +623,7 @@ def layer_norm_by_hand(self, x):
     return self.b((x - mean) / (var + 1e-5).sqrt() * self.g)
 
 
-@case(lambda: {"a": conv(3, 8), "m": nn.Parameter(torch.randn(8, 12))}, "", either="a m")
+@case(lambda: {"a": conv(3, 8), "m": nn.Parameter(torch.randn(8, 12))}, "a m")
 def product_with_a_parameter(self, x):
     return torch.einsum("nchw,cd->ndhw", self.a(x), self.m)
 
@@ -670,18 +651,18 @@ def scale_and_shift_by_tensor_split(self, x):
     return self.b(self.a(x) * scale + shift)
 
 
-@case(lambda: {"a": conv(3, 8), "b": conv(72, 12)}, "b", either="a")
+@case(lambda: {"a": conv(3, 8), "b": conv(72, 12)}, "a b")
 def patches_by_unfold(self, x):
     x = self.a(x)
     return self.b(F.unfold(x, 3, padding=1).view(x.shape[0], -1, *x.shape[2:]))
 
 
-@case(lambda: {"a": conv(3, 8), "b": conv(8, 12)}, "b", either="a")
+@case(lambda: {"a": conv(3, 8), "b": conv(8, 12)}, "b")
 def sum_along_the_channels(self, x):
     return self.b(self.a(x).cumsum(1))
 
 
-@case(lambda: {"a": conv(3, 8), "b": conv(4, 12)}, "b", either="a")
+@case(lambda: {"a": conv(3, 8), "b": conv(4, 12)}, "b")
 def largest_four_channels(self, x):
     return self.b(self.a(x).topk(4, 1).values)
 
@@ -693,9 +674,7 @@ def spatial_gate_over_channels(self, x):
     return self.b(x * torch.sigmoid(self.c(gate)))
 
 
-@case(
-    lambda: {"a": conv(3, 8), "b": conv(4, 10), "c": conv(8, 10)}, "b", shapes=(IMAGE, (4, 8, 8)), either="a"
-)
+@case(lambda: {"a": conv(3, 8), "b": conv(4, 10), "c": conv(8, 10)}, "b a", shapes=(IMAGE, (4, 8, 8)))
 def two_inputs_of_different_widths(self, x, y):
     return self.b(y) + self.c(relu(self.a(x)))
 
@@ -717,7 +696,7 @@ def dense_with_the_image(self, x):
     return self.c(torch.cat([a, self.b(a)], 1))
 
 
-@case(lambda: {"a": conv(3, 8), "b": conv(8, 12)}, "b", either="a")
+@case(lambda: {"a": conv(3, 8), "b": conv(8, 12)}, "b")
 def spectrum_of_the_channels(self, x):
     return self.b(torch.fft.fft(self.a(x), dim=1).real)
 
@@ -736,20 +715,20 @@ def branch_that_is_zero_at_first(self, x):
 # Lengths from elsewhere
 
 
-@case(lambda: {"a": conv(3, 8), "b": conv(8, 16), "c": conv(16, 10)}, "c", either="a b")
+@case(lambda: {"a": conv(3, 8), "b": conv(8, 16), "c": conv(16, 10)}, "a c")
 def zeros_for_the_missing_channels(self, x):
     x = self.a(x)
     y = self.b(x)
     return self.c(y + F.pad(x, (0, 0, 0, 0, 0, y.shape[1] - x.shape[1])))
 
 
-@case(lambda: {"a": conv(3, 16), "b": conv(3, 8), "c": conv(8, 10)}, "c", either="a a[0:8] a[8:16] b")
+@case(lambda: {"a": conv(3, 16), "b": conv(3, 8), "c": conv(8, 10)}, "a c")
 def as_many_channels_as_the_other(self, x):
     a, b = self.a(x), self.b(x)
     return self.c(a[:, : b.shape[1]] + b)
 
 
-@case(lambda: {"a": conv(3, 16), "b": conv(3, 16), "c": conv(16, 10)}, "c", either="a b")
+@case(lambda: {"a": conv(3, 16), "b": conv(3, 16), "c": conv(16, 10)}, "c")
 def length_of_another_layer_by_chance(self, x):
     a, b = self.a(x), self.b(x)
     return self.c(b.reshape(b.shape[0], a.shape[1], *b.shape[2:])) + a.mean(1, keepdim=True)
@@ -761,27 +740,19 @@ def length_of_another_narrow_layer_by_chance(self, x):
     return self.c(b.reshape(b.shape[0], a.shape[1], *b.shape[2:])) + a.mean(1, keepdim=True)
 
 
-@case(lambda: {"a": conv(3, 8), "w": nn.Parameter(torch.randn(12, 16, 1, 1))}, either="a w")
+@case(lambda: {"a": conv(3, 8), "w": nn.Parameter(torch.randn(12, 16, 1, 1))}, "a w", inexact="a")
 def slice_of_a_longer_weight(self, x):
     x = self.a(x)
     return F.conv2d(x, self.w[:, : x.shape[1]])
 
 
-@case(
-    lambda: {"a": conv(3, 8), "b": conv(8, 12), "pos": nn.Parameter(torch.randn(1, 32, 1, 1))},
-    "b",
-    either="a",
-)
+@case(lambda: {"a": conv(3, 8), "b": conv(8, 12), "pos": nn.Parameter(torch.randn(1, 32, 1, 1))}, "a b")
 def slice_of_a_longer_embedding(self, x):
     x = self.a(x)
     return self.b(x + self.pos[:, : x.shape[1]])
 
 
-@case(
-    lambda: {"a": conv(3, 8), "b": conv(8, 12), "g": 8, "k": nn.Parameter(torch.randn(8, 1, 3, 3))},
-    "b",
-    either="a",
-)
+@case(lambda: {"a": conv(3, 8), "b": conv(8, 12), "g": 8, "k": nn.Parameter(torch.randn(8, 1, 3, 3))}, "b")
 def number_of_groups_in_an_attribute(self, x):
     return self.b(F.conv2d(self.a(x), self.k, padding=1, groups=self.g))
 
@@ -792,7 +763,7 @@ def width_in_a_dictionary(self, x):
     return self.b(x.view(x.shape[0], self.config["width"], 8, 8))
 
 
-@case(lambda: {"a": conv(3, 16), "b": conv(16, 12), "expected": 16, "d": conv(16, 16)}, "b d", either="a")
+@case(lambda: {"a": conv(3, 16), "b": conv(16, 12), "expected": 16, "d": conv(16, 16)}, "d b")
 def attribute_is_compared_with_the_shape(self, x):
     x = self.a(x)
     if x.shape[1] == self.expected:
@@ -800,30 +771,30 @@ def attribute_is_compared_with_the_shape(self, x):
     return self.b(x)
 
 
-@case(lambda: {"a": conv(3, 16), "b": conv(16, 12)}, "b", either="a")
+@case(lambda: {"a": conv(3, 16), "b": conv(16, 12)}, "b")
 def branch_on_the_shape_of_a_weight(self, x):
     x = self.a(x)
     return self.b(relu(x) if self.a.weight.shape[0] > 12 else x)
 
 
-@case(lambda: {"a": conv(3, 8), "b": conv(8, 12)}, "a b", inexact="a b")
+@case(lambda: {"a": conv(3, 8), "b": conv(8, 12)}, "a b", computed="a b")
 def number_of_parameters_as_a_scale(self, x):
     return self.b(self.a(x)) / sum(p.numel() for p in (*self.a.parameters(), *self.b.parameters()))
 
 
-@case(lambda: {"a": conv(3, 12), "n": nn.Parameter(torch.ones(12)), "b": conv(12, 10)}, "b", either="a")
+@case(lambda: {"a": conv(3, 12), "n": nn.Parameter(torch.ones(12)), "b": conv(12, 10)}, "b")
 def groups_computed_from_the_width(self, x):
     x = self.a(x)
     return self.b(F.group_norm(x, x.shape[1] // 4, self.n))
 
 
-@case(lambda: {"a": conv(3, 8), "b": conv(4, 10)}, "b", either="a")
+@case(lambda: {"a": conv(3, 8), "b": conv(4, 10)}, "b")
 def channels_pooled_to_four(self, x):
     x = self.a(x).permute(0, 2, 3, 1).flatten(1, 2)
     return self.b(F.adaptive_avg_pool1d(x, 4).transpose(1, 2).unflatten(2, (8, 8)))
 
 
-@case(lambda: {"a": conv(3, 8), "h": nn.Linear(64, 10)}, "h", either="a")
+@case(lambda: {"a": conv(3, 8), "h": nn.Linear(64, 10)}, "h")
 def products_of_all_pairs_of_channels(self, x):
     x = self.a(x).flatten(2)
     return relu(self.h((x @ x.transpose(1, 2)).flatten(1)))
@@ -832,7 +803,6 @@ def products_of_all_pairs_of_channels(self, x):
 @case(
     lambda: {"a": conv(3, 8), "h": nn.Linear(8, 64), "u": nn.Unflatten(1, (16, 2, 2)), "b": conv(16, 10)},
     "a b",
-    either="h",
 )
 def map_from_a_vector(self, x):
     return self.b(self.u(relu(self.h(self.a(x).mean((2, 3))))))
@@ -843,7 +813,7 @@ def channels_repeated(self, x):
     return self.b(self.a(x).repeat(1, 2, 1, 1))
 
 
-@case(lambda: {"a": conv(3, 8), "q": conv(8, 8), "k": conv(8, 8), "c": conv(8, 9)}, "c", either="a q k")
+@case(lambda: {"a": conv(3, 8), "q": conv(8, 8), "k": conv(8, 8), "c": conv(8, 9)}, "a q c", inexact="q")
 def attention_by_products_of_maps(self, x):
     x = self.a(x)
     q, k = self.q(x).flatten(2), self.k(x).flatten(2)
@@ -851,7 +821,7 @@ def attention_by_products_of_maps(self, x):
     return self.c((x.flatten(2) @ weights.transpose(1, 2)).view_as(x))
 
 
-@case(lambda: {"a": conv(3, 8), "mix": nn.Bilinear(8, 8, 6)}, either="a mix")
+@case(lambda: {"a": conv(3, 8), "mix": nn.Bilinear(8, 8, 6)})
 def bilinear_layer(self, x):
     x = self.a(x).mean((2, 3))
     return self.mix(x, x.flip(0))

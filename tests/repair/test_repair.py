@@ -628,7 +628,7 @@ def test_the_channels_that_explain_the_others_are_chosen_first(seed: int) -> Non
 
 def test_the_greedy_order_prefers_a_channel_that_others_follow() -> None:
     strong, pair = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, 0.9, 0.9])
-    order = greedy_order(torch.outer(strong, strong) + torch.outer(pair, pair))
+    order, _ = greedy_order([torch.outer(strong, strong) + torch.outer(pair, pair)])
     assert int(order.argmin()) in (1, 2) and int(order.argmax()) in (1, 2)
 
 
@@ -636,7 +636,7 @@ def test_with_fewer_samples_than_channels_the_rest_follow_by_their_variance() ->
     torch.manual_seed(0)
     samples = torch.randn(5, 12).double()
     covariance = torch.cov(samples.T, correction=0)
-    full, short = greedy_order(covariance), greedy_order(covariance, rank=4)
+    (full, _), (short, _) = greedy_order([covariance]), greedy_order([covariance], rank=4)
     # Four channels explain all others, and come first in both.
     assert full.topk(4).indices.tolist() == short.topk(4).indices.tolist()
     rest = short.argsort(descending=True)[4:]

@@ -226,7 +226,7 @@ def at_share(name: str, share: str) -> tuple[ChannelGraph, peel.Widths, peel.Wid
     [(3, 8), (25, 32), (33, 64), (48, 64), (64, 64), (65, 96), (97, 128), (129, 192), (193, 256), (400, 448)],
 )
 def test_ties_between_convolutions_are_raised_to_tiles(width: int, wanted: int) -> None:
-    """As measured by benchmarks/train.py --parts layers."""
+    """As measured on an H200."""
     model, graph = traced_zoo("cifar_resnet18", 16)
     last = list(graph.widths)[-1]
     widths = {last: width}

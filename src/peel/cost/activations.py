@@ -31,6 +31,8 @@ class ActivationCost:
     def total(self, units: Sequence[float]) -> float:
         """Bytes alive at the peak. Units may be fractions, and arrays of many candidates."""
         end = max((activation.last for activation in self.activations), default=0)
+        # A sweep over the operators: a tensor adds its size where it is made and takes it back behind its
+        # last use. At its last use it is still alive, beside the result of that operator: so `last + 1`.
         change: list[Any] = [0] * (end + 2)
         for forms, element_bytes, first, last in self.activations:
             size = prod((form.value(units) for form in forms), start=element_bytes)
@@ -40,5 +42,6 @@ class ActivationCost:
         alive: Any = 0.0
         for delta in change:
             alive = alive + delta
+            # By elements, where units are arrays of many candidates.
             peak = np.maximum(peak, alive)
         return peak if isinstance(peak, np.ndarray) else float(peak)  # type: ignore[return-value]

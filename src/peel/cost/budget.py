@@ -40,6 +40,7 @@ def parse_budget(budget: Budget, original: int, resource: str = "macs") -> int:
     >>> parse_budget("1.1G", 4_089_184_256)
     1100000000
     """
+    # A latency as text needs its unit: nobody means 8 nanoseconds by "8". Fractions below 1 have none.
     number, suffix = _split(budget)
     suffixes = _SUFFIXES.get(resource, _COUNTS)
     has_no_unit = resource == "latency" and isinstance(budget, str) and not suffix and number >= 1

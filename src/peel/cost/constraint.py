@@ -6,16 +6,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import BudgetError
 from ..utils.bisection import solve_increasing
 from .budget import Budget, format_cost, format_exact, parse_budget, parse_limits
-from .costed import Cost, Costed, cost_of, fractional_units
+from .costed import Cost, cost_of, fractional_units
 from .rounding import Divisor, Rounding, check_divisor
 from .widths import Widths
+
+if TYPE_CHECKING:
+    from ..graph.channel_graph import ChannelGraph
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +28,7 @@ class Constraint:
     Unless `grow` is set, no network costs more than the original in any resource.
     """
 
-    graph: Costed
+    graph: ChannelGraph
     resource: str
     """The one that is spent: of several limits, the one that allows the narrowest uniform network."""
     limits: Mapping[str, int]
@@ -40,7 +43,7 @@ class Constraint:
     @classmethod
     def of(
         cls,
-        graph: Costed,
+        graph: ChannelGraph,
         budget: Budget,
         *,
         resource: str = "macs",
@@ -63,6 +66,7 @@ class Constraint:
         given = {**(limits or {}), **(several or {resource: budget})}
         originals = {name: ceil(cost_of(graph, name)(graph.units())) for name in given}
         amounts = {name: parse_budget(given[name], originals[name], name) for name in given}
+        # Of several limits, the one that a uniform network reaches first takes the place of the budget.
         if several:
             resource = binding_limit(graph, graph.widths, {name: amounts[name] for name in several})
         if amounts[resource] > originals[resource] and not grow:
@@ -167,6 +171,7 @@ class Constraint:
         """
         chosen = self if freeze is None else replace(self, freeze=frozenset(freeze))
         rounding = Rounding(chosen, at_least)
+        # Bounds of single ties first: they may lower the cost below the limit, or raise it above.
         units = rounding.clamp(fractional_units(self.graph, ideal))
         return rounding.widths(units if chosen.load(units) <= 1 else rounding.scaled(units))
 
@@ -183,7 +188,7 @@ def _relative(cost: Cost, amount: int) -> Cost:
     return lambda units: cost(units) / amount
 
 
-def binding_limit(graph: Costed, widths: Mapping[str, float], amounts: Mapping[str, int]) -> str:
+def binding_limit(graph: ChannelGraph, widths: Mapping[str, float], amounts: Mapping[str, int]) -> str:
     """The resource that is used up first as all widths grow by one factor."""
     units = fractional_units(graph, widths)
 
@@ -195,7 +200,7 @@ def binding_limit(graph: Costed, widths: Mapping[str, float], amounts: Mapping[s
 
 
 def uniform(
-    graph: Costed,
+    graph: ChannelGraph,
     budget: Budget,
     *,
     resource: str = "macs",
@@ -220,7 +225,7 @@ def uniform(
 
 
 def round_to_budget(
-    graph: Costed,
+    graph: ChannelGraph,
     ideal: Mapping[str, float],
     budget: Budget,
     *,

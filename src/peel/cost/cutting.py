@@ -1,10 +1,16 @@
 """Widths from what each layer is worth: cut where the least is lost for the cost."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from .constraint import Constraint
-from .costed import Costed, cost_of, fractional_units
+from .costed import cost_of, fractional_units
 from .widths import Widths
+
+if TYPE_CHECKING:
+    from ..graph.channel_graph import ChannelGraph
 
 #: No layer keeps less than this fraction of its channels, or than half of those in the uniform network.
 FLOOR = 0.1
@@ -33,6 +39,7 @@ def cut_to_budget(constraint: Constraint, losses: Mapping[str, Sequence[float]])
 
     fits = constraint.allows
     while not fits(widths):
+        # The limit that is exceeded most is cut for. It may be another one in the next sweep.
         uses = constraint.used(widths)
         binding = max(uses, key=lambda name: uses[name])
         now = uses[binding]
@@ -50,6 +57,9 @@ def cut_to_budget(constraint: Constraint, losses: Mapping[str, Sequence[float]])
             if all(narrower[tie] == widths[tie] for tie in free):
                 break
             widths |= narrower
+        # `now` is the part of its limit that the binding resource uses. All ties are compared again after a
+        # cut of 2 % of that: what a block saves depends on the other widths. Not more than what is above the
+        # limit, `now - 1`, is cut.
         wanted = min(SWEEP * now, now - 1)
         for _, saved, tie, width in sorted(cuts):
             widths[tie] = width
@@ -60,7 +70,10 @@ def cut_to_budget(constraint: Constraint, losses: Mapping[str, Sequence[float]])
 
 
 def _share_rest(
-    graph: Costed, widths: Mapping[str, float], free: Iterable[str], fits: Callable[[dict[str, float]], bool]
+    graph: ChannelGraph,
+    widths: Mapping[str, float],
+    free: Iterable[str],
+    fits: Callable[[dict[str, float]], bool],
 ) -> dict[str, float]:
     """The free layers scaled up by a common factor, as far as it fits: the last block may save too much."""
 
@@ -74,17 +87,17 @@ def _share_rest(
     return scaled(low)
 
 
-def floors_of(graph: Costed, base: Mapping[str, int], ties: Iterable[str]) -> dict[str, float]:
+def floors_of(graph: ChannelGraph, base: Mapping[str, int], ties: Iterable[str]) -> dict[str, float]:
     """The widths below which no layer is cut; `base` are those of the uniform network."""
     return {tie: max(1.0, min(FLOOR * graph.widths[tie], base[tie] / 2)) for tie in ties}
 
 
-def _narrower(graph: Costed, tie: str, width: float, floor: float, blocks: int) -> float:
+def _narrower(graph: ChannelGraph, tie: str, width: float, floor: float, blocks: int) -> float:
     """Some blocks narrower, in whole steps of the tie, and not below the floor."""
     step = graph.steps[tie]
     block = max(1, round(BLOCK * graph.widths[tie] / step)) * step
     return max(width - blocks * block, min(width, -(-floor // step) * step))
 
 
-def _lost(graph: Costed, losses: Sequence[float], tie: str, before: float, after: float) -> float:
+def _lost(graph: ChannelGraph, losses: Sequence[float], tie: str, before: float, after: float) -> float:
     return losses[int(after / graph.steps[tie])] - losses[int(before / graph.steps[tie])]

@@ -11,11 +11,11 @@ Times are in nanoseconds, so that a budget is a whole number.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,9 +26,10 @@ from ..errors import StoreError
 from ..utils.files import check_name, write_bytes
 from ..utils.text import name_of_key, short
 from ..utils.validation import Channels, Value, Whole
-from .activations import ActivationCost
-from .polynomial import CostModel, Form
-from .widths import Widths
+from .polynomial import Form
+
+if TYPE_CHECKING:
+    from ..graph.channel_graph import ChannelGraph
 
 Array = npt.NDArray[np.float64]
 Factors = tuple[Form, ...]
@@ -37,24 +38,6 @@ Factors = tuple[Form, ...]
 LONGEST = 1e15
 
 Nanoseconds = Annotated[float, Meta(ge=0, le=LONGEST)]
-
-
-class Costs(Protocol):
-    """The part of a `ChannelGraph` that a latency model needs."""
-
-    @property
-    def widths(self) -> Widths: ...
-    @property
-    def steps(self) -> Mapping[str, int]: ...
-    @property
-    def input_shapes(self) -> tuple[tuple[int, ...], ...]: ...
-    @property
-    def mac_cost(self) -> CostModel: ...
-    @property
-    def param_cost(self) -> CostModel: ...
-    @property
-    def activation_cost(self) -> ActivationCost: ...
-    def units(self, widths: Mapping[str, int] | None = None) -> list[int]: ...
 
 
 class LatencyTerm(NamedTuple):
@@ -77,7 +60,7 @@ class NetworkKey:
     params: Whole
 
     @classmethod
-    def of(cls, graph: Costs) -> NetworkKey:
+    def of(cls, graph: ChannelGraph) -> NetworkKey:
         units = graph.units(graph.widths)
         shapes = tuple(shape[1:] for shape in graph.input_shapes)
         macs, params = graph.mac_cost.total(units), graph.param_cost.total(units)
@@ -138,7 +121,7 @@ class LatencyModel:
             total = total + value
         return total if isinstance(total, np.ndarray) else float(total)
 
-    def check(self, graph: Costs) -> None:
+    def check(self, graph: ChannelGraph) -> None:
         """Refuse a graph of another network."""
         mine, other = self.network, NetworkKey.of(graph)
         if mine == other:

@@ -55,13 +55,15 @@ def product(layer: str, tie: int, forms: Sequence[Form]) -> Term:
 
 @dataclass(frozen=True)
 class CostModel:
-    """The cost of one resource: the total, by layer and by tie, for one assignment of units or for many."""
+    """The cost of one resource: the total and by tie, for one assignment of units or for many."""
 
     terms: tuple[Term, ...]
 
     @cached_property
     def _merged(self) -> tuple[int, list[Form], list[tuple[int, list[int]]]]:
         """The constant, the distinct forms, and for each distinct product its coefficient and its forms."""
+        # Layers with the same factors are one product: rounding and bisection ask for totals thousands of
+        # times.
         products: dict[tuple[Form, ...], int] = {}
         for term in self.terms:
             products[term.factors] = products.get(term.factors, 0) + term.coefficient
@@ -80,18 +82,6 @@ class CostModel:
                 product *= values[i]
             total += product
         return total  # type: ignore[no-any-return]
-
-    def many(self, units: IntArray) -> IntArray:
-        """The total of each row of units. Exact while the cost stays below 2**63."""
-        columns: Any = np.ascontiguousarray(units.T)
-        totals: IntArray = np.zeros(len(units), dtype=np.int64) + self.total(columns)
-        return totals
-
-    def by_layer(self, units: Sequence[int]) -> dict[str, int]:
-        costs: dict[str, int] = {}
-        for term in self.terms:
-            costs[term.layer] = costs.get(term.layer, 0) + term.value(units)
-        return costs
 
     def by_tie(self, units: Sequence[int]) -> dict[int, int]:
         costs: dict[int, int] = {}

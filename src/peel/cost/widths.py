@@ -7,18 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from ..errors import WidthsError
 
 
-def make_divisible(value: float, divisor: int) -> int:
-    """The rounding of the MobileNet papers: the nearest multiple, but never below 90 % of `value`."""
-    nearest = max(divisor, int(value + divisor / 2) // divisor * divisor)
-    return nearest + divisor if nearest < 0.9 * value else nearest
-
-
 class Widths(Mapping[str, int]):
-    """An immutable mapping from tie name to number of channels.
-
-    >>> Widths({"conv1": 64, "conv2": 128}).scale(0.5)
-    Widths(conv1=32, conv2=64)
-    """
+    """An immutable mapping from tie name to number of channels."""
 
     __slots__ = ("_channels",)
 
@@ -43,26 +33,6 @@ class Widths(Mapping[str, int]):
 
     def __hash__(self) -> int:
         return hash(frozenset(self._channels.items()))
-
-    def replace(self, channels: Mapping[str, int]) -> Widths:
-        """The same widths with some of them changed. An unknown name is an error."""
-        unknown = [name for name in channels if name not in self._channels]
-        if unknown:
-            raise WidthsError(f"no tie is called {unknown[0]}.")
-        return Widths({**self._channels, **channels})
-
-    def scale(self, factor: float, *, divisor: int = 1, freeze: Iterable[str] = ()) -> Widths:
-        """Every width times `factor`, rounded to a multiple of `divisor`. Ties in `freeze` keep their width.
-
-        With a divisor above 1 the rounding is `make_divisible`. Unlike `peel.uniform`, this ignores the steps
-        of ties.
-        """
-        frozen = set(freeze)
-
-        def scaled(width: int) -> int:
-            return make_divisible(width * factor, divisor) if divisor > 1 else max(1, round(width * factor))
-
-        return Widths({name: width if name in frozen else scaled(width) for name, width in self.items()})
 
 
 def _whole(name: str, width: object) -> int:

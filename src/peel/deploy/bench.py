@@ -16,12 +16,12 @@ from ..train.engine import find_device
 from ..utils.environment import count_cores
 from ..utils.process_state import preserve_process_state
 from ..utils.tables import as_text
+from ..utils.text import first_line
 from ..utils.validation import check_value
 from ..version import __version__
 from .backends import BACKENDS, available_backends, can_run, make_runner
 from .bench_table import draw_bench
 from .networks import Network, load_networks, make_network
-from .onnx_model import first_line
 from .timing import Speedup, Timing, compare, current_load, load_note, measure, spread_note
 
 

@@ -17,9 +17,10 @@ from ..graph.copying import deep_copy
 from ..surgery.info import info_of
 from ..surgery.serialization import load, save
 from ..utils.files import temporary_folder
+from ..utils.text import first_line
 from ..version import __version__
 from .networks import shape_of
-from .onnx_model import OnnxModel, first_line, write_onnx
+from .onnx_model import OnnxModel, write_onnx
 
 #: Batches that an exported file is run with.
 BATCHES = (1, 5)

@@ -25,7 +25,8 @@ PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 #: Parts of the cross-validation, and the fraction of the networks that only judge.
 FOLDS, HELD_OUT = 5, 0.25
 
-#: The original counts as so many networks: budgets are fractions of its latency, and it is timed most often.
+#: The original counts as so many networks: budgets are fractions of its latency, and it is timed most often,
+#: beside every eight networks. 32 was chosen on the networks of docs/latency.md.
 ORIGINAL_WEIGHT = 32.0
 
 #: Fewer networks cannot be fitted and judged.
@@ -48,6 +49,7 @@ def fit_latency(
     judged = max(4, round(HELD_OUT * len(units)))
     fit = _Fit.of(graph, units)
     penalty = _choose_penalty(fit, measured, len(units) - judged)
+    # The accuracy is that of a fit without the networks that judge; the model uses all.
     unseen = fit.predict(fit.solve(measured, slice(0, -judged), penalty))[-judged:]
     constant, terms = fit.terms(fit.solve(measured, slice(None), penalty))
     accuracy = Accuracy.of(unseen, measured[-judged:])
@@ -102,6 +104,8 @@ class _Fit:
         is_original = (units == graph.units(graph.widths)).all(axis=1)
         return cls(
             [(step, factors) for step in steps for factors in products],
+            # Block-diagonal: products are listed kernel step by kernel step, and each step has totals of its
+            # own, with the same coefficients.
             np.kron(np.eye(len(steps)), totals).astype(np.float64),
             np.array(values).T,
             np.where(is_original, ORIGINAL_WEIGHT, 1.0),
@@ -113,6 +117,9 @@ class _Fit:
 
     def solve(self, measured: Array, rows: Any, penalty: float) -> Array:
         """The time of each column. Squares of relative errors are minimized."""
+        # Divided by the measured time, the target is 1 for each network, and errors are relative. Divided by
+        # its mean, a column's coefficient is the fraction of the time that it explains: so one penalty fits
+        # all.
         relative = self.columns[rows] / measured[rows][:, None]
         scale = relative.mean(axis=0)
         scale[scale == 0] = 1.0

@@ -17,9 +17,9 @@ from ..graph.copying import deep_copy
 from ..report.record import RunRecord
 from ..surgery.info import SlimInfo, info_of
 from ..surgery.serialization import Input, build_original, load, read_info, saved_path
-from ..utils.text import short
+from ..utils.text import first_line, short
 from ..utils.validation import Whole, describe_error
-from .onnx_model import OnnxModel, first_line
+from .onnx_model import OnnxModel
 
 #: Files that hold weights or programs, but not a network that peel can build.
 FOREIGN = (".pt", ".pth", ".pt2", ".ckpt", ".bin", ".pb", ".tflite", ".py")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import PeelError, StoreError
 from ..utils.environment import count_cores
+from ..utils.text import first_line as first_line
 
 #: What ONNX Runtime says of an axis without a fixed length is a name, or None.
 Axis = int | str | None
@@ -101,9 +102,3 @@ def write_onnx(
     program.model.metadata_props.update({name: json.dumps(value) for name, value in metadata.items()})
     size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     program.save(str(path), external_data=size > MAX_BYTES)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its kind."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return text[:300] or type(error).__name__

@@ -13,10 +13,11 @@ from ..data.datasets import Data, balanced_order
 from ..errors import ExportError
 from ..graph.capture import untouched
 from ..train.history import Metrics
+from ..utils.text import first_line
 from .evaluation import evaluate_network
 from .export import Exported, export, folder_beside, publish
 from .networks import Network
-from .onnx_model import OnnxModel, first_line, require
+from .onnx_model import OnnxModel, require
 from .timing import Speedup, Timing, compare, measure
 
 #: How the range of an activation is chosen from the calibration images.

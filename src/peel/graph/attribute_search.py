@@ -2,18 +2,15 @@
 
 A block may keep a width in an attribute: `torch.split(x, self.width, 1)`. An integer attribute that equals a
 length with which its module's forward called an operator is guessed to be that length. The code then runs at
-other widths. Where it fails, other readings of views and cuts and other guesses are tried for the modules
-that were running. If none helps, the ties that cause the failure are fixed, with the line of code as the
-reason.
+other widths. Where it fails, other guesses are tried for the modules that were running. If none helps, the
+ties that cause the failure are fixed, with the line of code as the reason.
 """
 
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -21,14 +18,13 @@ from torch.fx import Node
 
 from ..cost.polynomial import CostModel, Form, Term
 from ..errors import TraceError
-from .axes import Axis, Symbol, axis_size, expand, fix, is_free, mark_inexact, symbols_of
+from .axes import Axis, axis_size, is_free, symbols_of
 from .call import module_of, results_of, values_in
-from .capture import TORCH, Capture, capture, with_batch
+from .capture import TORCH, Capture, with_batch
 from .channel_graph import OUTPUT, ChannelGraph
 from .interpreter import Interpreter
 from .probe import probing_units, smallest_cause
 from .program import Program, RecordedCall, Recording, predict_lengths
-from .rebuild import empty_as, rebuild
 from .recording import Failure, Twin
 from .ties import GraphBuilder
 
@@ -44,14 +40,6 @@ _FORMULA = " (torch.utils.flop_counter.register_flop_formula tells torch what an
 
 #: A number that is not itself a length in a call is taken for a width only if its name says so.
 _WIDTH_NAME = re.compile(r"chan|chs|feature|plane|width|dim|hidden|filters|inp|oup|in_c|out_c|_c$")
-
-#: Functions whose numbers are lengths, which the shapes of their results show.
-_TAKE_LENGTHS = """
-    view reshape split split_with_sizes chunk tensor_split narrow expand repeat tile unflatten flatten select
-    __getitem__ __setitem__ zeros ones empty full arange linspace rand randn new_zeros new_ones new_empty
-    new_full pad layer_norm rms_norm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
-    interpolate fold unfold multi_head_attention_forward broadcast_to index_select pixel_shuffle
-"""
 
 Guesses = dict[tuple[str, int | tuple[int, ...]], list[Any]]
 """(module, number or numbers) -> the `Form` that this may be, or a tuple of forms."""
@@ -78,17 +66,14 @@ class AttributeSearch:
         """Whether the code also runs in training mode, because it uses more parameters there."""
         self.training_calls: tuple[RecordedCall, ...] = ()
         self.operators = [node for node in captured.nodes if node.op == "call_function"]
+        self.places = {node: _place_of(node) for node in self.operators}
         self.choice: dict[tuple[str, str], int] = {}
         """(module, attribute) -> which of its guesses is in use"""
         self.use_seen: bool | None = None
         """Whether attributes may also hold lengths of axes that operators of their module only worked on."""
         self.tested: set[tuple[type, str]] = set()
         """(class, attribute): attributes that are known to be lengths, or of no effect."""
-        self.marked: set[int] = set()
-        """Calls whose numbers follow widths, and whose ties are marked."""
         self.trials = _MAX_TRIALS
-        self.read: set[Node | str] = set()
-        """Views and cuts whose other readings have been tried, and lines of code where none was right"""
 
     def run(self) -> ChannelGraph:
         graph = self._build()
@@ -96,24 +81,19 @@ class AttributeSearch:
             self._record_original(graph)
         while graph.widths:
             self.tried = [(graph.units(), self.original)]
+            # Larger widths first: no two are equal, and code that takes the first 16 of 16 channels still
+            # runs with fewer. The loop ends: each turn drops a guess, tries the seen lengths, which happens
+            # once, or fixes a tie, and a fixed tie stays fixed.
             larger, *others = probing_units(graph)
             failed = self._first_failure(graph, [larger])
-            if (
-                failed is None
-                and self._attributes_are_lengths(graph)
-                and self._shapes_are_as_predicted(graph)
-            ):
+            if failed is None and self._attributes_are_lengths(graph):
                 failed = self._first_failure(graph, others)
-                if failed is None and not self._mark_computed_numbers(graph):
+                if failed is None:
                     graph = self._with_uncounted_macs(graph)
                     return replace(graph, program=self._program(graph))
             if failed is not None:
                 failure, units = failed
-                if not (
-                    self._try_other_reading(graph, failure)
-                    or self._try_next_guess(failure)
-                    or self._try_seen_lengths(failure, units)
-                ):
+                if not (self._try_next_guess(failure) or self._try_seen_lengths(failure, units)):
                     self._fix_culprits(graph, failure, units)
             graph = self._build()
         return graph
@@ -121,8 +101,14 @@ class AttributeSearch:
     def _build(self) -> ChannelGraph:
         self.builder = GraphBuilder(self.model, self.interpreter, self.captured)
         values = self.interpreter.values.values()
-        axes = {axis: None for item in values for value in values_in(item) for axis in value}
-        self.forms = dict.fromkeys(map(self.builder.form, axes))
+        every = {axis: None for item in values for value in values_in(item) for axis in value}
+        self.forms = dict.fromkeys(map(self.builder.form, every))
+        self.shapes: dict[tuple[Any, ...], list[tuple[Form, ...]]] = defaultdict(list)
+        """(place in the code, shape) -> what the operators there return, in terms of widths"""
+        for node in self.operators:
+            for tensor, axes in zip(results_of(node), values_in(self.interpreter.values[node]), strict=False):
+                forms = tuple(map(self.builder.form, axes))
+                self.shapes[self.places[node], tuple(tensor.shape)].append(forms)
         return self.builder.build(self._attributes())
 
     # Runs at other widths
@@ -140,6 +126,7 @@ class AttributeSearch:
                 line = original.line
                 continue
             training = twin.run(training=True) if self.training else None
+            # A twin that also runs in training mode is better than one that runs in eval mode only.
             if found is None or not with_data or isinstance(training, Recording):
                 found = twin, with_data, original
             if not isinstance(training, Failure):
@@ -167,6 +154,7 @@ class AttributeSearch:
             return done
         tried = [(graph.units(), self.original), (units, done)]
         strange = predict_lengths(tried, self.forms)[1]
+        strange = self._differing_call(units, done) if strange is None else strange
         if strange is not None:
             where = self.twin.run(self.original.calls[:strange])
             modules = where.modules if isinstance(where, Failure) else ("",)
@@ -174,9 +162,23 @@ class AttributeSearch:
         # Calls that no rule covers are not counted yet. Then at least the differences must agree.
         counted, before = done.macs, self.original.macs
         predicted, expected = graph.mac_cost.total(units), graph.mac_cost.total(graph.units())
+        # A constant difference is a call without a rule: its channels are fixed, so its cost is the same.
         if counted != predicted and counted - before != predicted - expected:
             return Failure(("",), f"torch counts {counted:,} MACs, and the rules {predicted:,}{_FORMULA}")
         return done
+
+    def _differing_call(self, units: list[int], done: Recording) -> int | None:
+        """The first call with a shape that no operator on its line was predicted to return.
+
+        That each length is a known one is not enough: where 16 channels are seen as 4 x 4, either 4 may be
+        the one that follows the width, and both are known.
+        """
+        for number, (before, call) in enumerate(zip(self.original.calls, done.calls, strict=True)):
+            for old, new in zip(before.shapes, call.shapes, strict=True):
+                known = self.shapes.get((before.place, old))
+                if known and all(tuple(form.value(units) for form in forms) != new for forms in known):
+                    return number
+        return None
 
     def _first_failure(
         self, graph: ChannelGraph, several: Iterable[list[int]]
@@ -190,6 +192,7 @@ class AttributeSearch:
 
     def _with_uncounted_macs(self, graph: ChannelGraph) -> ChannelGraph:
         """Count calls that no rule covers. All their channels are fixed, so their MACs are constant."""
+        # Operators without a rule, such as fused recurrent layers.
         uncounted = self.original.macs - graph.macs()
         if uncounted <= 0:
             return graph
@@ -261,6 +264,7 @@ class AttributeSearch:
         lengths: Guesses = defaultdict(list)
         for name, places in self.findings.consumers.items():
             axes = self.interpreter.tensors[name]
+            # Axis 0 of a weight is what the layer writes: this one writes an output of the model.
             if any(symbol.fixed == OUTPUT for symbol in symbols_of(axes[0])):
                 form = self.builder.form(axes[min(places)])
                 module = name
@@ -274,6 +278,8 @@ class AttributeSearch:
         for module in reversed(failure.modules):
             for (name, attribute), guesses in self.guesses.items():
                 choice = self.choice.get((name, attribute), 0)
+                # Innermost module first: its attributes are used on the line that failed, those of outer
+                # modules also by others.
                 if name == module and choice < len(guesses):
                     self.choice[name, attribute] = choice + 1
                     return True
@@ -286,59 +292,6 @@ class AttributeSearch:
         self.use_seen = True
         self.use_seen = self._probe(self._build(), units) != failure
         return self.use_seen
-
-    def _reguess(self, module: str, follows: Callable[[ChannelGraph], bool]) -> bool:
-        """Take another guess, or none, for an attribute of a module if the code follows that one."""
-        before = dict(self.choice)
-        for name, attribute in [key for key in self.guesses if key[0] == module]:
-            first = before.get((name, attribute), 0)
-            for choice in range(first + 1, len(self.guesses[name, attribute]) + 1):
-                self.choice = {**before, (name, attribute): choice}
-                if follows(self._build()):
-                    return True
-        self.choice = before
-        self._build()
-        return False
-
-    # Other readings of views and cuts
-
-    def _try_other_reading(self, graph: ChannelGraph, failure: Failure) -> bool:
-        """Read a view or cut of the modules that were running in another way, if the code follows it."""
-        nodes = [node for node in self.findings.readings if module_of(node) in failure.modules]
-        return any(
-            self._can_reread(node)
-            and not self._runs_at(node, graph)
-            and self._reread(node, partial(self._runs_at, node))
-            for node in nodes
-        )
-
-    def _can_reread(self, node: Node) -> bool:
-        return node in self.findings.readings and not self.read & {node, _line_of(node)}
-
-    def _runs_at(self, node: Node, graph: ChannelGraph) -> bool:
-        """Whether the code does what is predicted when only the ties at an operator change."""
-        symbols = {symbol for axis in self._axes_at(node) for symbol in symbols_of(axis)}
-        ties = [self.builder.index[symbol] for symbol in symbols if symbol in self.builder.index]
-        several = (_with(graph.units(), other, ties) for other in probing_units(graph) if ties)
-        return all(isinstance(self._probe(graph, units), Recording) for units in several)
-
-    def _reread(self, node: Node, follows: Callable[[ChannelGraph], bool]) -> bool:
-        """Read a view or cut in the next way in which the code follows its ties. Each is tried once."""
-        self.read.add(node)
-        before = self.interpreter, self.builder, self.guesses, self.forms
-        for reading in range(1, self.findings.readings[node]):
-            self._use(before[0].reread({node: reading}))
-            graph = self._build()
-            if any(map(is_free, self._axes_at(node))) and follows(graph):
-                self.marked, self.trials = set(), _MAX_TRIALS  # the ties are new ones
-                return True
-        self._use(before[0])
-        _, self.builder, self.guesses, self.forms = before
-        self.read.add(_line_of(node))  # the same code in other blocks is not tried again
-        return False
-
-    def _use(self, interpreter: Interpreter) -> None:
-        self.interpreter, self.findings = interpreter, interpreter.findings
 
     # Numbers that are no lengths
 
@@ -357,6 +310,8 @@ class AttributeSearch:
                 continue
             self.tested.add(kind)
             self.twin.set_widths(graph, units, unchanged=members)
+            # Run with the old value of this attribute. If shapes differ, it is a length. If only numbers
+            # differ, the guess made the code compute something else: 16 channels and a temperature of 16.
             other = self.twin.run(self.original.calls)
             if isinstance(other, Failure) or _shapes(other) != _shapes(done):
                 continue
@@ -374,40 +329,6 @@ class AttributeSearch:
                 found.setdefault(kind, set()).add((name, attribute))
         return found
 
-    def _mark_computed_numbers(self, graph: ChannelGraph) -> bool:
-        """Mark the ties from whose widths the code computes numbers. True if there are new ones.
-
-        What the code computes at its own widths is right. But cutting the channels is not zeroing them.
-        """
-        calls, found = self.original.calls, False
-        for units, done in self.tried[1:]:
-            changed = self.original.changed_numbers(done).keys() - self.marked
-            changed = {call for call in changed if calls[call].name not in _TAKE_LENGTHS.split()}
-            if changed:
-                self.marked |= changed
-                found = True
-                reason = f"the code computes a number from it: {calls[min(changed)].line}"
-                for tie in self._ties_behind(graph, units, changed):
-                    for axis in self._axes_of(self.builder.free[tie]):
-                        mark_inexact(axis, reason)
-        return found
-
-    def _ties_behind(self, graph: ChannelGraph, units: list[int], changed: set[int]) -> list[int]:
-        """The ties whose widths change the numbers of these calls."""
-
-        def differs(ties: Sequence[int]) -> bool:
-            self.twin.set_widths(graph, _with(graph.units(), units, ties))
-            done = self.twin.run(self.original.calls)
-            return isinstance(done, Failure) or bool(changed & self.original.changed_numbers(done).keys())
-
-        return smallest_cause(range(len(units)), differs)
-
-    def _axes_of(self, symbol: Symbol) -> Iterator[Axis]:
-        """The parts of parameters and buffers that have this symbol."""
-        for axes in self.interpreter.tensors.values():
-            for axis in axes:
-                yield tuple(segment for segment in expand(axis) if segment.atom.symbol is symbol)
-
     # Widths that the code does not follow
 
     def _fix_culprits(self, graph: ChannelGraph, failure: Failure, units: list[int]) -> None:
@@ -417,6 +338,7 @@ class AttributeSearch:
             self.trials -= 1
             return isinstance(self._probe(graph, _with(graph.units(), units, ties)), Failure)
 
+        # The first list of suspects that fails by itself holds a cause; later lists are wider, and slower.
         for axes in self._suspects(failure):
             suspects = dict.fromkeys(symbol for axis in axes for symbol in symbols_of(axis))
             free = [self.builder.index[symbol] for symbol in suspects if symbol in self.builder.index]
@@ -439,49 +361,6 @@ class AttributeSearch:
             yield [axis for name, _, axes in self.findings.lengths if name == module for axis in axes]
             yield [a for node in self.operators if module_of(node) == module for a in self._axes_at(node)]
         yield [axis for axes in self.interpreter.tensors.values() for axis in axes]
-
-    def _shapes_are_as_predicted(self, graph: ChannelGraph) -> bool:
-        """Capture the network at other widths and compare every shape. Where one differs, fix its axes.
-
-        Code may run at other widths and still do something else: `x[:, :8]` and `x[:, 8:]` always fit
-        together. Only operators that are called with lengths can hide that, so other networks need no second
-        capture.
-        """
-        mismatch = self._first_mismatch(graph) if self.findings.lengths else None
-        if mismatch is None:
-            return True
-        node, axes = mismatch
-        follows = partial(self._follows_at, node)
-        if self._can_reread(node) and self._reread(node, follows):
-            return False
-        if self._reguess(module_of(node), follows):
-            return False
-        suspects = [axis for axis in axes if is_free(axis)]
-        suspects = suspects or [axis for axis in self._axes_at(node) if is_free(axis)]
-        for axis in suspects or [axis for _, _, axes in self.findings.lengths for axis in axes]:
-            fix(axis, _reason(module_of(node), _line_of(node)))
-        return not any(symbol.fixed is not None for symbol in self.builder.free)
-
-    def _follows_at(self, node: Node, graph: ChannelGraph) -> bool:
-        """Whether the code runs at other widths, and the result of an operator has the predicted shape."""
-        done = self._probe(graph, probing_units(graph)[0])
-        return isinstance(done, Recording) and (self._first_mismatch(graph) or (None,))[0] is not node
-
-    def _first_mismatch(self, graph: ChannelGraph) -> tuple[Node, list[Axis]] | None:
-        """The first operator whose result has another shape than predicted, with the axes that differ."""
-        units = probing_units(graph)[0]
-        twin = rebuild(self.model, graph, units, empty_as)
-        operators = [node for node in capture(twin, self.example_input).nodes if node.op == "call_function"]
-        for node, other in zip(self.operators, operators, strict=False):
-            if node.target is not other.target:
-                return node, self._axes_at(node)
-            predicted = values_in(self.interpreter.values[node])
-            for tensor, axes in zip(results_of(other), predicted, strict=False):
-                sizes = zip(axes, tensor.shape, strict=True)
-                wrong = [axis for axis, size in sizes if self.builder.form(axis).value(units) != size]
-                if wrong:
-                    return node, wrong
-        return None if len(self.operators) == len(operators) else (self.operators[-1], [])
 
     def _axes_at(self, node: Node) -> list[Axis]:
         """The axes of the results and arguments of an operator."""
@@ -530,8 +409,8 @@ def _reason(module: str, line: str) -> str:
     return f"{reason}: {line}" if line else reason
 
 
-def _line_of(node: Node) -> str:
-    """The last line of the user's code on the way to an operator."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.stack_trace or "")
-    own = [frame for frame in frames if not frame[0].startswith(TORCH)]
-    return "{}:{} `{}`".format(Path(own[-1][0]).name, *own[-1][1:]) if own else str(node.target)
+def _place_of(node: Node) -> tuple[str, int]:
+    """File and line of the user's code on the way to an operator, as in `RecordedCall.place`."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.stack_trace or "")
+    own = [(file, int(line)) for file, line in frames if not file.startswith((TORCH, "<"))]
+    return own[-1] if own else ("", 0)

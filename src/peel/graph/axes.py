@@ -140,6 +140,8 @@ def same_size(first: Axis, second: Axis, cause: str) -> None:
 def unify(first: Axis, second: Axis, cause: str) -> None:
     """The two axes hold the same channels in the same order. Their original lengths must agree."""
     reason = f"{cause}: channels do not line up"
+    # Walk along both axes. The longer of two segments is cut where the shorter one ends, so that the two that
+    # are matched have the same length. Lists are reversed: the next segment is taken from the end.
     left, right = list(first)[::-1], list(second)[::-1]
     while left and right:
         x, y = _next(left), _next(right)
@@ -162,6 +164,7 @@ def _divide(segment: Segment, length: int, reason: str) -> Axis:
     symbol, size = segment.atom.symbol, axis_size((segment,))
     if length >= size:
         return (segment,)
+    # The symbol becomes the sum of two, in every axis that it is in: `expand` replaces it there.
     if symbol.fixed is None and length % segment.inner == 0:
         sizes = (length // segment.inner, (size - length) // segment.inner)
         symbol.parts = tuple((Symbol(part, causes=dict(symbol.causes)), 1) for part in sizes)
@@ -175,6 +178,9 @@ def _match(x: Segment, y: Segment, cause: str) -> None:
     (a, m), (b, k) = x, y
     if m != k and not is_free((x, y)):
         return
+    # At position p one axis has channel p // m, the other p // k. Runs of m and of k that overlap chain up to
+    # runs of lcm(m, k): these are kept or cut as a whole, so they are the channels of a common atom. If m is
+    # a multiple of k, that is the channel of `a` itself. A last run that is not complete ties everything.
     if m % k == 0:
         _bind(b, a, m // k, cause)
     elif k % m == 0:
@@ -194,6 +200,8 @@ def _bind(atom: Atom, part: Atom, times: int, cause: str) -> None:
     u, v = atom.symbol, part.symbol
     if u is not v:
         u.parts = ((v, times),)
+        # One of them cannot change, so neither can. The first reason stays; a constant that has none gets
+        # one.
         if (u.fixed is None) != (v.fixed is None):
             v.fixed = v.fixed or u.fixed or f"{cause}: the other side has a constant length"
         v.fixed = v.fixed or u.fixed
@@ -212,6 +220,8 @@ def cut(axis: Axis, lengths: Sequence[int], cause: str) -> list[Axis]:
     if len(axis) == 1 and axis[0].atom.inexact and is_free(axis):
         atom, inner = axis[0]
         size = atom.symbol.size
+        # A half of interleaved channels has as many as each of the parts had, so the symbol is the same.
+        # Which ones it has depends on all parts, so its atom is a new one: only the number is shared.
         if all(length % size == 0 for length in lengths) and inner > 1:
             # Halves of interleaved channels: each is as long as one of the interleaved parts was.
             return [(Segment(Atom(atom.symbol, atom.inexact), length // size),) for length in lengths]
@@ -236,6 +246,7 @@ def _take(rest: list[Segment], missing: int, cause: str) -> Axis:
 
 def merge(axes: Sequence[Axis], cause: str) -> Axis:
     """Several neighboring axes flattened into one, row-major."""
+    # Row-major: an axis before the free one repeats the whole pattern, one behind it repeats each channel.
     sizes = [axis_size(axis) for axis in axes]
     free = [i for i, axis in enumerate(axes) if sizes[i] > 1 and is_free(axis)]
     if not free:
@@ -251,52 +262,46 @@ def merge(axes: Sequence[Axis], cause: str) -> Axis:
     return segments * outer
 
 
-def readings_of(axis: Axis, dims: Sequence[int]) -> int:
-    """In how many ways an axis can be seen as several: which of them holds the part that can change."""
-    wide = [dim for dim in dims if dim > 1]
-    if len(wide) < 2 or not is_free(axis) or all(inner % prod(wide[1:]) == 0 for _, inner in expand(axis)):
-        return 1
-    return len(wide)
-
-
-def unmerge(axis: Axis, dims: Sequence[int], cause: str, reading: int = 0) -> list[Axis]:
+def unmerge(axis: Axis, dims: Sequence[int], cause: str) -> list[Axis]:
     """One axis seen as several, row-major: the reverse of `merge`.
 
-    The lengths alone do not say which of the axes can change. Reading 0: the last one, reading 1: the one
-    before it, and so on; axes of length 1 are not counted.
+    The lengths alone do not say which of the axes can change. It is taken to be the last one, unless each
+    channel fills all axes but the first.
     """
     if len(dims) == 1:
         return [axis]
     if dims[0] == 1:
-        return [constant(1), *unmerge(axis, dims[1:], cause, reading)]
+        return [constant(1), *unmerge(axis, dims[1:], cause)]
     axis = expand(axis)
     if not is_free(axis):
         reason = axis[0].atom.symbol.fixed or ""
         return [constant(dim, reason) for dim in dims]
     trailing = prod(dims[1:])
+    # Each channel fills whole rows, as after flattening: the first axis holds the channels.
     if all(inner % trailing == 0 for _, inner in axis):
         first = tuple(Segment(atom, inner // trailing) for atom, inner in axis)
         return [first, *(constant(dim) for dim in dims[1:])]
-    if trailing > 1 and reading >= sum(dim > 1 for dim in dims[1:]):
-        first = unknown(dims[0])
-        unify(axis, repeat_each(first, trailing), cause)
-        return [first, *(constant(dim) for dim in dims[1:])]
+    # Otherwise the first axis is constant (a number of groups or heads), and the rest is within a row.
     row = _row(axis, dims[0], trailing, cause)
-    return [constant(dims[0]), *unmerge(row, dims[1:], cause, reading)]
+    return [constant(dims[0]), *unmerge(row, dims[1:], cause)]
 
 
 def _row(axis: Axis, rows: int, length: int, cause: str) -> Axis:
     """One row of an axis seen as a matrix. All rows keep the same length."""
+    # The code sees `rows` rows of one length, so a cut must leave the same number in each.
     one_atom = len(axis) == 1
     pieces = [expand(piece) for piece in cut(axis, [length] * rows, cause)]
     if all(piece == pieces[0] for piece in pieces):
         return pieces[0]
+    # Channels of one layer: place j of all rows is one channel of the row, kept or cut in all of them.
     if one_atom:
         for piece in pieces[1:]:
             unify(pieces[0], piece, cause)
         return expand(pieces[0])
     for piece in pieces[1:]:
+        # Rows of different layers stay equally long but keep channels of their own: only numbers are tied.
         same_size(pieces[0], piece, cause)
+    # No atom can say which channels are at place j then: the result has atoms of its own, marked inexact.
     reason = f"{cause} interleaves channels of different layers"
     for piece in pieces:
         mark_inexact(piece, reason)

@@ -44,6 +44,7 @@ def _holds_tensors(function: Any) -> bool:
 @functools.lru_cache(maxsize=1)
 def _cached_functions(modules: int) -> list[Any]:
     """They are made when a module is imported, so the list holds for a number of modules."""
+    # The type of functools.lru_cache has no public name.
     kind = type(_cached_functions)
     found = (item for item in gc.get_objects() if type(item) is kind)
     return [item for item in found if str(item.__module__).partition(".")[0] not in _OTHERS]

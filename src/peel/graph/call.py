@@ -77,8 +77,6 @@ class Findings:
     """Operator without a working rule -> the first module that called it."""
     failed_rules: dict[str, str] = field(default_factory=dict)
     """Operator whose rule failed -> the line of the rule, and its error."""
-    readings: dict[Node, int] = field(default_factory=dict)
-    """Views and cuts that can be read in several ways -> in how many."""
 
 
 def module_of(node: Node) -> str:
@@ -145,8 +143,6 @@ class Call:
     """Node -> the parameter or buffer that it stands for."""
     weights: Collection[Node]
     """Nodes that are parameters, or are computed from nothing else."""
-    reading: int
-    """Which of several ways to read this view or cut is in use."""
     counting: bool
     """Whether the costs of this capture count."""
 
@@ -202,13 +198,7 @@ class Call:
 
     def unmerge(self, axis: Axis, lengths: Sequence[int]) -> list[Axis]:
         """See one axis as several: the reverse of `merge`."""
-        self.has_readings(ax.readings_of(axis, lengths))
-        return ax.unmerge(axis, lengths, str(self), self.reading)
-
-    def has_readings(self, count: int) -> None:
-        """The call can be read in several ways. Where the code contradicts one, the next is tried."""
-        if count > 1:
-            self.findings.readings[self.node] = count
+        return ax.unmerge(axis, lengths, str(self))
 
     # What the graph needs to know about layers
 

@@ -77,6 +77,7 @@ def with_batch(example_input: Any, batch: int) -> tuple[tuple[Any, ...], dict[st
     def resize(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
+        # The same sample several times: what the code does with it is the same, and no values are made up.
         return value.detach()[:1].expand(batch, *value.shape[1:]).contiguous()
 
     return tuple(map(resize, args)), {key: resize(value) for key, value in kwargs.items()}

@@ -7,12 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from ..cost.activations import ActivationCost
 from ..cost.latency import LatencyModel
-from ..cost.polynomial import CostModel, IntArray
+from ..cost.polynomial import CostModel
 from ..cost.widths import Widths
 from ..errors import BudgetError, WidthsError, did_you_mean
 from .program import Program
@@ -83,8 +80,6 @@ Layout = tuple[tuple[Run, ...], ...]
 
 Key = TypeVar("Key")
 
-ManyWidths = Sequence[Mapping[str, int]] | npt.NDArray[np.integer]
-
 
 @dataclass(frozen=True)
 class ChannelGraph:
@@ -153,6 +148,7 @@ class ChannelGraph:
     @cached_property
     def free_fraction(self) -> float:
         """The fraction of all channels that can change. Outputs of the model are not counted."""
+        # The classes of a classifier are no channels that anyone wants to cut.
         outputs = (OUTPUT, OUTPUT_OF_MODULES)
         total = sum(tie.width for tie in self.ties.values() if tie.fixed not in outputs)
         return sum(self.widths.values()) / total if total else 0.0
@@ -206,6 +202,7 @@ class ChannelGraph:
             offset, size = stretches((run.tie, run.length) for run in runs)[tie]
             return replace(member, offset=offset, size=size)
 
+        # Widths, layouts and offsets change. Costs are polynomials of the units, and stay.
         layouts = {name: tuple(resized(runs) for runs in layout) for name, layout in self.layouts.items()}
         ties = dict(self.ties)
         for index, (name, width) in enumerate(checked.items()):
@@ -254,37 +251,6 @@ class ChannelGraph:
     def activation_bytes(self, widths: Mapping[str, int] | None = None) -> int:
         """Estimated peak activation memory of one sample without gradients (`cost/activations.py`)."""
         return int(self.activation_cost.total(self.units(widths)))
-
-    def macs_many(self, widths: ManyWidths) -> IntArray:
-        """MACs of many candidates: a list of widths, or an array with columns as in `graph.widths`."""
-        return self.mac_cost.many(self._unit_rows(widths))
-
-    def params_many(self, widths: ManyWidths) -> IntArray:
-        """Parameters of many candidates, as `macs_many`."""
-        return self.param_cost.many(self._unit_rows(widths))
-
-    def _unit_rows(self, widths: ManyWidths) -> IntArray:
-        if not isinstance(widths, np.ndarray):
-            rows = np.array([self.units(row) for row in widths], dtype=np.int64)
-            return rows.reshape(len(widths), len(self.widths))
-        steps = np.array(list(self.steps.values()), dtype=np.int64)
-        if widths.ndim != 2 or widths.shape[1] != len(steps):
-            shape = f"one row per candidate and {len(steps)} columns"
-            raise WidthsError(f"an array of widths needs {shape}, not shape {widths.shape}.")
-        wrong = np.argwhere((widths < 1) | (widths % steps != 0))
-        if len(wrong):
-            row, column = wrong[0]
-            raise WidthsError(
-                f"row {row}: the width of {list(self.steps)[column]} must be a positive multiple of "
-                f"{steps[column]}, not {widths[row, column]}."
-            )
-        return widths.astype(np.int64) // steps
-
-    def macs_by_layer(self, widths: Mapping[str, int] | None = None) -> dict[str, int]:
-        return self.mac_cost.by_layer(self.units(widths))
-
-    def params_by_layer(self, widths: Mapping[str, int] | None = None) -> dict[str, int]:
-        return self.param_cost.by_layer(self.units(widths))
 
     def macs_by_group(self, widths: Mapping[str, int] | None = None) -> dict[str, int]:
         """MACs of each group.

@@ -66,6 +66,7 @@ def _bind(hook: Any, memo: dict[int, Any]) -> Any:
         return hook
     cells = tuple(_bind_cell(cell, memo) for cell in hook.__closure__ or ())
     defaults = _copy_or_share(hook.__defaults__, memo)
+    # The same code, with the closure and defaults of the copy.
     bound = FunctionType(hook.__code__, hook.__globals__, hook.__name__, defaults, cells)
     bound.__kwdefaults__ = _copy_or_share(hook.__kwdefaults__, memo)
     vars(bound).update(vars(hook))

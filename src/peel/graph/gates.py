@@ -32,6 +32,8 @@ def _between(gated: Node, gate: Node, captured: Capture, interpreter: Interprete
         return prod(spatial_size(node, interpreter)) if isinstance(node.meta.get("val"), Tensor) else 1
 
     limit, others = values_per_channel(gate), values_per_channel(gated)
+    # A gate has fewer values per channel than the map. With as many, it is a product of two maps (GLU). Where
+    # both have one value, sizes cannot tell: the end of this function decides.
     if limit > others or limit == others > 1:
         return []
     names: list[str] = []
@@ -42,6 +44,7 @@ def _between(gated: Node, gate: Node, captured: Capture, interpreter: Interprete
         is_from_gated |= node is gated
         if node.name in captured.tensors:
             names.append(captured.tensors[node.name])
+        # Go back through what is as small as the gate: the pooling is where the map begins.
         elif node not in seen and values_per_channel(node) <= limit:
             pending += node.all_input_nodes
         seen.add(node)

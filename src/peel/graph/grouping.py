@@ -31,6 +31,8 @@ def spatial_sizes(
     sizes: dict[Symbol, Size] = {}
     for symbol, producers in producers_of.items():
         modules = [_ancestors(module_of(producer.node)) for producer in producers]
+        # A tie is grouped by the innermost block that holds all layers that write it. So the inner channels
+        # of a block with stride are not grouped by the size before the stride.
         common = set(modules[0]).intersection(*modules[1:], blocks)
         if common:
             # The innermost block that adds or, if none adds, the innermost block.
@@ -63,6 +65,7 @@ def _blocks(captured: Capture, interpreter: Interpreter) -> dict[str, tuple[bool
             adds[module] = name in _ADD or adds.get(module, False)
         for ancestor in _ancestors(module):
             last[ancestor] = node
+            # What code outside the module reads is an output of it.
             if any(ancestor not in _ancestors(module_of(user)) for user in node.users):
                 outputs.setdefault(ancestor, set()).add(node)
     return {
@@ -75,6 +78,7 @@ def _blocks(captured: Capture, interpreter: Interpreter) -> dict[str, tuple[bool
 def spatial_size(node: Node, interpreter: Interpreter) -> Size:
     """The axes of a feature map that are neither the batch nor channels."""
     axes = interpreter.values[node]
+    # Channels-last code has them at the end, and fixed channels are at axis 1.
     channel = next((i for i, axis in enumerate(axes) if i > 0 and is_free(axis)), 1)
     return tuple(size for i, size in enumerate(node.meta["val"].shape) if i not in (0, channel))
 

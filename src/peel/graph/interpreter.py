@@ -40,15 +40,9 @@ _CONSTANT = "a constant of the code"
 class Interpreter:
     """Runs the rules over captures. Equalities go into the axes, the rest into `findings`."""
 
-    def __init__(
-        self, model: nn.Module, user_rules: Mapping[str, Rule], readings: Mapping[Node, int] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, user_rules: Mapping[str, Rule]) -> None:
         self.findings = Findings()
-        self.model = model
         self.user_rules = user_rules
-        self.readings = dict(readings or {})
-        """Views and cuts that are read in another way than the first -> in which."""
-        self._runs: list[tuple[Capture, bool]] = []
         self.tensors: dict[str, Value] = {}
         """Name of a parameter or buffer -> its axes."""
         self.values: dict[Node, Any] = {}
@@ -73,7 +67,6 @@ class Interpreter:
 
     def run(self, capture: Capture, *, counting: bool = True) -> None:
         """Apply the rules to every operator. Costs and operators are recorded if `counting`."""
-        self._runs.append((capture, counting))
         for node in capture.nodes:
             if node.op == "placeholder":
                 self._enter(node, capture, counting)
@@ -81,13 +74,6 @@ class Interpreter:
                 self._evaluate(node, counting)
         for node in capture.outputs:
             fix_all(self.values[node], OUTPUT)
-
-    def reread(self, readings: Mapping[Node, int]) -> "Interpreter":
-        """A new interpreter that has run the same captures and reads some views and cuts in another way."""
-        other = Interpreter(self.model, self.user_rules, {**self.readings, **readings})
-        for capture, counting in self._runs:
-            other.run(capture, counting=counting)
-        return other
 
     def _enter(self, node: Node, capture: Capture, counting: bool) -> None:
         """Give a placeholder its value: a parameter or buffer, a constant of the code, or an input."""
@@ -100,6 +86,7 @@ class Interpreter:
             return
         if counting and node.name in capture.constants:
             self.findings.constants.append(fingerprint([capture.constants[node.name]]))
+        # Channels of the input and of constant tensors are given: they fix what they meet.
         reason = INPUT if node.name in capture.inputs else _CONSTANT
         self.values[node] = constants_like(node.meta.get("val"), reason)
 
@@ -147,6 +134,7 @@ class Interpreter:
         args = [self._read(arg) for arg in node.args]
         options = {key: self._read(arg) for key, arg in node.kwargs.items()}
         inputs = node.all_input_nodes
+        # Computed from parameters only, as by weight normalization: it still acts as a weight.
         if inputs and self._weights.issuperset(inputs):
             self._weights.add(node)
         call = Call(
@@ -155,7 +143,6 @@ class Interpreter:
             findings=self.findings,
             tensor_of=self._tensor_of,
             weights=self._weights,
-            reading=self.readings.get(node, 0),
             counting=counting,
         )
         rule = self.user_rules.get(name) or RULES.get(name)

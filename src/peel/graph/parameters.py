@@ -102,6 +102,7 @@ def hidden_ties(graph: ChannelGraph) -> tuple[str, ...]:
     streams = {names.index(tie) for tie in residual_ties(graph)}
     if not streams:
         return tuple(names)
+    # Ties one layer away from a stream, on either side.
     beside: set[int] = set()
     for read, written in _reads_and_writes(graph):
         beside |= (written if read & streams else set()) | (read if written & streams else set())

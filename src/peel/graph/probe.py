@@ -32,6 +32,7 @@ def probing_units(graph: ChannelGraph) -> list[list[int]]:
     the larger widths are equal: two that must fit together do not do so by chance. Code that compares widths
     (`if x.shape[1] >= 32`, `if x.shape != y.shape`) may do something else when they are smaller or equal.
     """
+    # Multiples of the golden ratio are spread evenly over 0 to 1: neighboring ties get different factors.
     spread = [(i + 1) * _GOLDEN % 1 for i in range(len(graph.widths))]
     pairs = list(zip(graph.units(), spread, strict=True))
     steps = list(graph.steps.values())
@@ -50,6 +51,7 @@ def probing_units(graph: ChannelGraph) -> list[list[int]]:
         for new, step, units in zip(smaller, steps, graph.units(), strict=True)
     ]
     common = lcm(*steps)
+    # The same width in all ties, as far as their steps allow it: half of the usual one.
     width = max(1, round(median(graph.widths.values()) / 2 / common)) * common
     equal = [max(1, round(width / step)) for step in steps]
     return [larger, smaller, equal] if len(steps) > 1 else [larger, smaller]
@@ -60,6 +62,9 @@ def smallest_cause(items: Sequence[Item], fails: Callable[[Sequence[Item]], bool
 
     `fails` says whether something fails with these items; it must fail with all of them.
     """
+    # Bisection for the shortest prefix that fails together with those needed so far. Its last item is needed:
+    # without it the prefix does not fail. So each needed item takes about log2(n) runs. The rest of the
+    # prefix may hold more of the same cause; what is behind it need not change for this failure.
     found: list[Item] = []
     rest = list(items)
     while rest and fails(rest):
@@ -73,6 +78,7 @@ def smallest_cause(items: Sequence[Item], fails: Callable[[Sequence[Item]], bool
             needed.append(candidates[high - 1])
             candidates = candidates[: high - 1]
         found += needed
+        # Another failure may need none of these items.
         rest = [item for item in rest if item not in needed]
     return found
 

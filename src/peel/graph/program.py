@@ -80,6 +80,7 @@ class Program:
 
     def with_calls(self, other: Recording) -> "Program":
         """The prediction for a network that was changed after it was traced."""
+        # With other calls in between, shapes can no longer be told by the number of a call.
         keeps_calls = [call.name for call in self.calls] == [call.name for call in other.calls]
         lengths = self.lengths if keeps_calls else ()
         return replace(self, calls=other.calls, training_calls=(), lengths=lengths)
@@ -87,6 +88,7 @@ class Program:
     def difference(self, done: Recording, units: Sequence[int], macs: int) -> str | None:
         """How a recording of the same calls differs from the prediction, with the line of code; or None."""
         for number, (wanted, call) in enumerate(zip(self.calls, done.calls, strict=True)):
+            # A number may change only where it did in a probe: there the code computes it from widths.
             if places := _places(wanted.numbers, call.numbers) - self.following.get(number, set()):
                 return (
                     f"{call.line}: {_show(call.numbers, places)} instead of {_show(wanted.numbers, places)}"
@@ -95,6 +97,7 @@ class Program:
                 return (
                     f"{call.line} returns the shape {', '.join(map(str, call.shapes))}, not the predicted one"
                 )
+        # Whether torch counts a recurrent layer depends on its kernel.
         if done.macs not in (macs, macs + self.uncounted):
             return f"it does {done.macs:,} MACs; {macs + self.uncounted:,} are predicted"
         return None
@@ -126,6 +129,8 @@ def predict_lengths(
 
     `tried` has units and what was recorded at these, the original widths first.
     """
+    # A form is known by its values at all widths that were tried. Two forms with the same values stay both: a
+    # chosen network may have either.
     by_values: dict[tuple[int, ...], list[Form]] = {}
     for form in dict.fromkeys(forms):
         by_values.setdefault(tuple(form.value(list(units)) for units, _ in tried), []).append(form)
@@ -135,6 +140,7 @@ def predict_lengths(
         results: list[tuple[Length, ...]] = []
         for result in range(len(call.shapes)):
             sizes = list(zip(*(shape[result] for shape in shapes), strict=True))
+            # A length that follows no known axis: the code does something else than the rules say.
             if any(len(set(values)) > 1 and values not in by_values for values in sizes):
                 return tuple(found), number
             results.append(

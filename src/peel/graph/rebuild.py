@@ -55,6 +55,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 def empty_as(tensor: Tensor, shape: tuple[int, ...], device: str | None = None) -> Tensor:
     """An uninitialized tensor of another shape, like the given one in everything else."""
     new = torch.empty(shape, dtype=tensor.dtype, device=device or tensor.device)
+    # A tensor of 1x1 pixels is contiguous in both layouts; then the plain one is taken.
     is_channels_last = tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     if is_channels_last and not tensor.is_contiguous():
         new = new.to(memory_format=torch.channels_last)

@@ -45,6 +45,7 @@ class Twin:
     def __init__(self, model: nn.Module, example: tuple[Any, Any], *, with_data: bool = False) -> None:
         """`example` are positional and keyword arguments; `with_data` is for code that needs real tensors."""
         self.make = _zeros if with_data else partial(empty_as, device="meta")
+        # Parameters stay shared with the model until a width changes: a run with data needs no copy of them.
         first = _shared if with_data else self.make
         # Also tensors in plain attributes: user code caches them there.
         plain = [
@@ -89,6 +90,7 @@ class Twin:
         if training:
             args, kwargs = with_batch(args or kwargs, 2)
         self.model.train(training)
+        # Inputs have numbers below zero, calls from zero on, and parameters names.
         inputs = {id(tensor): -1 - place for place, tensor in enumerate(_tensors((args, kwargs)))}
         recorder = _Recorder({**self.names, **inputs}, expected)
         try:
@@ -106,6 +108,7 @@ class Twin:
 
     def _running(self, error: Exception) -> tuple[str, ...]:
         """The modules whose code was running when an error was raised, outermost first."""
+        # torch does not say which module was running. The frames of the error have it as `self`.
         owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
         modules = [own for own in owners if isinstance(own, nn.Module) and own in self.modules]
         return tuple(dict.fromkeys(self.modules[module] for module in modules)) or ("",)
@@ -138,6 +141,7 @@ class _Recorder(TorchFunctionMode):
                 result = func(*args, **kwargs)
             if func is torch.einsum:
                 self.counter.macs += macs_over_one_channel(args, result)
+        # `x[i] = y` returns nothing and changes x; what other calls return or change is their result.
         changed = [*args[:1]] if name == "__setitem__" else list(_tensors(result))
         if changed and not isinstance(self.made.get(id(changed[0])), str):  # batch norm counts its batches
             self._record(name, (args, kwargs), changed)
@@ -150,6 +154,8 @@ class _Recorder(TorchFunctionMode):
         call = RecordedCall(name, sources, tuple(_numbers(arguments)), shapes, _place())
         if self.expected is not None:
             wanted = self.expected[number] if number < len(self.expected) else None
+            # The same functions on the same tensors. Numbers and shapes may differ: they are compared
+            # afterwards.
             if wanted is None or (wanted.name, wanted.sources) != (name, sources):
                 instead = f" instead of {wanted.line}" if wanted and wanted.line != call.line else ""
                 raise _DivergedError(f"{call.line} runs{instead}")
@@ -259,6 +265,7 @@ class _State:
 
         A configuration may be a dict of a class of its own that refuses changes (diffusers has one).
         """
+        # First the attributes, which may be other containers now; then what the old containers hold.
         attributes.clear()
         attributes.update(self.attributes)
         for value, before in self.contents:

@@ -225,14 +225,18 @@ def find_modules(model: nn.Module, example_input: Any) -> tuple[str, ...]:
         for name in pending:
             module = model.get_submodule(name)
             has_weights = any(True for _ in module.parameters())
+            # Not called by itself: its children may be (a ModuleList), if there is anything to cut in them.
             if name not in called:
                 parts = has_weights
+            # Without weights it matters only where it passes channels from one module to another, as ROI
+            # pooling does.
             elif not has_weights and not module_calls.bridges(name):
                 continue
             elif _can_be_captured(model, module_calls, name):
                 chosen.append(name)
                 continue
             else:
+                # It cannot be captured: try its children.
                 parts = True
             further += [f"{name}.{child}" for child, _ in module.named_children() if parts]
         pending = further

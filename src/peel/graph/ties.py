@@ -47,6 +47,7 @@ class GraphBuilder:
         """Fix symbols that no layer produces, and symbols of one channel."""
         for axes in self.interpreter.tensors.values():
             for symbol in (symbol for axis in axes for symbol in symbols_of(axis)):
+                # No output of a layer is tied to it, so nothing says which of its channels to keep.
                 if symbol.fixed is None and symbol not in self.producers:
                     symbol.fixed = "no layer of the captured network produces it"
                 elif symbol.fixed is None and symbol.size == 1:
@@ -59,6 +60,7 @@ class GraphBuilder:
         for producer in self.findings.producers:
             segments = expand(producer.axis)
             symbols = symbols_of(segments)
+            # A fixed layer is listed once, so that `graph.fixed` says why; its parts are of no interest.
             if all(symbol.fixed is not None for symbol in symbols):
                 if not any(symbol in names for symbol in symbols) and producer.layer not in names.values():
                     names[symbols[0]], widths[symbols[0]] = producer.layer, axis_size(segments)
@@ -101,6 +103,7 @@ class GraphBuilder:
                 number = self.atoms.setdefault(atom, len(self.atoms))
                 runs.append(Run(self.index[symbol], number, inner, symbol.size))
             elif runs and runs[-1].tie == -1:
+                # Constant parts side by side are one: only their total length matters.
                 runs[-1] = Run(-1, -1, 1, runs[-1].size + symbol.size * inner)
             else:
                 runs.append(Run(-1, -1, 1, symbol.size * inner))
@@ -108,6 +111,8 @@ class GraphBuilder:
 
     def _term(self, layer: str, axes: Value, charged: Iterable[Axis]) -> Term:
         """The product of the axes, charged to the first tie in `charged`; to -1 if there is none."""
+        # Each cost counts for one tie, so that those of all groups add up to the total: the first axis that
+        # is free, the output first.
         tie = next((tie for axis in charged for tie, _ in self.form(axis).units), -1)
         return product(layer, tie, [self.form(axis) for axis in axes])
 
@@ -141,6 +146,7 @@ class GraphBuilder:
         members = self._members(layouts)
         tensors = self.interpreter.tensors.values()
         atoms = [segment.atom for axes in tensors for axis in axes for segment in expand(axis)]
+        # A symbol may have several inexact atoms: reversed, so that the first reason wins.
         inexact = {atom.symbol: atom.inexact for atom in reversed(atoms) if atom.inexact is not None}
         return {
             name: Tie(
@@ -169,6 +175,7 @@ class GraphBuilder:
                 for tie, (offset, size) in stretches((run.tie, run.length) for run in runs).items():
                     if tie >= 0:
                         symbol = self.free[tie]
+                        # How often a channel of the tie is in this axis: 49 times in a flattened 7x7 map.
                         multiplicity = str(Fraction(size, self.widths[symbol]))
                         members.setdefault(symbol, []).append(Member(name, place, offset, size, multiplicity))
         return members
@@ -198,6 +205,7 @@ class GraphBuilder:
         for node in nodes:
             if node.name in self.captured.tensors or node.op == "output":
                 continue
+            # A view is alive in its owner's memory: the owner lives as long as the last of its views.
             shared = (owner[arg] for arg in node.all_input_nodes if arg in owner) if _is_view(node) else ()
             owner[node] = next(iter(shared), node)
             used = max((order[user] for user in node.users), default=order[node])

@@ -72,6 +72,7 @@ def merge(batches: list[Any], images_per_batch: int) -> list[Any]:
     is_plain = bool(batches) and all(isinstance(batch, Tensor) and batch.ndim > 0 for batch in batches)
     if not is_plain or len({(batch.shape[1:], batch.dtype) for batch in batches}) > 1:
         return batches
+    # One tensor, cut anew: a GPU prepares convolutions for each batch size once.
     whole = batches[0] if len(batches) == 1 else torch.cat(batches)
     return list(whole.split(max(1, images_per_batch)))
 

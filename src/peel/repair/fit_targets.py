@@ -7,7 +7,7 @@ in the other tensor already.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -17,61 +17,70 @@ from ..graph.channel_graph import ChannelGraph, Layout
 from ..graph.rebuild import tensors_of
 from ..surgery.selection import KeptChannels
 from .calibration import device_of
-from .original_record import Addend, CountFeatures, Filters, Key, OriginalRecord, Sums
+from .original_record import Addend, CountFeatures, Filters, Key, OriginalRecord, Output, Sums
 from .regression import HOLD_OUT, TINY
 
-#: A batch norm that lets through less of a layer than this fraction of the sum gets less of the correction.
+#: A batch norm that lets through less of a layer than this fraction of the sum gets less of the correction:
+#: at a scale of .02, the layer would have to change by 50 times of what is missing in the sum.
 MIN_SCALE = 0.02
 
 
 @dataclass(frozen=True)
-class Partner:
-    """What is added to the output of a layer, or to that of the batch norm behind it."""
-
-    number: int
-    """Of the call that made it."""
-    rows: Tensor
-    """As those of the target."""
-    norm: str
-    """The batch norm behind the layer; empty if there is none."""
-    is_stream: bool
-    """Whether it was there before the input of the layer, or is that input."""
-    gain: Tensor
-    """Change of the layer's output for a change of the sum, for each channel."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """The output of the original in one call of a layer, at sampled places."""
-
-    places: Tensor
-    """Those of held-out images come last."""
-    fitted: int
-    """The number of places that are not held out."""
-    rows: Tensor
-    """Places x channels of the slim network; meaningless for new channels."""
-    shape: tuple[int, ...]
-    """Of the whole output, without the channels."""
-    axes: int
-    """The number of spatial axes."""
-    input_shape: tuple[int, ...]
-    partner: Partner | None = None
-    """What the output is added to, if it was there before the layer was called."""
-
-
-@dataclass(frozen=True)
 class FitTargets:
-    """What the original computes, at the channels that the slim network has."""
+    """What the original computed, selected for a slim network: each output when its layer is refitted."""
 
     record: OriginalRecord
     channels: Mapping[str, Tensor]
     """Layer or batch norm -> for each channel of the slim network that of the original; -1 if it is new."""
-    targets: Mapping[Key, Target]
     sums: Mapping[str, Sums]
     """Batch norm -> its input."""
+    count_features: CountFeatures
+    device: torch.device
+    selected: dict[Key, Output] = field(default_factory=dict)
 
-    def targets_of(self, layer: str) -> list[Target]:
-        return [target for key, target in self.targets.items() if key[0] == layer]
+    def keys_of(self, layer: str) -> list[Key]:
+        return [key for key in self.record.outputs if key[0] == layer]
+
+    def addend(self, key: Key) -> Addend | None:
+        """What is added to an output, as recorded, if the layer can correct the sum.
+
+        It cannot where the batch norm behind it reads something else too: the scale of that will change.
+        """
+        addend = self.record.outputs[key].addend
+        is_fit = addend is not None and addend.norm in ("", *self.record.absorbers(key[0]))
+        return addend if is_fit else None
+
+    def output(self, key: Key) -> Output:
+        """An output at the channels and as many places as the slim network needs, held-out images last.
+
+        At new channels its values mean nothing.
+        """
+        if key not in self.selected:
+            self.selected[key] = self._select(key)
+        return self.selected[key]
+
+    def _select(self, key: Key) -> Output:
+        record, output, addend = self.record, self.record.outputs[key], self.addend(key)
+        numbers = record.rows_for(key, self.count_features(key[0], record.filters[key[0]]))
+        places = output.places[numbers]
+        is_held_out = places * record.images[key[1]] // prod(output.shape) % HOLD_OUT == HOLD_OUT - 1
+        order = is_held_out.to(torch.uint8).argsort(stable=True)
+        channels = self.channels[key[0]].clamp_min(0)
+        some, index = (values.to(output.rows.device) for values in (numbers[order], channels))
+
+        def select(rows: Tensor) -> Tensor:
+            return rows.index_select(0, some).index_select(1, index).to(self.device)
+
+        if addend is not None:
+            scale = None if addend.scale is None else addend.scale[index].to(self.device)
+            addend = replace(addend, rows=select(addend.rows), scale=scale)
+        return replace(
+            output,
+            places=places[order].to(self.device),
+            fitted=len(places) - int(is_held_out.sum()),
+            rows=select(output.rows),
+            addend=addend,
+        )
 
     def at_known(self, name: str, new: Tensor, old: Tensor) -> Tensor:
         """The new values at channels that the original has, the old ones at others: channels, and perhaps
@@ -86,29 +95,25 @@ class FitTargets:
         )
 
     def uses(self) -> dict[tuple[int, int], list[Key]]:
-        """Batch and number of a call -> the targets that its output is the partner of."""
+        """Batch and number of a call -> the outputs that its result is added to."""
         found: dict[tuple[int, int], list[Key]] = {}
-        for key, target in self.targets.items():
-            if target.partner:
-                found.setdefault((key[1], target.partner.number), []).append(key)
+        for key in self.record.outputs:
+            if (addend := self.addend(key)) is not None:
+                found.setdefault((key[1], addend.number), []).append(key)
         return found
 
 
 def select_targets(
     record: OriginalRecord, slim: nn.Module, graph: ChannelGraph, kept: KeptChannels
 ) -> FitTargets:
-    """What was recorded of the original, at the channels and as many places as the slim network needs."""
-    device, count_features = device_of(slim), feature_counter(slim, graph, kept)
+    """What was recorded of the original, for a slim network."""
+    device = device_of(slim)
     channels = {
         name: _output_channels(form, graph.layouts[name], kept) for name, form in record.filters.items()
     }
     channels |= {name: kept.positions(graph.layouts[name][0]) for name in record.sums}
     sums = {name: some.at(channels[name].clamp_min(0)).to(device) for name, some in record.sums.items()}
-    targets = {}
-    for key in (key for key in record.outputs if key[0] not in record.mixed):
-        features = count_features(key[0], record.filters[key[0]])
-        targets[key] = _target(record, key, channels[key[0]], features, device)
-    return FitTargets(record, channels, targets, sums)
+    return FitTargets(record, channels, sums, feature_counter(slim, graph, kept), device)
 
 
 def feature_counter(slim: nn.Module, graph: ChannelGraph, kept: KeptChannels) -> CountFeatures:
@@ -119,38 +124,6 @@ def feature_counter(slim: nn.Module, graph: ChannelGraph, kept: KeptChannels) ->
         return sizes[name] // max(1, len(_output_channels(filters, graph.layouts[name], kept)))
 
     return count
-
-
-def _target(
-    record: OriginalRecord, key: Key, channels: Tensor, features: int, device: torch.device
-) -> Target:
-    output, numbers = record.outputs[key], record.rows_for(key, features)
-    places = output.places[numbers]
-    is_held_out = places * record.images[key[1]] // prod(output.shape) % HOLD_OUT == HOLD_OUT - 1
-    order = is_held_out.to(torch.uint8).argsort(stable=True)
-    some, index = (values.to(output.rows.device) for values in (numbers[order], channels.clamp_min(0)))
-
-    def select(rows: Tensor) -> Tensor:
-        return rows.index_select(0, some).index_select(1, index).to(device)
-
-    rows, addend, partner = select(output.rows), output.addend, None
-    # Where the batch norm behind the layer reads something else too, its scale will change.
-    if addend is not None and addend.norm in ("", *record.absorbers(key[0])):
-        scale = None if addend.scale is None else addend.scale[index].to(device)
-        partner = _partner(addend, select(addend.rows), scale, rows)
-    return Target(
-        places=places[order].to(device),
-        fitted=len(places) - int(is_held_out.sum()),
-        rows=rows,
-        shape=output.shape,
-        axes=output.axes,
-        input_shape=output.input_shape,
-        partner=partner,
-    )
-
-
-def _partner(addend: Addend, rows: Tensor, scale: Tensor | None, output: Tensor) -> Partner:
-    return Partner(addend.number, rows, addend.norm, addend.is_stream, _gain(scale, rows, output))
 
 
 def _output_channels(filters: Filters, layout: Layout, kept: KeptChannels) -> Tensor:
@@ -166,10 +139,15 @@ def _output_channels(filters: Filters, layout: Layout, kept: KeptChannels) -> Te
     return torch.where((groups >= 0) & (outputs >= 0), found, -1).flatten()
 
 
-def _gain(scale: Tensor | None, partner: Tensor, output: Tensor) -> Tensor:
-    """One over the scale of a batch norm, and no more than the output can bear."""
-    if scale is None:
-        return torch.ones(partner.shape[1], dtype=torch.float64, device=partner.device)
-    spread, own = partner.double().std(0, correction=0), output.double().std(0, correction=0)
+def gain(addend: Addend, output: Output) -> Tensor | float:
+    """Change of the layer's output for a change of the sum, for each channel: one over the scale of its norm.
+
+    The reciprocal is damped, as in Tikhonov regularization: s / (s^2 + f^2) is nearly 1 / s for a scale above
+    the floor f, at most 1 / 2f, and goes to zero with s. A batch norm that nearly shuts a channel off would
+    otherwise ask for a huge output of the layer. The floor compares what passes with what it is added to.
+    """
+    if addend.scale is None:
+        return 1.0
+    spread, own = (rows.double().std(0, correction=0) for rows in (addend.rows, output.rows))
     floor = MIN_SCALE * spread / own.clamp_min(TINY)
-    return scale / (scale.square() + floor.square()).clamp_min(TINY)
+    return addend.scale / (addend.scale.square() + floor.square()).clamp_min(TINY)

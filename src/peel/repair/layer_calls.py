@@ -77,6 +77,7 @@ class LayerCall:
         weight = self.weight if weight is None else weight
         if not self.is_transposed:
             return weight.reshape(self.groups, len(weight) // self.groups, -1)
+        # Transposed weights are inputs x outputs of a group x taps.
         parts = weight.reshape(self.groups, len(weight) // self.groups, weight.shape[1], -1)
         return parts.transpose(1, 2).flatten(2)
 
@@ -104,6 +105,8 @@ class LayerCall:
         inside = torch.ones_like(image, dtype=torch.bool).view(column)
         index: list[Any] = [image.view(column), slice(None)]
         for axis, (flat, size) in enumerate(zip(position, self.inputs.shape[2:], strict=True)):
+            # Output p of a convolution reads input p * stride + tap * dilation - padding. A transposed one
+            # writes there, so its output p reads input (p - offset) / stride, where that is whole.
             taps = torch.arange(self.kernel[axis], device=flat.device).view(column[: self.axes - axis])
             offset, place = taps * self.dilation[axis] - self.padding[axis], flat.view(column)
             if self.is_transposed:
@@ -243,10 +246,12 @@ class CallWatcher(TorchFunctionMode):
         kwargs = kwargs or {}
         number = self.number = self.number + 1
         given = [(value, version_of(value)) for value in args if isinstance(value, Tensor)]
+        # `alpha=` scales one of them: then the sum is another one.
         if func in ADDITIONS and not kwargs and len(given) == 2 and given[0][0].shape == given[1][0].shape:
             self.visitor.at_addition(given[0][0], given[1][0])
         output = self._run(func, args, kwargs)
         if isinstance(output, Tensor):
+            # A function that returns its argument as it was made nothing.
             is_given = any(output is value and version == version_of(value) for value, version in given)
             if not is_given:
                 self.visitor.after(number, output)

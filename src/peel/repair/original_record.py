@@ -43,10 +43,12 @@ class Addend:
 
 @dataclass(frozen=True)
 class Output:
-    """The output of one call of a layer, at sampled places."""
+    """The output of one call of a layer, at sampled places. `FitTargets` selects from it for a network."""
 
     places: Tensor
-    """On the CPU."""
+    """On the CPU, until they are selected."""
+    fitted: int
+    """So many rows come first that are not held out: all of them, until they are selected."""
     rows: Tensor
     """Places x channels."""
     shape: tuple[int, ...]
@@ -132,6 +134,8 @@ class OriginalRecord:
         if layer in self.mixed:
             return ()
         norms = [norm for name, norm in self.read_by_norm if name == layer]
+        # All calls of the layer go to these batch norms, and they read no other layer: a shift of their means
+        # is then a shift of this layer alone.
         reads = sum(self.read_by_norm[layer, norm] for norm in norms)
         is_alone = all(self.read_by_norm[layer, norm] == self.calls[norm, 0] for norm in norms)
         return tuple(norms) if is_alone and reads == self.calls[layer, 0] else ()
@@ -148,10 +152,12 @@ class OriginalRecord:
         """
         name, batch, index = key
         count, images = prod(shape), sum(self.images)
+        # Places are shared among the batches by their images, rounded up.
         wanted = -(-max(PLACES * images, ROWS_PER_FEATURE * features) * self.images[batch] // images)
         if count <= wanted:
             return None
         rng = torch.Generator().manual_seed(derive_seed("places", name, index, batch))
+        # Drawn with repetition: the first places of a longer draw are those of a shorter one.
         return torch.randint(count, (wanted,), generator=rng)
 
     def rows_for(self, key: Key, features: int) -> Tensor:
@@ -160,6 +166,7 @@ class OriginalRecord:
         places = self.sample(key, output.shape, features)
         if places is None:
             return torch.arange(len(output.places))
+        # Of a whole output, any rows can be taken. Sampled places are in the order of the draw.
         is_whole = len(output.places) == prod(output.shape)
         return places if is_whole else torch.arange(len(places))
 
@@ -211,7 +218,7 @@ class _Recorder(Visitor):
         places = torch.arange(prod(shape)) if places is None else places
         rows = rows_at(output, call.axes, places.to(output.device))
         inputs = places_shape(call.inputs, call.axes)
-        record.outputs[key] = Output(places, rows, shape, call.axes, inputs)
+        record.outputs[key] = Output(places, len(places), rows, shape, call.axes, inputs)
         self._note(name)
         _mark(output, "peel_branch", _Branch(key, self.last, _mark_of(call.inputs, "peel_number") or 0))
         return output
@@ -234,6 +241,7 @@ class _Recorder(Visitor):
     def at_addition(self, first: Tensor, second: Tensor) -> None:
         for sum_part, other in ((first, second), (second, first)):
             branch, number = _mark_of(sum_part, "peel_branch"), _mark_of(other, "peel_number")
+            # It was there before the layer ran: a repair can compute what is missing in it before the fit.
             if branch and number and number <= branch.start:
                 output = self.record.outputs[branch.key]
                 rows = rows_at(other, output.axes, output.places.to(other.device))

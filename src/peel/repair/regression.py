@@ -12,8 +12,7 @@ Nothing here waits for a GPU: all choices are made on the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -44,7 +43,7 @@ CHUNK_BYTES = 2**26
 
 #: Penalties are fitted together as long as matrices and weights have no more bytes than this, by device. On
 #: an H200, factors and solves of seven are 3 times as fast together with 360 features, 2 times with 1,152,
-#: 1.4 times with 2,304. On a CPU, large ones are slower together (`benchmarks/penalties.py`).
+#: 1.4 times with 2,304. On a CPU, large ones are slower together.
 BATCH_BYTES = {"cuda": 2**29, "cpu": 2**22}
 
 
@@ -62,14 +61,12 @@ class Fit:
 
 @dataclass(frozen=True)
 class Equations:
-    """The normal equations of the change of the weights, centered, or their dual form."""
+    """The normal equations of the change of the weights, centered."""
 
     matrix: Tensor
     right: Tensor
     scale: Tensor
     """The mean square of a feature, for each group. Penalties are fractions of it."""
-    change: Callable[[Tensor], Tensor]
-    """Solution -> change of the weights."""
     old: Tensor
     x: Tensor
     y: Tensor
@@ -81,7 +78,7 @@ class Equations:
         penalized = self.matrix.repeat(len(ridges), 1, 1, 1)
         penalized.diagonal(dim1=-2, dim2=-1).add_(penalties[..., None])
         factor, failed = torch.linalg.cholesky_ex(penalized)
-        weight = self.old + self.change(torch.cholesky_solve(self.right, factor))
+        weight = self.old + torch.cholesky_solve(self.right, factor).mT
         return self._with_intercept(weight.masked_fill(failed[..., None, None] != 0, torch.nan))
 
     def unchanged(self) -> Fit:
@@ -95,11 +92,15 @@ class Equations:
 class Moments:
     """Sums of products of inputs and outputs: the normal equations."""
 
-    def __init__(self, groups: int, features: int, outputs: int, device: torch.device) -> None:
+    def __init__(
+        self, groups: int, features: int, outputs: int, device: torch.device, share: float = 1.0
+    ) -> None:
+        """`share`: these features over those of the layer, where they are coordinates in a subspace."""
+
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(groups, *shape, dtype=torch.float64, device=device)
 
-        self.count = 0
+        self.count, self.share = 0, share
         self.x, self.y, self.yy = zeros(features), zeros(outputs), zeros(outputs)
         self.xx, self.xy = zeros(features, features), zeros(features, outputs)
 
@@ -124,8 +125,8 @@ class Moments:
         x, y = (self.x / self.count, self.y / self.count) if intercept else (0 * self.x, 0 * self.y)
         xx, xy = self._centered(self.xx, x, x), self._centered(self.xy, x, y)
         right = torch.baddbmm(xy, xx, old.mT, alpha=-1)
-        scale = xx.diagonal(dim1=1, dim2=2).mean(1)
-        return Equations(xx, right, scale, lambda solution: solution.mT, old, x, y)
+        scale = xx.diagonal(dim1=1, dim2=2).mean(1) * self.share
+        return Equations(xx, right, scale, old, x, y)
 
     def _centered(self, sums: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """The mean of products, less the product of means."""
@@ -139,6 +140,7 @@ class Moments:
             torch.bmm(by_group, sums).view(w.shape[1], len(w), w.shape[2], -1).transpose(0, 1)
             for sums in (self.xx, self.x[:, :, None])
         )
+        # |y - X w - b|^2 = w'X'X w - 2 w'X'y + y'y + b (2 w'x - 2 y + n b), with sums x and y over the rows.
         squares = (torch.sub(wxx, self.xy.mT, alpha=2) * w).sum(-1) + self.yy
         shifts = b * (2 * (wx.squeeze(-1) - self.y) + self.count * b)
         return ((squares + shifts) / self.count).clamp_min(0.0)
@@ -151,56 +153,6 @@ class Moments:
     def target_variance(self) -> Tensor:
         """Variance of each output that is fitted to."""
         return self.yy / self.count - (self.y / self.count).square()
-
-
-class Rows:
-    """The rows themselves, for layers with more features than rows; solved in the dual form."""
-
-    def __init__(self) -> None:
-        self.parts: list[tuple[Tensor, Tensor]] = []
-
-    @property
-    def count(self) -> int:
-        return sum(x.shape[1] for x, _ in self.parts)
-
-    def add(self, x: Tensor, y: Tensor) -> None:
-        self.parts.append((x.clone(), y.clone()))
-
-    def merge(self, other: Rows) -> None:
-        self.parts += other.parts
-
-    def _all(self) -> tuple[Tensor, Tensor]:
-        if len(self.parts) > 1:
-            self.parts = [
-                (torch.cat([x for x, _ in self.parts], 1), torch.cat([y for _, y in self.parts], 1))
-            ]
-        x, y = self.parts[0]
-        return x.double(), y.double()
-
-    def equations(self, old: Tensor, *, intercept: bool) -> Equations:
-        x, y = self._all()
-        mean_x = x.mean(1, keepdim=True) if intercept else torch.zeros_like(x[:, :1])
-        mean_y = y.mean(1, keepdim=True) if intercept else torch.zeros_like(y[:, :1])
-        centered = x - mean_x
-        return Equations(
-            centered @ centered.mT / self.count,
-            (y - mean_y - centered @ old.mT) / self.count,
-            centered.square().mean((1, 2)),
-            lambda dual: dual.mT @ centered,
-            old,
-            mean_x.squeeze(1),
-            mean_y.squeeze(1),
-        )
-
-    def error(self, fits: Fit) -> Tensor:
-        x, y = self._all()
-        return (y - x @ fits.weight.mT - fits.intercept[..., None, :]).square().mean(-2)
-
-    def variance(self, weight: Tensor) -> Tensor:
-        return (self._all()[0] @ weight.mT).var(1, correction=0)
-
-    def target_variance(self) -> Tensor:
-        return self._all()[1].var(1, correction=0)
 
 
 @dataclass(frozen=True)
@@ -224,34 +176,68 @@ class Regression:
     """The weights that the layer has, groups x outputs x features."""
     rows: int
     """About how many rows will be added."""
-    fitted: Moments | Rows = field(init=False)
-    held_out: Moments | Rows = field(init=False)
+    parts: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
+    """The rows themselves (inputs, outputs, number of fitted ones), where a layer has more features."""
 
     def __post_init__(self) -> None:
         self.old = self.old.double()
-        groups, outputs, features = self.old.shape
+        self._start(self.old.shape[2])
 
-        def make() -> Moments | Rows:
-            return Rows() if self.rows < features else Moments(groups, features, outputs, self.old.device)
-
-        self.fitted, self.held_out = make(), make()
+    def _start(self, features: int) -> None:
+        groups, outputs, _ = self.old.shape
+        shape = groups, features, outputs, self.old.device, features / self.old.shape[2]
+        self.fitted, self.held_out = Moments(*shape), Moments(*shape)
 
     def add(self, x: Tensor, y: Tensor, fitted: int) -> None:
         """Rows of inputs and outputs (groups x rows x ...), of which the first `fitted` are not held out."""
+        if self.rows < self.old.shape[2]:
+            self.parts.append((x.clone(), y.clone(), fitted))
+        else:
+            self._add(x, y, fitted)
+
+    def _add(self, x: Tensor, y: Tensor, fitted: int) -> None:
         for part, some in ((self.fitted, slice(0, fitted)), (self.held_out, slice(fitted, None))):
             if x[:, some].shape[1]:
                 part.add(x[:, some], y[:, some])
 
+    def _project(self, *, intercept: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """An orthonormal basis of what the rows span, where these are fewer than the features, and origins.
+
+        No row tells weights apart that differ across the span, and the penalty keeps the old ones there. So
+        the change of the weights is sought in coordinates of the basis: with X = Z Q', all of |X w|, |w| and
+        the trace of X'X are those of Z and Q'w. With an intercept, rows are counted from their means: inputs
+        that hardly vary would be lost in the squares of their means.
+        """
+        x, y = (torch.cat(rows, 1).double() for rows in list(zip(*self.parts, strict=True))[:2])
+        start_x, start_y = (rows.mean(1, keepdim=True) if intercept else 0 * rows[:, :1] for rows in (x, y))
+        basis: Tensor = torch.linalg.qr((x - start_x).mT).Q
+        self._start(basis.shape[2])
+        for x, y, fitted in self.parts:
+            self._add((x.double() - start_x) @ basis, y.double() - start_y, fitted)
+        return basis, start_x, start_y
+
     def solve(self, *, intercept: bool) -> Solution:
         """The best fit; the old weights where no fit is better, or the equations cannot be solved."""
+        if not self.parts:
+            return self._solve(self.old, intercept)
+        basis, x, y = self._project(intercept=intercept)
+        old = self.old @ basis
+        found = self._solve(old, intercept)
+        weight = self.old + (found.weight - old) @ basis.mT
+        intercepts = found.intercept + (y - x @ weight.mT).squeeze(1)
+        return replace(found, weight=weight, intercept=intercepts)
+
+    def _solve(self, old: Tensor, intercept: bool) -> Solution:
         is_divided = self.fitted.count and self.held_out.count
-        ridge = self._choose(intercept) if is_divided else _tensor((SAFE_RIDGE,), self.old.device)
+        ridge = self._choose(old, intercept) if is_divided else _tensor((SAFE_RIDGE,), old.device)
         rows = self.fitted if self.fitted.count else self.held_out
         if is_divided:
-            rows.merge(self.held_out)  # type: ignore[arg-type]
-        equations = rows.equations(self.old, intercept=intercept)
+            rows.merge(self.held_out)
+        equations = rows.equations(old, intercept=intercept)
+        # The chosen penalty once more, with all rows, against the old weights.
         both = equations.unchanged() + equations.fits(ridge.clamp_max(FINITE_RIDGES[-1]))
         target, errors = rows.target_variance(), rows.error(both).sum((1, 2)) + TINY
+        # NaN is never smaller: equations that could not be solved keep the old weights.
         is_better = (errors[1] < errors[0]) & ridge[0].isfinite()
         weight, intercepts = (torch.where(is_better, fit[1], fit[0]) for fit in (both.weight, both.intercept))
         ratio = torch.where(target > TINY, rows.variance(weight) / target, 1.0)
@@ -261,22 +247,24 @@ class Regression:
             weight, intercepts, before / spread, after / spread, ratio.clamp(MIN_RATIO, 1 / MIN_RATIO)
         )
 
-    def _choose(self, intercept: bool) -> Tensor:
+    def _choose(self, old: Tensor, intercept: bool) -> Tensor:
         """The penalty that is best for the held-out rows, a tensor of one number."""
-        equations = self.fitted.equations(self.old, intercept=intercept)
+        equations = self.fitted.equations(old, intercept=intercept)
         variance = self.held_out.target_variance().clamp_min(TINY)
-        limit = BATCH_BYTES.get(self.old.device.type, 0)
-        size = max(1, limit // max(1, equations.matrix.nbytes + self.old.nbytes))
-        *parts, last = torch.split(_tensor(FINITE_RIDGES, self.old.device), size)
+        limit = BATCH_BYTES.get(old.device.type, 0)
+        size = max(1, limit // max(1, equations.matrix.nbytes + old.nbytes))
+        *parts, last = torch.split(_tensor(FINITE_RIDGES, old.device), size)
         fits = [*(equations.fits(part) for part in parts), equations.fits(last) + equations.unchanged()]
-        errors = torch.cat([self._judge(some, variance) for some in fits]).nan_to_num(torch.inf, torch.inf)
-        return _tensor(RIDGES, self.old.device)[errors.argmin(keepdim=True)]
+        errors = torch.cat([self._judge(some, old, variance) for some in fits]).nan_to_num(
+            torch.inf, torch.inf
+        )
+        return _tensor(RIDGES, old.device)[errors.argmin(keepdim=True)]
 
-    def _judge(self, fits: Fit, variance: Tensor) -> Tensor:
+    def _judge(self, fits: Fit, old: Tensor, variance: Tensor) -> Tensor:
         """For each fit, its error on the held-out rows over the variance of the outputs, and what the growth
         costs.
         """
-        change = (fits.weight - self.old).square().sum((-3, -2, -1))
+        change = (fits.weight - old).square().sum((-3, -2, -1))
         growth = change / (self.old.square().sum() + TINY)
         error = (self.held_out.error(fits) / variance).mean((-2, -1))
         return error + GROWTH_COST * (growth - FREE_GROWTH).clamp_min(0.0)

@@ -35,9 +35,9 @@ from .calibration import (
     recalibrate,
     run_model,
 )
-from .fit_targets import FitTargets, Target, feature_counter, select_targets
+from .fit_targets import FitTargets, feature_counter, gain, select_targets
 from .layer_calls import CallWatcher, LayerCall, NormCall, Visitor, places_shape, rows_at
-from .original_record import PLACES, Key, OriginalRecord, Sums, record_original
+from .original_record import PLACES, Key, OriginalRecord, Output, Sums, record_original
 from .original_shapes import Shapes, original_shapes
 from .outputs import output_change, output_tensors
 from .regression import CHUNK_BYTES, HOLD_OUT, TINY, Regression
@@ -231,6 +231,7 @@ class _Trial:
 
     def is_better_repaired(self, slim: nn.Module) -> bool:
         before = _copies(slim)
+        # Both start from the network as it was cut, and are compared on images that neither has seen.
         self.fitter.fit(slim)
         repaired = self._error(slim)
         _restore(slim, before)
@@ -330,6 +331,7 @@ def images_at_once(original: nn.Module, graph: ChannelGraph, memory: int = MEMOR
 
     They need the activations of the original, its outputs at the sampled places, and what these are added to.
     """
+    # Rows and what is added to them, in float32: 8 bytes for each place and channel.
     outputs = sum(max(weight.shape[:2]) for weight in original.parameters() if weight.ndim > 1)
     return max(1, memory // (graph.activation_bytes() + 8 * PLACES * outputs))
 
@@ -368,7 +370,7 @@ class _Refit(Visitor):
         self.regressions: dict[str, Regression] = {}
         self.sums: dict[str, Sums] = {}
         self.uses = recorded.uses()
-        self.partner_rows: dict[Key, Tensor] = {}
+        self.addend_rows: dict[Key, Tensor] = {}
         self.outcomes: list[_Outcome] = []
         self.errors: dict[str, tuple[float, float]] = {}
         self.norms: list[str] = []
@@ -377,9 +379,11 @@ class _Refit(Visitor):
     def _sites(self, is_cut: Mapping[str, bool]) -> list[str]:
         """Layers and free batch norms behind the first cut, in the order of their last calls."""
         order, free = self.recorded.record.order, self.recorded.record.free_norms()
+        # Nothing before the first cut has changed, so nothing there is to be fitted.
         first = next((place for place, name in enumerate(order) if is_cut[name]), len(order))
+        # A layer that is called several times is fitted once, to all of its calls.
         last = {name: place for place, name in enumerate(order)}
-        is_layer = {name for name, _, _ in self.recorded.targets}
+        is_layer = self.recorded.record.filters.keys() - self.recorded.record.mixed
         wanted = set(order[first:]) & (is_layer | free)
         return sorted(wanted, key=last.__getitem__)
 
@@ -390,8 +394,10 @@ class _Refit(Visitor):
         """
         while self.pending:
             before = len(self.pending)
+            # One batch holds all images: each layer can be refitted when it is called, and those behind it
+            # see its new output.
             self.active = set(self.pending if len(self.batches) == 1 else self.pending[:1])
-            self.regressions, self.sums, self.partner_rows = {}, {}, {}
+            self.regressions, self.sums, self.addend_rows = {}, {}, {}
             for number, batch in enumerate(self.batches):
                 self.batch = number
                 with contextlib.suppress(_StopPassError), CallWatcher(self.slim, self, self.shapes):
@@ -417,14 +423,15 @@ class _Refit(Visitor):
 
     def at_layer(self, name: str, index: int, call: LayerCall, run: Callable[[], Tensor]) -> Tensor:
         if name in self.active:
-            target = self.recorded.targets.get((name, self.batch, index))
-            is_same = target is not None and target.input_shape == places_shape(call.inputs, call.axes)
-            if target is None or not is_same or len(self.recorded.channels[name]) != call.outputs:
+            key = name, self.batch, index
+            output = self.recorded.record.outputs.get(key)
+            is_same = output is not None and output.input_shape == places_shape(call.inputs, call.axes)
+            if not is_same or len(self.recorded.channels[name]) != call.outputs:
                 self._leave(name, "it is called otherwise than in the original")
             elif call.bias is not None and not any(call.bias is own for own in self.tensors.values()):
                 self._leave(name, "its bias is computed")
             else:
-                self._add((name, self.batch, index), call, target)
+                self._add(key, call)
                 if self._is_complete(name, index):
                     self._refit(name, call)
                     self._finish(name)
@@ -441,11 +448,12 @@ class _Refit(Visitor):
     def after(self, number: int, output: Tensor) -> None:
         """Keep what the output of a layer will be added to."""
         for key in self.uses.get((self.batch, number), ()):
-            target = self.recorded.targets[key]
-            if key[0] in self.active and places_shape(output, target.axes) == target.shape:
+            recorded = self.recorded.record.outputs[key]
+            if key[0] in self.active and places_shape(output, recorded.axes) == recorded.shape:
+                target = self.recorded.output(key)
                 rows = rows_at(output, target.axes, target.places)
                 if rows.shape == target.rows.shape:
-                    self.partner_rows[key] = rows
+                    self.addend_rows[key] = rows
 
     def _is_complete(self, name: str, index: int) -> bool:
         """Whether this is the last call of the layer in the last batch."""
@@ -464,30 +472,33 @@ class _Refit(Visitor):
         self.pending.remove(name)
         self.active.remove(name)
         self.regressions.pop(name, None)
+        # Later batches, and earlier calls of this layer, were computed with the old weights.
         if len(self.batches) > 1 or self.recorded.record.calls[name, self.batch] > 1 or not self.active:
             raise _StopPassError
 
-    def _add(self, key: Key, call: LayerCall, target: Target) -> None:
-        name = key[0]
+    def _add(self, key: Key, call: LayerCall) -> None:
+        name, target = key[0], self.recorded.output(key)
         regression = self.regressions.get(name)
         if regression is None:
-            rows = sum(len(some.places) for some in self.recorded.targets_of(name))
+            rows = sum(len(self.recorded.output(other).places) for other in self.recorded.keys_of(name))
             regression = self.regressions[name] = Regression(call.matrix(), rows)
+        wanted = self._wanted(target, self.addend_rows.pop(key, None))
+        # Windows hold each input as often as the kernel has taps: they are made in pieces.
         size = max(1, CHUNK_BYTES // (4 * max(1, call.weight[0].numel() * call.groups)))
         for start in range(0, len(target.places), size):
             some = slice(start, start + size)
             x = call.input_rows(target.shape, target.places[some])
-            y = self._wanted(key, target, some).reshape(x.shape[1], call.groups, -1).transpose(0, 1)
+            y = wanted[some].reshape(x.shape[1], call.groups, -1).transpose(0, 1)
             regression.add(x, y, max(0, target.fitted - start))
-        self.partner_rows.pop(key, None)
 
-    def _wanted(self, key: Key, target: Target, some: slice) -> Tensor:
+    def _wanted(self, target: Output, own: Tensor | None) -> Tensor:
         """The output of the original, and what makes the sum right that it goes into."""
-        partner, own = target.partner, self.partner_rows.get(key)
-        if partner is None or own is None:
-            return target.rows[some]
-        missing = partner.rows[some].double() - own[some]
-        return target.rows[some] + missing * partner.gain
+        if target.addend is None or own is None:
+            return target.rows
+        # The slim network adds `own` where the original added `addend.rows`. The layer makes up for the
+        # difference, through the batch norm behind it.
+        missing = target.addend.rows.double() - own
+        return target.rows + missing * gain(target.addend, target)
 
     def _refit(self, name: str, call: LayerCall) -> None:
         norms, at_known = self.recorded.record.absorbers(name), partial(self.recorded.at_known, name)
@@ -496,8 +507,10 @@ class _Refit(Visitor):
         changes = [(call.weight, call.from_matrix(at_known(solution.weight, call.matrix())))]
         if call.bias is not None:
             changes.append((call.bias, at_known(intercept, call.bias)))
-        is_branch = any(t.partner and t.partner.is_stream for t in self.recorded.targets_of(name))
+        addends = map(self.recorded.addend, self.recorded.keys_of(name))
+        is_branch = any(addend is not None and addend.is_stream for addend in addends)
         for norm in norms:
+            # The batch norm takes the intercept: to subtract a mean that is smaller by b adds b.
             mean, variance = self.tensors[norm], self.tensors[_variance(norm)]
             if call.bias is None:
                 changes.append((mean, at_known(mean - intercept, mean)))
@@ -513,6 +526,7 @@ class _Refit(Visitor):
         """Move the statistics of a batch norm as its input moved on these images."""
         own, original = self.sums[name], self.recorded.sums[name]
         mean, variance = self.tensors[name], self.tensors[_variance(name)]
+        # Relative to the statistics that it has: these are of the training images, not of the few here.
         ratio = own.variance() / original.variance().clamp_min(TINY)
         moved = mean + own.mean() - original.mean(), variance * ratio
         changes = [

@@ -36,7 +36,7 @@ from .calibration import (
     merge,
     run_model,
 )
-from .explain import BLOCKS, Reading, collect_readings, untaken
+from .explain import Reading, collect_readings, greedy_order
 from .layer_calls import CallWatcher, LayerCall, Use, Visitor
 from .outputs import output_change, output_tensors
 from .regression import TINY
@@ -106,6 +106,7 @@ def measure_sensitivity(model: nn.Module, graph: ChannelGraph, images: Images) -
     readings = collect_readings(model, graph, others)
     if not readings:
         raise DataError("no layer reads channels that vary and are finite on these images.")
+    # Too few batches to hold some out.
     few = few or others
     with evaluating(model):
         torch.manual_seed(derive_seed("sensitivity"))
@@ -115,9 +116,12 @@ def measure_sensitivity(model: nn.Module, graph: ChannelGraph, images: Images) -
         outputs = [output_tensors(run_model(model, batch)) for batch in few]
         factors = _factors(model, few, outputs, _parts(readings, values, kept))
         for atom, some in readings.items():
+            # First order and reality differ by about a factor per layer: half of its channels are predicted
+            # once, and the measured change over the expected one scales its values.
             values[atom] = [value * factors[one.use] for one, value in zip(some, values[atom], strict=True)]
     found = {
-        atom: _greedy([_covariance(one) for one in some], values[atom]) for atom, some in readings.items()
+        atom: greedy_order([_covariance(one) for one in some], values[atom])
+        for atom, some in readings.items()
     }
     scores = per_channel(graph, {atom: scores for atom, (scores, _) in found.items()})
     change = _sum_by_tie(graph, {atom: change for atom, (_, change) in found.items()})
@@ -191,6 +195,8 @@ def _squared_gradients(model: nn.Module, batches: Sequence[Any]) -> dict[Use, Te
                     ]
                 if not outputs:
                     raise DataError("the network has no floating-point output that its layers lead to.")
+                # The gradient of a random sum has the squared norm of the whole Jacobian as its mean. Outputs
+                # count by their standard deviation, so that the change is a fraction of their variance.
                 random = [
                     torch.randn_like(value) / value.detach().std(correction=0).clamp_min(1e-12)
                     for value in outputs
@@ -231,58 +237,11 @@ def _pull_back(reading: Reading, gradients: Mapping[Use, Tensor]) -> Tensor:
     """What a change of the channels that are read is worth: channels x channels."""
     weight = reading.weight
     squares = gradients.get(reading.use, torch.zeros(len(weight), dtype=weight.dtype, device=weight.device))
+    # A change d of the channels changes output o by w_o d, which is worth the squared gradient there: the
+    # value matrix is the sum over outputs and taps of g_o^2 w_o w_o'.
     scaled = weight * squares.sqrt()[:, None, None]
     flat = scaled.movedim(1, 0).flatten(1)
     return flat @ flat.T
-
-
-def _greedy(covariances: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Scores and changes. Takes, one after the other, the channel that leaves the least.
-
-    With R, what the taken channels leave of a covariance, V, what a change is worth, and G = R V R: to take
-    channel b gains G_bb / R_bb, and R becomes R - r r' / R_bb, where r is its column b. Channels are taken in
-    blocks: within one, only columns are updated, by those taken before; at its end, R and G are, by matrix
-    products, and lose the rows of taken channels. That reads each matrix once per block, not per channel.
-    """
-    left, value = torch.stack(list(covariances)), torch.stack(list(values))
-    gained = left @ value @ left
-    count = left.shape[1]
-    floor = 1e-9 * left.diagonal(dim1=1, dim2=2).amax(1, keepdim=True).clamp_min(TINY)
-    channels = torch.arange(count, device=left.device)
-    order, worths = [], []
-    size = max(8, -(-count // BLOCKS))
-    for start in range(0, count, size):
-        steps = min(size, count - start)
-        variance, gains = (matrix.diagonal(dim1=1, dim2=2).clone() for matrix in (left, gained))
-        is_taken = torch.zeros(len(channels), dtype=torch.bool, device=left.device)
-        # R loses X X' and G loses X Y' + Y X', with columns x = r / sqrt(R_bb) and
-        # y = (g - r G_bb / 2 R_bb) / sqrt(R_bb), where g is column b of G.
-        x = left.new_zeros(*left.shape[:2], steps)
-        y = torch.zeros_like(x)
-        for step in range(steps):
-            scale = variance.clamp_min(floor)
-            best = (gains / scale).sum(0).masked_fill(is_taken, -1.0).argmax(keepdim=True)
-            is_taken.index_fill_(0, best, True)
-            order.append(channels[best])
-            before_x, before_y = x[:, :, :step], y[:, :, :step]
-            at_x, at_y = (before.index_select(1, best).mT for before in (before_x, before_y))
-            column = left.index_select(2, best) - before_x @ at_x
-            pulled = gained.index_select(2, best) - before_x @ at_y - before_y @ at_x
-            own, worth = scale.index_select(1, best)[:, :, None], pulled.index_select(1, best)
-            worths.append((worth / own).sum())
-            x[:, :, step] = (column / own.sqrt()).squeeze(2)
-            y[:, :, step] = ((pulled - column * worth / (2 * own)) / own.sqrt()).squeeze(2)
-            variance -= x[:, :, step].square()
-            gains -= 2 * x[:, :, step] * y[:, :, step]
-        cross = x @ y.mT
-        rest = untaken(is_taken, len(channels) - steps)
-        left, gained = (m[:, rest][:, :, rest] for m in (left - x @ x.mT, gained - cross - cross.mT))
-        channels = channels[rest]
-    total = sum((covariance * value).sum() for covariance, value in zip(covariances, values, strict=True))
-    gone = torch.stack([torch.zeros_like(worths[0]), *worths]).cumsum(0)
-    scores = torch.zeros(count)
-    scores[torch.cat(order).cpu()] = torch.arange(count, 0, -1.0)
-    return scores, (total - gone).clamp_min(0.0).cpu()
 
 
 def _covariance(reading: Reading) -> Tensor:
@@ -324,6 +283,7 @@ class _Prediction:
         covariance = _covariance(reading)
         kept = kept.to(covariance.device)
         ridge = RIDGE * covariance.diagonal().mean().clamp_min(TINY)
+        # Regression of all channels on the kept ones: C_all,kept (C_kept,kept + ridge)^-1.
         among = covariance[kept][:, kept] + ridge * torch.eye(len(kept)).to(covariance)
         coefficients: Tensor = torch.linalg.solve(among, covariance[kept]).T
         left = covariance - coefficients @ covariance[kept]

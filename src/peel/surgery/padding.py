@@ -31,7 +31,7 @@ def fast_widths(model: nn.Module, graph: ChannelGraph) -> Widths:
     """The nearest widths, none of them smaller, that train fastest. `graph` is the model's own.
 
     Kernels of convolutions over several pixels work on tiles of channels. Between the tiles a narrower layer
-    is no faster, sometimes half as fast (48 channels against 64; `benchmarks/train.py --parts layers`).
+    is no faster, sometimes half as fast (48 channels against 64).
     """
     tiled = _tiled_ties(model, graph)
     raised = {}
@@ -42,6 +42,7 @@ def fast_widths(model: nn.Module, graph: ChannelGraph) -> Widths:
 
 
 def _tile(width: int) -> int:
+    # The best of sixteen rules that were timed on an H200 (docs/training.md).
     if width <= 32:
         return MULTIPLE
     return 32 if 64 < width <= 128 else 64
@@ -123,6 +124,7 @@ def _is_same(model: nn.Module, padded: Padded) -> bool:
         is_real = torch.zeros_like(gradient)
         positions = [kept.positions(runs) for runs in padded.original.layouts[name]]
         copy_channels(torch.ones_like(plain[1][name]), is_real, positions)
+        # A zero channel that gets a gradient would not stay zero.
         if gradient[is_real == 0].any():
             return False
         real.append(gradient[is_real == 1])

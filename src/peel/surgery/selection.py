@@ -71,6 +71,7 @@ class KeptChannels:
                 places = range(sum(run.length for run in runs)) if given is None else given
                 channels = _channels_at(runs, units, places) | channels
         kept = cls(channels)
+        # A file may say anything: what was read must give back the same positions everywhere.
         if kept.axes(graph) != {name: list(found) for name, found in axes.items()}:
             raise ValueError("layers that share channels keep different ones")
         return kept
@@ -81,6 +82,7 @@ class KeptChannels:
             if run.tie < 0:
                 pieces.append(torch.arange(span.start, span.stop))
             else:
+                # A channel that is repeated `inner` times in place takes its positions with it.
                 chosen = self.channels[run.atom][:, None]
                 places = span.start + chosen * run.inner + torch.arange(run.inner)
                 pieces.append(torch.where(chosen >= 0, places, -1).flatten())
@@ -93,6 +95,7 @@ def _channels_at(runs: tuple[Run, ...], units: Sequence[int], places: Sequence[i
     for run, span in spans(runs):
         stop = start + (run.size if run.tie < 0 else units[run.tie]) * run.inner
         if run.tie >= 0 and run.atom not in channels:
+            # One position of each channel says which channel it is.
             kept = torch.tensor(places[start : stop : run.inner], dtype=torch.long)
             if (kept >= span.stop).any():
                 raise ValueError(f"an axis of {span.stop} channels has no channel {int(kept.max())}")
@@ -142,6 +145,7 @@ def select_channels(
         if scores is None:
             best = torch.arange(count)
         else:
+            # In their order, not by score: the network is the original with some of its channels left out.
             best = torch.topk(scores[atom][: run.size].float(), count).indices.sort().values.cpu()
         channels[atom] = torch.cat([best, torch.full((wanted - count,), -1)])
     return KeptChannels(channels)
@@ -179,6 +183,7 @@ def _default_scores(model: nn.Module, graph: ChannelGraph) -> dict[int, Tensor]:
     for place in scale_axes(model, graph, gates=True):
         scale = place.tensor.detach().abs().float().cpu()
         _add(scales, place.runs(graph), place.reduce(scale, torch.mean))
+    # Where a norm layer scales a channel, the size of its filter means nothing.
     return scores | scales
 
 
@@ -186,6 +191,7 @@ def _add(scores: dict[int, Tensor], runs: Sequence[Run], values: Tensor) -> None
     """Add values along an axis to the scores of the channels there."""
     for run, span in spans(runs):
         if run.tie >= 0:
+            # A channel that fills several positions counts by their mean.
             mean = values[span].view(run.size, run.inner).mean(1)
             scores[run.atom] = scores[run.atom] + mean if run.atom in scores else mean
 

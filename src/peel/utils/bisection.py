@@ -17,6 +17,7 @@ def solve_increasing(cost: Callable[[float], float], wanted: float, low: float) 
     saturates = most < wanted
     for _ in range(100):
         middle = (low + high) / 2
+        # A cost that ends below `wanted`: the first factor that gives all there is.
         is_below = cost(middle) < most if saturates else cost(middle) <= wanted
         low, high = (middle, high) if is_below else (low, middle)
     return low, saturates

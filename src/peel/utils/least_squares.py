@@ -21,6 +21,7 @@ def nonnegative_least_squares(columns: Array, target: Array, penalty: Array) -> 
     solution, is_used = np.zeros(len(gram)), np.zeros(len(gram), dtype=bool)
     for _ in range(3 * len(gram)):
         gradient = np.where(is_used, -np.inf, right - gram @ solution)
+        # No column outside could lower the error: the conditions of Karush, Kuhn and Tucker hold.
         if gradient.max(initial=-np.inf) <= tolerance:
             break
         is_used[gradient.argmax()] = True

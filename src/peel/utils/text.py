@@ -36,6 +36,12 @@ def brief(error: BaseException, length: int = 300) -> str:
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its kind."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return text[:300] or type(error).__name__
+
+
 def name_of_key(key: Any) -> str:
     """A name that a file gives, as a message shows it: one that fills lines is cut."""
     return key if isinstance(key, str) and key.isprintable() and len(key) < 100 else short(key)

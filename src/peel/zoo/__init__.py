@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import ModelError, did_you_mean
 from ..utils.references import load_object
+from ..utils.text import first_line
 from .cifar import CIFAR_MODELS
 
 __all__ = [
@@ -158,7 +159,7 @@ def create(
         model = build if isinstance(build, nn.Module) else build(**arguments)
     except Exception as error:
         given = ", ".join(f"{name}={value!r}" for name, value in arguments.items()) or "no arguments"
-        raised = f"{type(error).__name__}: {_first_line(error)}"
+        raised = f"{type(error).__name__}: {first_line(error)}"
         raise ModelError(f"{reference} cannot be built with {given}: it raised {raised}") from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"{reference} gave a {type(model).__name__}, not a torch.nn.Module.")
@@ -193,14 +194,10 @@ def _pretrained_weights(spec: ModelSpec) -> dict[str, Tensor]:
     except Exception as error:
         raise ModelError(
             f"the pretrained weights of {spec.reference} cannot be loaded: {type(error).__name__}: "
-            f"{_first_line(error)} Check the network, or give a file with weights: --weights FILE."
+            f"{first_line(error)} Check the network, or give a file with weights: --weights FILE."
         ) from error
     finally:
         log.setLevel(level)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
 
 
 def _builder(spec: ModelSpec, *, pretrained: bool = False) -> Callable[..., nn.Module]:

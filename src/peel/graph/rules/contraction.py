@@ -33,10 +33,12 @@ def _conv(call: Call, value: Value, weight: Value, bias: Value | None = None, *o
     if groups == 1:
         call.unify(channels, weight[1])
         call.sums_over(weight, 1)
+    # Depthwise: the weight has no axis for its input, the output repeats the channels.
     elif groups == axis_size(channels):
         call.fix(weight[1], "one input channel per filter")
         call.unify(outputs, repeat_each(channels, axis_size(outputs) // groups), "depthwise")
     else:
+        # Grouped: all groups read through one axis of the weight, so they keep the same places.
         for row in call.cut_evenly(channels, groups):
             call.unify(row, weight[1], "grouped")
         call.sums_over(weight, 1)
@@ -54,6 +56,7 @@ def _conv_transpose(
     if groups < axis_size(channels):
         call.sums_over(weight, 0)
     if 1 < groups == axis_size(channels):
+        # Depthwise: each input channel makes as many outputs as axis 1 of the weight has.
         outputs = repeat_each(channels, axis_size(weight[1]))
         call.fix(weight[1], "outputs per input channel")
     else:
@@ -121,15 +124,18 @@ def _product(
             other = axis_of.setdefault(letter, axis)
             if axis_size(other) == axis_size(axis):
                 call.unify(other, axis)
+            # Behind an ellipsis, axes of length 1 are broadcast.
             elif "." in equation and 1 in (axis_size(other), axis_size(axis)):
                 axis_of[letter] = max(other, axis, key=axis_size)
             else:
                 raise NotImplementedError
+    # Exactly one operand of two is a weight: then it is a layer, whatever function was called.
     is_weight = [source in call.weights for source in sources]
     weight = is_weight.index(True) if is_weight.count(True) == 1 and len(terms) == 2 else None
     source = None if weight is None else sources[weight]
     summed = [letter for letter in axis_of if letter not in right and all(letter in term for term in terms)]
     for letter in (letter for letter in axis_of if letter not in right):
+        # A sum over an axis of one operand only: a removed channel is missing from it.
         if letter not in summed or len(terms) == 1:
             call.mark_inexact(axis_of[letter], f"{call} sums over the channels")
         elif weight is None:

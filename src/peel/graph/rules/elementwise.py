@@ -31,6 +31,7 @@ def broadcast(call: Call, *args: Any, **options: Any) -> Value:
     result: list[Axis] = []
     for place in range(-max(len(value) for value in values), 0):
         axes = [value[place] for value in values if len(value) >= -place]
+        # Axes of length 1 are broadcast. They are not tied: a bias of one number fits any width.
         wide = [axis for axis in axes if axis_size(axis) != 1]
         for axis in wide[1:]:
             call.unify(wide[0], axis)

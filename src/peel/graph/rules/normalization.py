@@ -47,6 +47,7 @@ def _group_norm(call: Call, value: Value, groups: int, *args: Any) -> Value:
     _unify_vectors(call, value[1:2], args)
     call.has_attributes(num_channels=value[1])
     call.scales(2)
+    # The number of groups stays, so all groups must have as many channels.
     call.same_size(call.cut_evenly(value[1], groups), "groups of")
     _takes_statistics(call, value[2:])
     if groups < axis_size(value[1]):

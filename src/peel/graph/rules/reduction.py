@@ -58,8 +58,10 @@ def _resample(rank: int) -> Rule:
 def _window(call: Call, axis: Axis, place: int) -> Axis:
     """The axis over which a window slides. Channels pass if as many come out, padding around them aside."""
     stride, kernel = call.named("stride"), call.named("kernel_size")
+    # torch's default for a stride is the kernel; 0 stands for an adaptive pool.
     strides = stride or kernel or [0]
     if is_free(axis) and strides[max(place, -len(strides))] == 1:
+        # Zero padding around the channels (ECA) takes part in the window, and is left out of the result.
         segments = expand(axis)
         free = [i for i, segment in enumerate(segments) if segment.atom.symbol.fixed is None]
         channels = segments[free[0] : free[-1] + 1]

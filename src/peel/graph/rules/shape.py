@@ -1,12 +1,13 @@
 """Operators that only move elements: views, permutations, cuts, joins, padding, creation."""
 
-from math import gcd, prod
+from math import prod
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from ..axes import Axis, Value, axis_size, constant, expand, is_free, repeat_each, replace_axis, unknown
-from ..call import Call, places_of, rule
+from ..call import Call, operator_of, places_of, rule
 from .elementwise import broadcast
 
 # Views and permutations
@@ -29,6 +30,8 @@ def _reshape(call: Call, value: Value, *rest: Any, **options: Any) -> Value:
             result.append(constant(1))
             j += 1
         else:
+            # Row-major order: any view is made of views of the shortest runs with equal products. A longer
+            # run would flatten axes that the view keeps apart, and flattening two channel axes fixes both.
             end_i, end_j = i + 1, j + 1
             while (before := prod(sizes[i:end_i])) != (after := prod(target[j:end_j])):
                 if before < after:
@@ -51,6 +54,7 @@ def _reshape_as(call: Call, value: Value, other: Value) -> Value:
 def _move_axes(call: Call, value: Value, *args: Any) -> Value:
     """Operators that reorder axes or add axes of length 1. torch shows the order on distinct lengths."""
     operator: Any = call.node.target
+    # The length of each axis says where it came from: 2, 3, 4 and so on; new axes have length 1.
     moved = operator(torch.empty(tuple(range(2, len(value) + 2)), device="meta"), *args)
     return tuple(value[size - 2] if size > 1 else constant(1) for size in moved.shape)
 
@@ -95,16 +99,8 @@ def _repeat_interleave(call: Call, value: Value, times: Any, dim: Any = None, **
 # Cuts
 
 
-def _cut_in_proportion(call: Call, axis: Axis, lengths: list[int]) -> None:
-    """The lengths keep their ratio: the code computes them from the whole (`x[:, : x.shape[1] // 4]`)."""
-    call.same_size(call.cut_evenly(axis, axis_size(axis) // gcd(*lengths)))
-
-
 def _pieces(call: Call, value: Value, dim: int, lengths: list[int]) -> tuple[Value, ...]:
     """Pieces of the same length stay equal: code that splits into `(c, c)` has one number for both."""
-    call.has_readings(2)
-    if call.reading:
-        _cut_in_proportion(call, value[dim], lengths)
     pieces = call.cut(value[dim], lengths)
     for length in dict.fromkeys(lengths):
         call.same_size([piece for piece, own in zip(pieces, lengths, strict=True) if own == length])
@@ -136,6 +132,15 @@ def _tensor_split(call: Call, value: Value, parts: Any, dim: int = 0) -> Any:
     return _chunk(call, value, parts, dim)
 
 
+def _is_written(view: Node) -> bool:
+    """Whether an operator, or one on a slice of this slice, changes the tensor that it is a view of."""
+    users = [user for user in view.users if user.args[:1] == (view,)]
+    return any(
+        operator_of(user).endswith("_") or (operator_of(user) == "aten::slice" and _is_written(user))
+        for user in users
+    )
+
+
 @rule("slice")
 def _slice(
     call: Call, value: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
@@ -150,11 +155,11 @@ def _slice(
         taken = "takes none of the channels" if end <= start else f"takes one of {step} channels"
         call.fix(value[dim], f"{call} {taken}")
         return replace_axis(value, dim, constant(call.shape[dim]))
+    if _is_written(call.node):
+        # `x[:, :4] = y`: whether the code writes 4 or computes it, no shape at other widths shows.
+        call.fix(value[dim], f"{call} is written in place")
     length = end - start
     lengths = [n for n in (start, length, total - end) if n]
-    call.has_readings(2)
-    if call.reading:
-        _cut_in_proportion(call, value[dim], lengths)
     pieces = call.cut(value[dim], lengths)
     if 2 * length == total and start % length == 0:
         # Code that takes a half usually says `[:, : channels // 2]` rather than a number.
@@ -255,6 +260,7 @@ def _pixel_unshuffle(call: Call, value: Value, factor: int) -> Value:
 
 @rule("channel_shuffle")
 def _channel_shuffle(call: Call, value: Value, groups: int) -> Value:
+    # A shuffle is a view as groups x channels, transposed and flattened.
     rows, row = call.unmerge(value[1], [groups, axis_size(value[1]) // groups])
     return replace_axis(value, 1, call.merge([row, rows]))
 
@@ -309,6 +315,7 @@ def _index_put(
         return call.refuse(f"{call}: the rule covers indices of the first axes only")
     for place in places:
         call.fix(value[place], f"{call} writes to channels by computed indices")
+    # Broadcast from the last axis, as torch does: the source may lack the first ones.
     tail = value[len(indices) :]
     for own, other in zip(tail[::-1], source[::-1], strict=False):
         if axis_size(other) > 1:
@@ -319,6 +326,8 @@ def _index_put(
 @rule("index")
 def _index(call: Call, value: Value, indices: list[Value | None], *rest: Any) -> Value:
     """Axes before the first and after the last indexed one pass, unless the indexed axes are apart."""
+    # As in numpy: the indexed axes are replaced by those of the index, in place if they are neighbors, else
+    # at the front.
     indexed = [place for place, index in enumerate(indices) if index is not None]
     reason = f"{call} looks channels up by computed indices"
     first, last = indexed[0], indexed[-1]

@@ -71,6 +71,8 @@ def mean_effects(
         }
         for total, place, shift in zip(sums, places, shifts, strict=True):
             if place.tensor in products:
+                # The derivative of the loss for scaling a whole filter is the sum over its weights of w
+                # dL/dw.
                 effect = place.reduce(products[place.tensor], torch.sum)
                 if shift is not None and shift in products:
                     effect = effect + _like(products[shift], place)

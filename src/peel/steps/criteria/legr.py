@@ -74,9 +74,11 @@ class Legr:
                 factors = tuple(math.exp(rng.gauss(0, 1)) for _ in norms)
                 genes = (factors, tuple(rng.gauss(0, spread) for spread in spreads))
             else:
+                # The steps of mutations shrink to .2 over the search: 1.25 keeps the last ones from zero.
                 parent = min(rng.sample(living, min(self.tournament, len(living))))[1]
                 genes = self._mutate(parent, spreads, 1 - i / (1.25 * self.evaluations), rng)
             candidate = (loss_of(genes), genes)
+            # Regularized evolution: the oldest candidate dies, not the worst, so that luck does not stay.
             living = [*living, candidate][-self.population :]
             best = candidate if candidate[0] < best[0] else best
         return best[1]
@@ -122,5 +124,6 @@ def _prune(
         return {tie: max(step, left[tie] // step * step) for tie, step in graph.steps.items()}
 
     allowed = target * graph.macs()
+    # The MACs fall with every channel that is pruned, so the number of them is bisected.
     count = bisect_left(range(len(ranking)), True, key=lambda count: graph.macs(pruned(count)) <= allowed)
     return pruned(count), scores

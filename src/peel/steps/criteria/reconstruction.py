@@ -61,6 +61,8 @@ class Reconstruction:
         outputs: dict[str, Tensor] = {}
 
         def add(name: str, layer: Reader, given: Tensor) -> None:
+            # An output entry is the sum of the contributions of the channels: removing some leaves out
+            # theirs.
             rows = _contributions(layer, given.float(), self.places, rng)
             outputs[name] = rows.sum(1).square().sum() + outputs.get(name, 0)
             for tie, channels in _by_tie(inputs, name, rows, columns).items():
@@ -139,6 +141,7 @@ def _contributions(layer: Reader, given: Tensor, places: int, rng: torch.Generat
         return positions[image, draw(positions.shape[1])] * chosen
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     windows = F.pad(given, _padding(layer), mode)
+    # Views of all windows, of which only the drawn ones are copied.
     for axis, (kernel, dilation) in enumerate(zip(layer.kernel_size, layer.dilation, strict=True)):
         windows = windows.unfold(axis + 2, dilation * (kernel - 1) + 1, layer.stride[axis])[..., ::dilation]
     top, left = (draw(size) for size in windows.shape[2:4])
@@ -162,6 +165,8 @@ def _least_half(products: Tensor) -> Tensor:
     moved = torch.zeros_like(alone)
     removed = torch.zeros_like(alone, dtype=torch.bool)
     for _ in range(len(alone) // 2):
+        # Removing channel j beside the set S adds p_jj + 2 sum over i in S of p_ij to the squared error, with
+        # products p of the contributions: `moved` holds the sum.
         channel = int((alone + 2 * moved).masked_fill(removed, math.inf).argmin())
         moved += products[channel]
         removed[channel] = True
