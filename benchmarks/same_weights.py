@@ -55,7 +55,9 @@ def start(source: Path, settings: dict[str, Any], folder: Path) -> subprocess.Po
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
 
 
-def finish(source: Path, settings: dict[str, Any], folder: Path, kills: int = 0, seconds: float = 10.0) -> None:
+def finish(
+    source: Path, settings: dict[str, Any], folder: Path, kills: int = 0, seconds: float = 10.0
+) -> None:
     for _ in range(kills):
         process = start(source, settings, folder)
         time.sleep(random.uniform(2.5, max(3.0, seconds)))
@@ -107,7 +109,9 @@ def main() -> None:
                 line += [f"{key} differs" for key in before if key not in same]
             if options.kill:
                 finish(now, settings, work / f"{number}-killed", kills=3, seconds=seconds)
-                line.append("killed: same" if digest(work / f"{number}-killed") == result else "KILLED: OTHER BITS")
+                line.append(
+                    "killed: same" if digest(work / f"{number}-killed") == result else "KILLED: OTHER BITS"
+                )
             print("; ".join(line), flush=True)
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ..errors import PeelError, StoreError
 from ..utils.environment import count_cores
-from ..utils.text import first_line as first_line
 
 #: What ONNX Runtime says of an axis without a fixed length is a name, or None.
 Axis = int | str | None

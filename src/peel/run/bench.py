@@ -19,13 +19,13 @@ from ..cost.constraint import binding_limit
 from ..cost.latency import LatencyModel
 from ..deploy.bench import bench_networks, device_name, thread_count
 from ..deploy.networks import Network
-from ..deploy.onnx_model import first_line
 from ..errors import ConfigError, PeelError
 from ..graph import ChannelGraph
 from ..graph.copying import deep_copy
 from ..report.record import parse_result
 from ..train.engine import find_device
 from ..utils.process_state import preserve_process_state
+from ..utils.text import first_line
 from .loaded import Loaded
 from .result import Row
 from .store import RunFolder
