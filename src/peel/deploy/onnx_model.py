@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import PeelError, StoreError
 from ..utils.environment import count_cores
+from ..utils.text import first_line
 
 #: What ONNX Runtime says of an axis without a fixed length is a name, or None.
 Axis = int | str | None
