@@ -1,5 +1,6 @@
 from . import graph as graph
 from . import methods as methods
+from . import testing as testing
 from . import zoo as zoo
 from .cost.budget import parse_budget as parse_budget
 from .cost.constraint import round_to_budget as round_to_budget

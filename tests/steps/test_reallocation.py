@@ -336,7 +336,7 @@ def test_winner_take_all_widens_one_group(winner: str) -> None:
     base = backbone(graph, "40%")
     importance = {group: 2.0 if group == winner else 1.99 for group in graph.groups}
     widths = reallocate(graph, base, shares_of(importance, "winner-take-all"), "40%", **PAPER)
-    alone = base.replace({tie: widths[tie] for tie in graph.groups[winner]})
+    alone = peel.Widths({**base, **{tie: widths[tie] for tie in graph.groups[winner]}})
     assert graph.macs(alone) > graph.macs(base) + 0.99 * 0.2 * 0.4 * graph.macs()
     assert all(
         widths[tie] <= base[tie] + 1

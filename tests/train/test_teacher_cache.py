@@ -118,7 +118,7 @@ def test_there_is_no_cache_for_too_many_variants(
 
 
 def test_the_students_of_a_run_share_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    from peel.run import prune as run_module
+    from peel.run import loading as run_module
 
     make_engine = run_module.make_engine
     monkeypatch.setattr(

@@ -22,6 +22,8 @@ def checked(answer: Any, problem: Problem, method: Method, name: str) -> tuple[A
         widths = problem.graph.check(answer.widths)
     except PeelError as error:
         raise ConfigError(f"the widths of the method {name}: {error}") from error
+    if missing := sorted(widths.keys() - dict(answer.widths).keys()):
+        raise ConfigError(f"the answer of the method {name} has no width for {', '.join(missing[:3])}.")
     for tie in sorted(problem.constraint.freeze):
         if widths[tie] != problem.graph.widths[tie]:
             raise ConfigError(

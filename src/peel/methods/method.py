@@ -129,9 +129,9 @@ class Given(Method):
     widths: Mapping[str, int]
 
     def solve(self, problem: Problem, work: Work) -> Answer:
-        constraint = problem.constraint
-        if excess := constraint.excess(self.widths):
-            cost = constraint.cost(self.widths)
+        constraint, widths = problem.constraint, problem.graph.check(self.widths)
+        if excess := constraint.excess(widths):
+            cost = constraint.cost(widths)
             way_out = f"Set budget={cost}" if cost > constraint.budget else "Raise it"
             raise BudgetError(f"the given plan {excess}. {way_out}.")
-        return Answer(self.widths)
+        return Answer(widths)
