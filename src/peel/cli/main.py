@@ -65,6 +65,11 @@ app.command(
     help="Prune and train: from a model, a budget and data to a slim network. The same command resumes.",
 )
 app.command(
+    "peel.cli.compare:compare",
+    name="compare",
+    help="Methods side by side: any budgets, any seeds, the same data, recipe and original. It resumes.",
+)
+app.command(
     "peel.cli.methods:methods",
     name="methods",
     help="The methods of pruning; with a name, its settings, its paper and what it needs.",

@@ -181,13 +181,16 @@ def model_notes(
     return notes
 
 
-def leave_out(data: Data, config: Config, task: Task, method: Method) -> tuple[Data, Split | None, list[str]]:
+def leave_out(
+    data: Data, config: Config, task: Task, method: Method, *, is_compared: bool = False
+) -> tuple[Data, Split | None, list[str]]:
     """The data without the training images that decide which of two networks is better, these, and notes.
 
     They are needed where weights are inherited (a cut may lose to the uniform one, and fine-tuning may lose
-    what the repair gave), and by methods that judge networks. They are drawn once for all of it.
+    what the repair gave), and by methods that judge networks. They are drawn once for all of it. A comparison
+    always leaves them out: a method that is added later then finds the originals as they are.
     """
-    is_judge = method.needs.held_out and config.plan is None
+    is_judge = is_compared or (method.needs.held_out and config.plan is None)
     if not (config.inherits and task.train_fn is None) and not is_judge:
         return data, None, []
     size = data.train.size
@@ -197,14 +200,13 @@ def leave_out(data: Data, config: Config, task: Task, method: Method) -> tuple[D
     rest, held_out = hold_out(data.train, min(HELD_OUT, most / max(1, size)), seed=0)
     if held_out.size < LEAST_HELD_OUT and not is_judge:
         return data, None, [_not_left_out(f"there are only {size}")]
-    purpose = (
-        f"for the method {config.method_name} to judge by" if is_judge else "to choose the better network by"
-    )
+    judge = "methods" if is_compared else f"the method {config.method_name}"
+    purpose = f"for {judge} to judge by" if is_judge else "to choose the better network by"
     notes = [f"{held_out.size:,} of {size:,} training images are left out, {purpose}."]
     if is_judge and config.weights != "train":
         notes.append(
-            f"The given weights may have been trained on the images that {config.method_name} judges "
-            "networks by: they then look better than they are."
+            f"The given weights may have been trained on the images that {judge} may judge networks by: they "
+            "then look better than they are."
         )
     return replace(data, train=rest), held_out, notes
 
@@ -288,6 +290,7 @@ def load_all(
     task: Task,
     graph: ChannelGraph | None,
     callbacks: Sequence[Callback],
+    is_compared: bool = False,
 ) -> Loaded:
     """Load and trace everything; nothing is written or trained yet."""
     seed_everything(derive_seed("original", config.seed))
@@ -310,7 +313,7 @@ def load_all(
     )
     layer_macs = _layer_macs(network, graph, recipes.final.batch_size // config.accumulate)
     engine, notes = restrict_engine(_engine_of(config, layer_macs), whole, task)
-    remaining, held_out, held_out_notes = leave_out(whole, config, task, method)
+    remaining, held_out, held_out_notes = leave_out(whole, config, task, method, is_compared=is_compared)
     fed = whole.normalization_notes(is_trained=config.weights != "train")
     known = model_notes(model, network, config, new_classifier)
     return Loaded(

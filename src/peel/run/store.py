@@ -53,10 +53,10 @@ WAY_OUT = "Restore it from a copy, or start a new run with another --output."
 
 
 class RunFolder:
-    """A run folder, locked while it is open."""
+    """A run folder, locked while it is open. Several workers share that of a comparison."""
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | os.PathLike[str], *, is_shared: bool = False) -> None:
+        self.folder, self.is_shared = Path(folder), is_shared
         self._made: list[Path] = []
         """The folders that it made to have a place, the innermost first."""
         self._lock: BaseFileLock = FileLock(self.folder / ".lock", timeout=0)
@@ -75,8 +75,9 @@ class RunFolder:
             ) from error
         try:
             self._refuse_foreign()
-            self._acquire()
-            self._remove_leftovers()
+            if not self.is_shared:
+                self._acquire()
+                self._remove_leftovers()
         except Timeout:
             raise RunError(
                 f"{self.folder} is in use by another process. Wait for it to end, or name another folder "
@@ -168,19 +169,26 @@ class RunFolder:
     # Metrics
 
     def log_epoch(self, stage: str, epoch: EpochRecord) -> None:
-        path, line = self.path("metrics.jsonl"), _metrics_line(stage, epoch)
+        path, line = self._metrics(stage), _metrics_line(stage, epoch)
         with self._explained(path.name), path.open("a") as file:
             file.write(line)
 
     def restart_metrics(self, stage: str, history: Sequence[EpochRecord]) -> None:
         """Set the lines of a stage to those of its checkpoint: a killed run may have written more."""
         kept = []
-        for line in self.read("metrics.jsonl", bytes).split(b"\n") if self.has("metrics.jsonl") else []:
+        name = self._metrics(stage).relative_to(self.folder).as_posix()
+        for line in self.read(name, bytes).split(b"\n") if self.has(name) else []:
             with contextlib.suppress(ValueError):
                 if parse_object(line).get("stage", stage) != stage:
                     kept.append(line.decode() + "\n")
         text = "".join([*kept, *(_metrics_line(stage, epoch) for epoch in history)])
-        self.write_bytes("metrics.jsonl", text.encode())
+        self.write_bytes(name, text.encode())
+
+    def _metrics(self, stage: str) -> Path:
+        """One file for a run; one for each stage where several workers write."""
+        path = self.path(f"metrics/{stage}.jsonl" if self.is_shared else "metrics.jsonl")
+        path.parent.mkdir(exist_ok=True)
+        return path
 
 
 def _metrics_line(stage: str, epoch: EpochRecord) -> str:

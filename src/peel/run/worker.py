@@ -39,8 +39,20 @@ DESCRIPTIONS = {
 }
 
 
-def work(jobs: Sequence[Job], loaded: Loaded, store: Store, methods: Mapping[str, Method]) -> None:
-    """Do the jobs that have no record yet. `methods`: the key of a `Solve` job -> the method."""
+def work(
+    jobs: Sequence[Job],
+    loaded: Loaded,
+    store: Store,
+    methods: Mapping[str, Method],
+    trainings: Sequence[Train] | None = None,
+) -> None:
+    """Do the jobs that have no record yet, in their order.
+
+    Args:
+        methods: the key of a `Solve` job -> the method.
+        trainings: jobs whose network may be shared; by default those of `jobs`.
+    """
+    others = [job for job in jobs if isinstance(job, Train)] if trainings is None else trainings
     for job in jobs:
         if store.record(job) is not None:
             _tell_finished(job, loaded, store)
@@ -51,7 +63,7 @@ def work(jobs: Sequence[Job], loaded: Loaded, store: Store, methods: Mapping[str
         elif isinstance(job, Start):
             _start(job, loaded, store)
         elif isinstance(job, Train):
-            _train(job, [one for one in jobs if isinstance(one, Train)], loaded, store)
+            _train(job, others, loaded, store)
 
 
 def _tell_finished(job: Job, loaded: Loaded, store: Store) -> None:
@@ -152,8 +164,10 @@ def _solve(job: Solve, loaded: Loaded, store: Store, method: Method) -> None:
         images: Split,
         callbacks: Sequence[Callback],
     ) -> nn.Module:
-        trainings.append(stage)
         key = f"{job.key}-{stage}"
+        # In a comparison, several plans train a network of this name.
+        stage = stage if name in ("", "plan") else f"{name}-{stage}"
+        trainings.append(stage)
         if (done := store.find(stage, key)) is not None:
             loaded.begin_stage(stage, f"{describe(stage)}: already finished")
             return finished(store.load(stage, key, _widths_of(network)), loaded)
