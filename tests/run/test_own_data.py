@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -314,3 +317,52 @@ def test_importance_and_distillation_in_a_loop_of_ones_own() -> None:
     )
     with pytest.raises(PeelError, match="outputs of one shape"):
         peel.distillation_loss(torch.zeros(2, 3), torch.zeros(2, 4))
+
+
+BAD_SAMPLE = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+import peel
+from helpers.small import Small
+
+
+class Bad(Dataset):
+    last = 40
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, number):
+        if number == self.last:
+            raise ValueError("no such sample")
+        return torch.randn(3, 8, 8), number % 2
+
+
+class Good(Bad):
+    last = -1
+
+
+if __name__ == "__main__":
+    try:
+        data = DataLoader(Bad(), 16, num_workers=2), DataLoader(Good(), 16)
+        peel.prune(Small(2), data, weights="train", train={"epochs": 1}, method="uniform", bench_seconds=0)
+    except peel.DataError as error:
+        print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_whose_workers_fail_comes_to_its_end(tmp_path: Path) -> None:
+    """Its workers ignore SIGTERM: nobody else would end them."""
+    (tmp_path / "program.py").write_text(BAD_SAMPLE)
+    path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(peel.__file__).parents[1])])
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "sample 40 of the training data cannot be read: ValueError: no such sample" in done.stdout

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
@@ -88,8 +89,16 @@ class DatasetSplit(_Samples):
             generator=torch.Generator().manual_seed(view.seed),
         )
         batches = iter(loader) if len(order) else iter(())
-        while (collated := _next(batches, self.name)) is not None:
-            yield as_batch(collated, device, self.name, is_default=self.collate is default_collate)
+        # At exit, multiprocessing waits for its workers, and these ignore SIGTERM: without this it waits for
+        # ever where a sample has raised, or a step has.
+        kill = Finalize(None, _kill, args=(getattr(batches, "_workers", ()),), exitpriority=0)
+        try:
+            while (collated := _next(batches, self.name)) is not None:
+                yield as_batch(collated, device, self.name, is_default=self.collate is default_collate)
+        except BaseException:
+            kill()
+            raise
+        kill.cancel()
 
 
 class _Seeded(Dataset[Any]):
@@ -112,6 +121,11 @@ class _Seeded(Dataset[Any]):
         finally:
             if state is not None:
                 set_rng_state(state, CPU)
+
+
+def _kill(workers: Iterable[Any]) -> None:
+    for worker in workers:
+        worker.kill()
 
 
 def _start_worker(user_init: Callable[[int], None] | None, number: int) -> None:
