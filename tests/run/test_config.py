@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -115,9 +117,17 @@ def test_groups_and_growth_need_a_method(settings: dict[str, object]) -> None:
     assert make_config({**settings, "method": "peel"}).method == "peel"
 
 
-def test_every_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--help"]) == 0
-    shown = capsys.readouterr().out
+def test_every_setting_is_a_flag_and_help_needs_no_torch() -> None:
+    def helped(flag: str) -> str:
+        program = f"import sys; from peel.cli import main; main(['run', '{flag}']); "
+        program += "assert 'torch' not in sys.modules"
+        done = subprocess.run(
+            [sys.executable, "-c", program, flag], capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    assert len(helped("--help").splitlines()) <= 60, "it fits a screen"
+    shown = helped("--help-all")
     for field in dataclasses.fields(Config):
         if field.name == "methods":  # --peel.rounds
             continue

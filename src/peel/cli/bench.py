@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from ..report.terminal import make_console, print_json, show_status
+from ..utils.terminal import make_console, print_json, show_status
 from .inspect import parse_shape
 
 

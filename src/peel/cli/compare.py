@@ -17,7 +17,6 @@ from rich.console import Console
 
 from ..errors import ConfigError, PeelError
 from ..methods.method import Uniform
-from ..report.terminal import make_console, print_json
 from ..run.compare import Comparison, tables_of
 from ..run.config import Config, make_config
 from ..run.loading import load_all
@@ -26,6 +25,7 @@ from ..train.signals import handle_signals
 from ..train.task import Task
 from ..utils.process_state import preserve_process_state
 from ..utils.tables import table_of
+from ..utils.terminal import make_console, print_json
 from .launch import command_line
 from .method_flags import given_settings
 

@@ -10,10 +10,10 @@ from cyclopts import Parameter
 
 from ..cost.budget import format_count
 from ..errors import PeelError
-from ..report.terminal import make_console, print_json, print_notes, show_status
 from ..run.curve import Curve, CurveConfig
 from ..run.curve import curve as run_curve
 from ..utils.files import check_target, write_bytes
+from ..utils.terminal import make_console, print_json, print_notes, show_status
 
 if TYPE_CHECKING:
     from rich.console import Console

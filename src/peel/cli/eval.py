@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from ..cost.budget import format_count
-from ..report.terminal import make_console, print_json, print_notes, show_status
 from ..utils.tables import make_table
+from ..utils.terminal import make_console, print_json, print_notes, show_status
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,9 +12,9 @@ from cyclopts import Parameter
 
 from ..cost.budget import format_bytes
 from ..errors import ConfigError, ExportError
-from ..report.terminal import make_console, show_status
 from ..utils.files import check_target
 from ..utils.tables import make_table
+from ..utils.terminal import make_console, show_status
 from .inspect import parse_shape
 
 if TYPE_CHECKING:

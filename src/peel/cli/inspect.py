@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..cost.budget import format_count
 from ..errors import PeelError
-from ..report.terminal import make_console, print_json, show_status
+from ..utils.terminal import make_console, print_json, show_status
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,8 +11,8 @@ from cyclopts import Parameter
 
 from ..cost.budget import format_latency
 from ..cost.rounding import Divisor
-from ..report.terminal import make_console, print_json, show_status
 from ..utils.files import check_target
+from ..utils.terminal import make_console, print_json, show_status
 from .inspect import parse_shape
 
 if TYPE_CHECKING:

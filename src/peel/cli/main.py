@@ -52,7 +52,8 @@ app = App(
     error_formatter=lambda error: CycloptsPanel(brief(error, LONGEST)),
     suppress_keyboard_interrupt=False,  # main handles it
     help_epilogue="MODEL is a name of torchvision or timm, a network of peel.zoo such as cifar_resnet20, "
-    "or your own as package.module:callable or path/to/file.py:callable.",
+    "or your own as package.module:callable or path/to/file.py:callable. --help-all shows all flags, "
+    "`peel methods NAME` those of a method.",
 )
 app.command(
     "peel.cli.inspect:inspect",
@@ -104,6 +105,7 @@ app.command(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
     set_arguments(arguments)
     settings: dict[str, dict[str, Any]] = {}
     if "torch" not in sys.modules:

@@ -7,8 +7,8 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..methods.registry import METHODS, find_method, prefix_of, settings_of
-from ..report.terminal import make_console, print_json
 from ..utils.tables import table_of
+from ..utils.terminal import make_console, print_json
 
 
 def methods(name: str | None = None, /, *, json: bool = False) -> int:

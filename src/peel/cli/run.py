@@ -1,4 +1,6 @@
-"""`peel run`: prune and train."""
+"""`peel run`: prune and train. torch is imported when the command runs: its help answers at once."""
+
+from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -6,27 +8,20 @@ import hashlib
 import json as json_library
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from ..errors import ConfigError
-from ..methods.registry import find_method, prefix_of
-from ..report.progress import ProgressBar
-from ..report.summary import draw_estimate
-from ..report.terminal import make_console, print_json
 from ..run.config import MACHINE, Config, make_config
-from ..run.prune import prune
-from ..run.result import Result
-from ..train.callbacks import Callback
-from ..train.distributed import shutdown_distributed
-from ..train.signals import handle_signals
 from ..utils.environment import is_main_process
 from ..utils.files import check_target
-from .export import export_slim
+from ..utils.terminal import make_console, print_json
 from .launch import command_line, launch
 from .method_flags import given_settings
-from .summary import draw_result
+
+if TYPE_CHECKING:
+    from ..run.result import Result
 
 
 def run(
@@ -69,29 +64,34 @@ def run(
     folder = None if dry_run else output or default_folder(chosen)
     if export is not None:
         _check_export(export, chosen, dry_run)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(handle_signals())
-        stack.callback(shutdown_distributed)
-        callbacks: list[Callback] = []
-        if not quiet and is_main_process():
-            callbacks.append(ProgressBar())
-        result = prune(
-            **vars(chosen),
-            output=folder,
-            callbacks=callbacks,
-            dry_run=dry_run,
-            command=command_line(),
-        )
+    result = _prune(chosen, folder, quiet=quiet, dry_run=dry_run)
     if is_main_process():
         _show(result, json=json, with_notes=quiet)
         if export is not None and folder is not None:
+            from .export import export_slim
+
             export_slim(folder, export, make_console(stderr=json))
     return 0
+
+
+def _prune(config: Config, folder: Path | None, *, quiet: bool, dry_run: bool) -> Result:
+    from ..run.prune import prune
+    from ..train.distributed import shutdown_distributed
+    from ..train.signals import handle_signals
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(handle_signals())
+        stack.callback(shutdown_distributed)
+        return prune(
+            **vars(config), output=folder, progress=not quiet, dry_run=dry_run, command=command_line()
+        )
 
 
 def _chosen(settings: Config | None, model: str | None) -> Config:
     given = vars(settings or Config())
     given |= {"methods": given_settings()} | ({} if model is None else {"model": model})
+    from ..methods.registry import find_method, prefix_of
+
     config = make_config(given)
     # Wrong settings are found before the model is loaded.
     find_method(config.method, config.methods.get(prefix_of(config.method)))
@@ -109,6 +109,9 @@ def _check_export(path: Path, config: Config, dry_run: bool) -> None:
 
 
 def _show(result: Result, *, json: bool, with_notes: bool) -> None:
+    from ..report.summary import draw_estimate
+    from .summary import draw_result
+
     if json:
         print_json(_as_json(result))
     elif result.plan is not None and result.estimate is not None:

@@ -43,6 +43,7 @@ from ..train.callbacks import Callback
 from ..train.recipe import Recipe
 from ..utils.rng import derive_seed, seed_everything
 from ..utils.tables import Table
+from ..utils.validation import Count, NotNegative, Positive
 from .method import Answer, Method, Needs, Problem
 from .plan import Plan, read_widths
 
@@ -51,10 +52,6 @@ if TYPE_CHECKING:
 
 #: The paper's coefficient of the L1 term.
 L1_COEFFICIENT = 1e-4
-
-Count = Annotated[int, Meta(ge=1)]
-Positive = Annotated[float, Meta(gt=0, le=1e30)]
-NotNegative = Annotated[float, Meta(ge=0, le=1e30)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from ..train.callbacks import Callback
 from ..train.history import EpochRecord
+from ..utils.terminal import make_console
 from ..utils.text import format_duration
-from .terminal import make_console
 
 
 class ProgressBar(Callback):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -9,19 +10,28 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 import tomli_w
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 from msgspec import Meta
 
-from .. import zoo
 from ..cost.budget import RESOURCES
 from ..errors import ConfigError, check_choice, did_you_mean
-from ..methods.peel import Count, NotNegative, Positive
-from ..methods.registry import owners_of, prefix_of
-from ..steps.distillation import DISTILLATIONS
-from ..train.engine import COMPILE
 from ..train.recipe import FIELDS, Recipe
 from ..utils.text import name_of_key, short
-from ..utils.validation import describe_error
+from ..utils.validation import Count, NotNegative, Positive, describe_error
+
+# No torch here: `peel run --help` answers at once. What needs it is imported where it is used.
+
+DISTILLATIONS = ("teacher", "in-place", "none")
+
+COMPILE = ("auto", "on", "off")
+
+#: Says that `--help-all` is asked for. The groups of flags that few people need are shown then.
+SHOWS_ALL = "--help-all" in sys.argv
+
+RECIPE, WIDTHS, DISTILLATION, IMAGES, MACHINE_FLAGS = (
+    Parameter(group=Group(name, show=SHOWS_ALL))
+    for name in ("Recipe", "Widths", "Distillation", "Images", "Machine")
+)
 
 #: The original is the teacher; plan is what the method does (steps 1 to 4 of PEEL), final step 5.
 STAGES = ("original", "plan", "uniform", "final")
@@ -74,27 +84,27 @@ class Config:
     """sensitivity, peel, uniform, magnitude, taylor, or your own as path/file.py:Name."""
     methods: Annotated[dict[str, dict[str, Any]], Parameter(parse=False)] = field(default_factory=dict)
     """The settings of the method: --peel.rounds 3, or a table [methods.peel]. `peel methods` lists them."""
-    divisor: Count | Literal["auto"] = "auto"
+    divisor: Annotated[Count | Literal["auto"], WIDTHS] = "auto"
     """Widths are multiples of this. auto: of 8, and of 4, 2 or 1 in narrow layers. 1 is the paper's."""
-    grow: bool = False
+    grow: Annotated[bool, WIDTHS] = False
     """Allow a budget above the original's cost, and plans that exceed the original in other resources."""
-    freeze: tuple[str, ...] | None = None
+    freeze: Annotated[tuple[str, ...] | None, WIDTHS] = None
     """Ties that keep their width. Default: the last convolution of MobileNetV2, as in the literature."""
-    distill: str = "teacher"
+    distill: Annotated[str, DISTILLATION] = "teacher"
     """What the final training learns from, beside the labels: teacher, in-place or none."""
-    kd_weight: NotNegative | None = None
+    kd_weight: Annotated[NotNegative | None, DISTILLATION] = None
     """The weight of the distillation loss (alpha_d). Default: 0.1; 1 in place and in fine-tuning."""
-    temperature: Positive | None = None
+    temperature: Annotated[Positive | None, DISTILLATION] = None
     """The temperature of the soft labels. Default: 1; 4 in fine-tuning."""
-    hard_weight: NotNegative | None = None
+    hard_weight: Annotated[NotNegative | None, DISTILLATION] = None
     """The weight of the labels for the slim network. Default: 1; 0 in place and in fine-tuning."""
     latency: str | None = None
     """A latency model: the file that `peel latency` wrote. Latency can then be a budget or a limit."""
     recipe: str = "auto"
     """The training recipe: auto, imagenet-resnet, imagenet-mobilenet, cifar, cifar-fast, digits, ..."""
-    train: RecipeOverrides = field(default_factory=RecipeOverrides)
+    train: Annotated[RecipeOverrides, RECIPE] = field(default_factory=RecipeOverrides)
     """Changes to the recipe for every training."""
-    backbone: RecipeOverrides = field(default_factory=RecipeOverrides)
+    backbone: Annotated[RecipeOverrides, RECIPE] = field(default_factory=RecipeOverrides)
     """Changes to the recipe of networks that a method trains, such as PEEL's backbone."""
     weights: str = "train"
     """What the model was trained to: pretrained, a file, or a run folder. train: the run trains it."""
@@ -104,40 +114,42 @@ class Config:
     """Which of original, plan, uniform, final to run."""
     plan: str | dict[str, int] | None = None
     """Train the widths in this JSON file (a plan.json, or tie name to channels) instead of searching."""
-    groups: dict[str, tuple[str, ...]] | None = None
+    groups: Annotated[dict[str, tuple[str, ...]] | None, WIDTHS] = None
     """Your own groups: --groups.NAME TIE, or a [groups] table in the config file."""
     seed: Annotated[int, Meta(ge=0)] = 0
     """Seed of everything random."""
-    image_size: Annotated[int, Meta(ge=1)] | None = None
+    image_size: Annotated[Annotated[int, Meta(ge=1)] | None, IMAGES] = None
     """Side of the images in pixels. Default: their own, and 224 for folders of large images."""
-    mean: Numbers | None = None
+    mean: Annotated[Numbers | None, IMAGES] = None
     """Mean of the pixels (0 to 1), per channel or of all. Default: what the weights have, else the data."""
-    std: Numbers | None = None
+    std: Annotated[Numbers | None, IMAGES] = None
     """Standard deviation of the pixels, likewise."""
-    data_root: str | None = None
+    data_root: Annotated[str | None, IMAGES] = None
     """Where torchvision stores the data sets it downloads."""
-    skip_corrupt: bool = False
+    skip_corrupt: Annotated[bool, IMAGES] = False
     """Leave out images that cannot be read instead of stopping."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
-    threads: Annotated[int, Meta(ge=1)] | None = None
+    threads: Annotated[Annotated[int, Meta(ge=1)] | None, MACHINE_FLAGS] = None
     """CPU threads. Default: as many as are worth it for this network, up to OMP_NUM_THREADS."""
-    workers: Annotated[int, Meta(ge=0)] | None = None
+    workers: Annotated[Annotated[int, Meta(ge=0)] | None, MACHINE_FLAGS] = None
     """Data-loader workers for image folders. Default: one per core, at most 24 per GPU (4 on a CPU)."""
-    deterministic: bool = False
+    deterministic: Annotated[bool, MACHINE_FLAGS] = False
     """Bit-identical runs on a GPU too; slower there."""
-    accumulate: Annotated[int, Meta(ge=1)] = 1
+    accumulate: Annotated[Annotated[int, Meta(ge=1)], MACHINE_FLAGS] = 1
     """Micro-batches per batch (gradient accumulation), to save memory."""
-    compile: str = "auto"
+    compile: Annotated[str, MACHINE_FLAGS] = "auto"
     """torch.compile: auto (on a GPU, when the rest of the training takes over ten minutes), on, off."""
-    sync_bn: bool = False
+    sync_bn: Annotated[bool, MACHINE_FLAGS] = False
     """With several processes, batch norm over the whole batch instead of each process's part."""
-    checkpoint_seconds: Annotated[float, Meta(ge=0)] = 600.0
+    checkpoint_seconds: Annotated[Annotated[float, Meta(ge=0)], MACHINE_FLAGS] = 600.0
     """Seconds between checkpoints within an epoch; one is also written after each epoch."""
-    bench_seconds: Annotated[float, Meta(ge=0, le=3600)] = 5.0
+    bench_seconds: Annotated[Annotated[float, Meta(ge=0, le=3600)], MACHINE_FLAGS] = 5.0
     """Seconds of timing the networks at the end, all together, for their speed-ups. 0: they are not timed."""
 
     def __post_init__(self) -> None:
+        from ..methods.registry import prefix_of
+
         stages = [name.strip() for item in self.stages for name in item.split(",")]
         for name in stages:
             check_choice("each of the stages", name, STAGES)
@@ -206,6 +218,8 @@ def _flag(name: str) -> str:
 
 def make_config(given: Mapping[str, Any]) -> Config:
     """A validated config. A wrong name or value is a ConfigError that names it."""
+    from .. import zoo
+
     values = dict(given)
     _check_names("", values, Config)
     for name in ("train", "backbone"):
@@ -234,6 +248,8 @@ def make_config(given: Mapping[str, Any]) -> Config:
 
 
 def _check_names(prefix: str, given: Mapping[str, Any], kind: type) -> None:
+    from ..methods.registry import owners_of
+
     known = [item.name for item in fields(kind)]
     for name in given:
         if name not in known:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ..errors import ConfigError
 from ..graph import ChannelGraph
 from ..methods.method import Method
 from ..methods.registry import METHODS, find_method, prefix_of, reference_of, spec_of
+from ..report.progress import ProgressBar
 from ..train.callbacks import Callback
 from ..train.objective import Loss
 from ..train.task import OptimizerFactory, Task, TrainFunction
@@ -39,6 +41,7 @@ def prune(
     graph: ChannelGraph | None = None,
     output: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
+    progress: bool | None = None,
     dry_run: bool = False,
     command: str = "peel.prune(...)",
     **settings: Any,
@@ -48,8 +51,7 @@ def prune(
     `model` is a name of `peel.zoo` or a module; `data` a name, a folder, a `peel.Data`, or a pair of torch
     `Dataset`s or `DataLoader`s, (train, val). All other settings are fields of `peel.Config`: `budget`,
     `seed`, `train={"epochs": 20}`, ... `method` may be an object, such as `peel.methods.Peel(rounds=3)`,
-    `plan` a mapping from tie names to channels. `dry_run` returns a preview of the plan and the estimated
-    time.
+    `plan` a mapping from tie names to channels. `dry_run`: a preview of the plan, and the estimated time.
 
     `weights` says what the model was trained to: a state dict, a trained module, a file, a run folder, or
     "pretrained". A given module counts as trained (`weights="pretrained"`). With weights, slim networks are
@@ -58,15 +60,15 @@ def prune(
 
     `loss(output, target)`, `metric(output, target)` (higher is better), `optimizer(parameters)` and
     `train_fn(model, epochs=..., teacher=...)` are functions of your own; docs/own_data.md says more. `graph`
-    is the model's, where you traced it yourself. `callbacks=[peel.ProgressBar()]` shows the progress.
+    is the model's, where you traced it yourself. Terminals and notebooks show progress and notes.
 
-    The process is left as it was: random states, deterministic and precision flags, threads.
+    The process is left as it was: random states, flags of torch, threads.
 
     >>> result = peel.prune("cifar_resnet20", "digits", budget="50%", output="run")
     >>> result.rows[-1].top1, result.model
     """
     check_pair(data)
-    _check_callbacks(callbacks)
+    callbacks = _with_progress(callbacks, progress)
     config, weights = _config_of(model, data, settings), settings.get("weights")
     with preserve_process_state(), _open_folder(None if dry_run else output) as folder:
         loaded = load_all(
@@ -103,6 +105,16 @@ def _open_folder(output: str | Path | None) -> contextlib.AbstractContextManager
     Only the main process writes; the others get from it what they need.
     """
     return RunFolder(output) if output is not None and is_main_process() else contextlib.nullcontext()
+
+
+def _with_progress(callbacks: Sequence[Callback], progress: bool | None) -> Sequence[Callback]:
+    """The callbacks, with a progress bar where somebody looks."""
+    _check_callbacks(callbacks)
+    if progress is None:
+        progress = sys.stderr.isatty() or "ipykernel" in sys.modules
+    if not progress or not is_main_process() or any(isinstance(one, ProgressBar) for one in callbacks):
+        return callbacks
+    return [*callbacks, ProgressBar()]
 
 
 def _check_callbacks(callbacks: object) -> None:

@@ -17,6 +17,11 @@ Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 Value = Annotated[float, Meta(ge=-1e30, le=1e30)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
+# Of settings.
+Count = Annotated[int, Meta(ge=1)]
+Positive = Annotated[float, Meta(gt=0, le=1e30)]
+NotNegative = Annotated[float, Meta(ge=0, le=1e30)]
+
 
 def check_value(setting: str, value: Any, kind: Any) -> Any:
     """The value as this type, which may have msgspec's limits. A wrong one is a ConfigError that names it."""
