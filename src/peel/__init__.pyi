@@ -54,5 +54,6 @@ from .surgery import verify as verify
 from .surgery.serialization import load as load
 from .surgery.serialization import save as save
 from .train.callbacks import Callback as Callback
+from .train.phases import Phase as Phase
 from .utils.tables import Table as Table
 from .version import __version__ as __version__

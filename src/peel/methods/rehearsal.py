@@ -18,13 +18,13 @@ from ..surgery import info_of, slim
 from ..train.callbacks import Callback
 from ..train.engine import Engine
 from ..train.history import Metrics
-from ..train.objective import Objective
+from ..train.phases import Phase
 from ..train.recipe import Recipe
 from ..utils.process_state import preserve_process_state
 from ..utils.rng import seed_everything
 from .calibration import Calibration, Watch
 from .method import Answer, Method, Problem, Scores
-from .work import Stateful, T, Work
+from .work import Goal, Stateful, T, Work
 
 #: Images that a rehearsal sees, and images of the step that it trains.
 IMAGES, STEP_IMAGES = 8, 2
@@ -51,7 +51,7 @@ class Rehearsal(Work):
         self,
         name: str,
         network: nn.Module,
-        objective: Objective,
+        objective: Goal,
         recipe: Recipe | None = None,
         *,
         images: Split | None = None,
@@ -63,8 +63,10 @@ class Rehearsal(Work):
             engine = replace(self.engine, workers=0)
             twin = engine.prepare(deep_copy(network)).train()
             few = torch.arange(min(STEP_IMAGES, problem.train.size))
+            phases = objective if isinstance(objective, Sequence) else [Phase(lambda *one: [objective(*one)])]
             for batch in problem.train.batches(few, len(few), EVAL, engine.device, 0):
-                objective(twin, batch).total.backward()  # type: ignore[no-untyped-call]
+                for losses in (one for phase in phases for one in phase.losses(twin, batch)):
+                    losses.total.backward()  # type: ignore[no-untyped-call]
         passes = recipe.epochs * self.sizes.train.size * PASSES_PER_STEP
         self.spent.trained[name] = passes * float(macs_of(network, problem))
         return network

@@ -21,6 +21,7 @@ from ..train.engine import Engine
 from ..train.history import Metrics
 from ..train.loop import evaluate
 from ..train.objective import Objective
+from ..train.phases import Phase
 from ..train.recipe import Recipe
 from ..train.signals import Interrupted, defer_signals, interrupt_requested
 from ..utils.rng import derive_seed, get_rng_state, seed_everything, set_rng_state
@@ -46,7 +47,10 @@ class Notebook(Protocol):
     def checkpoints(self, stage: str) -> Checkpoints | None: ...
 
 
-Train = Callable[[str, nn.Module, Objective, Recipe, Split, Sequence[Callback]], nn.Module]
+Goal = Objective | Sequence[Phase]
+"""What a training minimizes: an objective, or phases of several losses, parameters and optimizers."""
+
+Train = Callable[[str, nn.Module, Goal, Recipe, Split, Sequence[Callback]], nn.Module]
 """(name, network, objective, recipe, images, callbacks) -> the trained network."""
 
 
@@ -88,7 +92,7 @@ class Work:
         self,
         name: str,
         network: nn.Module,
-        objective: Objective,
+        objective: Goal,
         recipe: Recipe | None = None,
         *,
         images: Split | None = None,

@@ -10,13 +10,14 @@ from torch import nn
 from ..cost.widths import Widths
 from ..data.datasets import Split
 from ..errors import ConfigError, DivergedError
+from ..methods.work import Goal
 from ..steps.distillation import Distillation, Pair
 from ..surgery.info import attach_info, info_of
 from ..surgery.padding import Padded, fast_widths, pad
 from ..train.callbacks import Callback
 from ..train.history import EpochRecord
 from ..train.loop import fit
-from ..train.objective import Objective, explain_failure, name_of
+from ..train.objective import explain_failure, name_of
 from ..train.recipe import Recipe
 from ..train.task import TrainFunction
 from ..utils.rng import derive_seed, seed_everything
@@ -53,7 +54,7 @@ class Training:
 
 
 def train_network(
-    network: nn.Module, objective: Objective, training: Training, loaded: Loaded, store: Store
+    network: nn.Module, objective: Goal, training: Training, loaded: Loaded, store: Store
 ) -> tuple[nn.Module, Record]:
     """The trained network (of a pair, the student) and how it was trained. The caller stores both."""
     recipe, engine, folder = training.recipe, loaded.engine, store.folder
@@ -103,7 +104,7 @@ def _record(training: Training, history: list[EpochRecord], notes: list[str], lo
 
 
 def _train_without_loop(
-    network: nn.Module, objective: Objective, training: Training, loaded: Loaded
+    network: nn.Module, objective: Goal, training: Training, loaded: Loaded
 ) -> EpochRecord:
     """No epoch, or the user's own function trains the network: all its epochs are one record."""
     recipe, train_fn, seconds = training.recipe, loaded.task.train_fn, 0.0
@@ -120,7 +121,7 @@ def _train_without_loop(
 
 
 def _train_with(
-    train_fn: TrainFunction, network: nn.Module, objective: Objective, training: Training, loaded: Loaded
+    train_fn: TrainFunction, network: nn.Module, objective: Goal, training: Training, loaded: Loaded
 ) -> float:
     """Let the user's own function train the network. Returns the seconds."""
     layers = [(name, p.shape) for name, p in network.named_parameters()]

@@ -16,7 +16,7 @@ from ..methods.calibration import Calibration
 from ..methods.check import checked
 from ..methods.method import Answer, Method
 from ..methods.plan import Plan, assemble_plan
-from ..methods.work import Work
+from ..methods.work import Goal, Work
 from ..steps.distillation import Distillation, InPlace, in_place_pair
 from ..surgery import info_of, slim
 from ..train.callbacks import Callback
@@ -159,7 +159,7 @@ def _solve(job: Solve, loaded: Loaded, store: Store, method: Method) -> None:
     def train(
         stage: str,
         network: nn.Module,
-        objective: Objective,
+        objective: Goal,
         recipe: Recipe,
         images: Split,
         callbacks: Sequence[Callback],

@@ -16,6 +16,7 @@ from .checkpoint import Checkpoints
 from .engine import Engine, eval_batch_size, retry_on_oom
 from .history import EpochRecord, Metrics
 from .objective import Objective
+from .phases import Phase
 from .recipe import Recipe
 from .signals import Interrupted, defer_signals, interrupt_requested
 from .state import TrainingState
@@ -30,7 +31,7 @@ COMPILE_SECONDS = 600.0
 
 def fit(
     model: nn.Module,
-    objective: Objective,
+    objective: Objective | Sequence[Phase],
     train: Split,
     recipe: Recipe,
     *,
@@ -43,7 +44,7 @@ def fit(
     callbacks: Sequence[Callback] = (),
     task: Task | None = None,
 ) -> list[EpochRecord]:
-    """Train the model in place and return a record of each epoch.
+    """Train the model in place and return a record of each epoch. Phases are steps of several losses.
 
     With `checkpoints`, the state is saved every `checkpoint_seconds` within an epoch, and at the end of an
     epoch if the last checkpoint is `epoch_seconds` old. Training resumes from the newest checkpoint.

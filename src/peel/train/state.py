@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +16,7 @@ from .checkpoint import Checkpoints, non_persistent_buffers
 from .engine import Engine
 from .history import EpochRecord
 from .objective import Objective
+from .phases import Phase, PhasedStep
 from .recipe import Recipe
 from .signals import interrupt_requested
 from .step import TrainStep
@@ -43,7 +45,7 @@ class TrainingState:
     def __init__(
         self,
         model: nn.Module,
-        objective: Objective,
+        objective: Objective | Sequence[Phase],
         recipe: Recipe,
         engine: Engine,
         checkpoints: Checkpoints | None,
@@ -55,7 +57,11 @@ class TrainingState:
         self.steps_per_epoch = steps_per_epoch
         self.total_steps = recipe.epochs * steps_per_epoch
         self.local_batch_size = local_batch_size(recipe, engine)
-        self.train_step = TrainStep(model, objective, recipe, engine, optimizer)
+        self.train_step: TrainStep | PhasedStep
+        if isinstance(objective, Sequence):
+            self.train_step = PhasedStep(model, objective, recipe, engine)
+        else:
+            self.train_step = TrainStep(model, objective, recipe, engine, optimizer)
         self.history: list[EpochRecord] = []
         self.epoch = 0
         #: Steps done in this epoch.
@@ -82,7 +88,8 @@ class TrainingState:
         return batches[self.step :, self.world.rank].flatten()
 
     def run_step(self, batch: Batch) -> None:
-        self.train_step(batch, self.recipe.lr_at(self.global_step, self.steps_per_epoch))
+        lr = self.recipe.lr_at(self.global_step, self.steps_per_epoch)
+        self.train_step(batch, lr, self.global_step / self.total_steps)
         self.step += 1
 
     def end_epoch(self, record: EpochRecord) -> None:
@@ -144,7 +151,7 @@ class TrainingState:
                 "seconds": self.seconds,
                 "history": [asdict(record) for record in self.history],
                 "model": self.model.state_dict(),
-                "optimizer": self.train_step.optimizer.state_dict()["state"],
+                "optimizer": self.train_step.optimizer_state(),
                 "sums": sums,
                 "processes": processes,
             }
@@ -162,9 +169,7 @@ class TrainingState:
     def _load(self, state: dict[str, Any], checkpoints: Checkpoints) -> None:
         try:
             self.model.load_state_dict(state["model"])
-            # Without hyperparameters: a CUDA graph reads the learning rate from a tensor of its own.
-            optimizer = self.train_step.optimizer
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": state["optimizer"]})
+            self.train_step.load_optimizer_state(state["optimizer"])
             process = state["processes"][self.world.rank]
             set_rng_state(process["rng"], self.engine.device)
             self.history = [EpochRecord(**record) for record in state["history"]]

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,6 +106,20 @@ class _CudaGraph:
         self.warm_up_steps += 1
 
 
+class Sums(dict[str, Tensor]):
+    """Loss, terms and top-1, summed over the steps of an epoch."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(loss=torch.zeros((), dtype=torch.float64, device=device))
+
+    @torch.no_grad()
+    def add(self, losses: Mapping[str, Tensor], weight: float) -> None:
+        for name, value in losses.items():
+            if name not in self:
+                self[name] = torch.zeros((), dtype=torch.float64, device=value.device)
+            self[name].add_(value.detach() * weight)
+
+
 class TrainStep:
     """Runs training steps. Out of memory, it splits batches into more micro-batches and tries again."""
 
@@ -125,7 +139,7 @@ class TrainStep:
         self.graph = _CudaGraph(self._compute) if engine.cuda_graphs and engine.world.size == 1 else None
         self.optimizer: torch.optim.Optimizer
         if optimizer is None:
-            self.optimizer = _make_optimizer(model, recipe, engine, is_graphed=self.graph is not None)
+            self.optimizer = make_sgd(model, recipe, engine, is_graphed=self.graph is not None)
             self.rates = [1.0] * len(self.optimizer.param_groups)
         else:
             self.optimizer = _user_optimizer(model, optimizer)
@@ -133,10 +147,9 @@ class TrainStep:
             self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.buffers = _BufferSnapshot(self.loss)
         self.accumulation_steps = engine.accumulation_steps
-        #: Loss, terms and top-1, summed over the steps of the epoch.
-        self.sums: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=engine.device)}
+        self.sums = Sums(engine.device)
 
-    def __call__(self, batch: Batch, lr: float) -> None:
+    def __call__(self, batch: Batch, lr: float, progress: float = 0.0) -> None:
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate * lr)
@@ -195,14 +208,14 @@ class TrainStep:
         self.optimizer.step()
         # Last, so that a step that is retried counts once.
         for losses, weight in results:
-            self._add_to_sums(losses, weight)
+            self.sums.add(losses, weight)
 
-    @torch.no_grad()
-    def _add_to_sums(self, losses: dict[str, Tensor], weight: float) -> None:
-        for name, value in losses.items():
-            if name not in self.sums:
-                self.sums[name] = torch.zeros((), dtype=torch.float64, device=value.device)
-            self.sums[name].add_(value.detach() * weight)
+    def optimizer_state(self) -> Any:
+        return self.optimizer.state_dict()["state"]
+
+    def load_optimizer_state(self, state: Any) -> None:
+        # Without hyperparameters: a CUDA graph reads the learning rate from a tensor of its own.
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
 
     def _wrap_in_ddp(self, batch: Batch) -> DistributedDataParallel:
         """Wrap the loss in DDP, after a trial that finds out whether some parameters never get a gradient."""
@@ -321,7 +334,14 @@ def _user_optimizer(model: nn.Module, factory: OptimizerFactory) -> torch.optim.
     return optimizer
 
 
-def _make_optimizer(model: nn.Module, recipe: Recipe, engine: Engine, *, is_graphed: bool) -> torch.optim.SGD:
+def make_sgd(
+    model: nn.Module,
+    recipe: Recipe,
+    engine: Engine | None = None,
+    *,
+    is_graphed: bool = False,
+    parameters: Sequence[nn.Parameter] | None = None,
+) -> torch.optim.SGD:
     """SGD. Biases, scales and everything in norm layers decay only with `decay_norms`."""
     norms = [module for module in model.modules() if isinstance(module, (*NORMS, NormParameters))]
     of_norms = {id(parameter) for module in norms for parameter in module.parameters(recurse=False)}
@@ -330,7 +350,8 @@ def _make_optimizer(model: nn.Module, recipe: Recipe, engine: Engine, *, is_grap
         # A scale of shape (1, channels, 1, 1) is a vector, too.
         return sum(size > 1 for size in parameter.shape) > 1 and id(parameter) not in of_norms
 
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    given = model.parameters() if parameters is None else parameters
+    trained = [parameter for parameter in given if parameter.requires_grad]
     weights = [parameter for parameter in trained if decays(parameter)]
     others = [parameter for parameter in trained if not decays(parameter)]
     decay = recipe.weight_decay
@@ -340,8 +361,8 @@ def _make_optimizer(model: nn.Module, recipe: Recipe, engine: Engine, *, is_grap
             {"params": others, "weight_decay": decay if recipe.decay_norms else 0.0},
         ],
         # A CUDA graph reads the learning rate from the device.
-        lr=torch.tensor(recipe.lr, device=engine.device) if is_graphed else recipe.lr,
+        lr=torch.tensor(recipe.lr, device=engine.device) if is_graphed and engine else recipe.lr,
         momentum=recipe.momentum,
         nesterov=recipe.nesterov,
-        fused=True if engine.device.type == "cuda" else None,
+        fused=True if engine is not None and engine.device.type == "cuda" else None,
     )
