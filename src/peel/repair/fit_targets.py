@@ -27,7 +27,7 @@ MIN_SCALE = 0.02
 
 @dataclass(frozen=True)
 class FitTargets:
-    """What the original computed, selected for a slim network: each output when its layer is refitted."""
+    """What the original computed, selected for a slim network."""
 
     record: OriginalRecord
     channels: Mapping[str, Tensor]
@@ -113,7 +113,11 @@ def select_targets(
     }
     channels |= {name: kept.positions(graph.layouts[name][0]) for name in record.sums}
     sums = {name: some.at(channels[name].clamp_min(0)).to(device) for name, some in record.sums.items()}
-    return FitTargets(record, channels, sums, feature_counter(slim, graph, kept), device)
+    targets = FitTargets(record, channels, sums, feature_counter(slim, graph, kept), device)
+    # Before the pass: a copy to a GPU waits for it, and a layer that is refitted must not.
+    for key in record.outputs:
+        targets.output(key)
+    return targets
 
 
 def feature_counter(slim: nn.Module, graph: ChannelGraph, kept: KeptChannels) -> CountFeatures:
