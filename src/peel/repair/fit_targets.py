@@ -116,7 +116,8 @@ def select_targets(
     targets = FitTargets(record, channels, sums, feature_counter(slim, graph, kept), device)
     # Before the pass: a copy to a GPU waits for it, and a layer that is refitted must not.
     for key in record.outputs:
-        targets.output(key)
+        if key[0] not in record.mixed:
+            targets.output(key)
     return targets
 
 
