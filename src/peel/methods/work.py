@@ -83,6 +83,7 @@ class Work:
         self.problem, self.engine, self.calibration = problem, engine, calibration
         self.spent = Spent()
         self.notes: list[str] = []
+        self.step_names: list[str] = []
         self._trainer, self._notebook, self._callbacks = trainer, notebook, callbacks
         self._checkpoint_seconds = checkpoint_seconds
 
@@ -148,6 +149,7 @@ class Work:
 
         Without a state, all numbers come again: what they compute then stands in `once`.
         """
+        self.step_names.append(name)
         checkpoints = self._notebook.checkpoints(name) if self._notebook is not None and state else None
         world, done = self.engine.world, 0
         stored = world.broadcast(None if checkpoints is None else checkpoints.newest())

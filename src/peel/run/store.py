@@ -246,7 +246,12 @@ class Store:
         if network is not None:
             save(network, self.folder.path(f"stages/{name}"))
         self.folder.write_json(f"stages/{name}.record.json", msgspec.to_builtins(record))
-        self.checkpoints(name, key).clear()
+        self.clear(name, key)
+
+    def clear(self, name: str, key: str) -> None:
+        """Remove the checkpoints of a finished stage. A process may be killed between its record and this."""
+        if self.folder is not None:
+            self.checkpoints(name, key).clear()
 
     def checkpoints(self, name: str, key: str) -> Checkpoints:
         assert self.folder is not None

@@ -72,12 +72,12 @@ def _tell_finished(job: Job, loaded: Loaded, store: Store) -> None:
     if isinstance(job, Solve):
         for training in record.trainings:
             loaded.begin_stage(training, f"{describe(training)}: already finished")
+            store.clear(training, f"{job.key}-{training}")
     elif record.history or isinstance(job, Train):
         loaded.begin_stage(name, f"{describe(name)}: already finished")
         if isinstance(job, Train):
             store.network(job, store.answer(job.solve)[0].widths)  # a corrupt file is noticed now
-        if store.folder is not None:
-            store.checkpoints(name, job.key).clear()  # the run was killed before it cleared them
+        store.clear(name, job.key)
 
 
 def describe(name: str) -> str:
@@ -164,12 +164,13 @@ def _solve(job: Solve, loaded: Loaded, store: Store, method: Method) -> None:
         images: Split,
         callbacks: Sequence[Callback],
     ) -> nn.Module:
-        key = f"{job.key}-{stage}"
         # In a comparison, several plans train a network of this name.
         stage = stage if name in ("", "plan") else f"{name}-{stage}"
+        key = f"{job.key}-{stage}"
         trainings.append(stage)
         if (done := store.find(stage, key)) is not None:
             loaded.begin_stage(stage, f"{describe(stage)}: already finished")
+            store.clear(stage, key)
             return finished(store.load(stage, key, _widths_of(network)), loaded)
         training = Training(stage, key, recipe, images, job.seed, describe(stage), callbacks)
         network, done = train_network(network, objective, training, loaded, store)
@@ -195,6 +196,8 @@ def _solve(job: Solve, loaded: Loaded, store: Store, method: Method) -> None:
     passes = round(lent.spent.macs / loaded.graph.macs())
     seconds = lent.spent.seconds
     history = [EpochRecord(1, 1, 0.0, {}, None, seconds, passes / max(seconds, 1e-9))] if passes else []
+    for steps in lent.step_names:
+        store.clear(f"{name}-{steps}", f"{job.key}-{steps}")
     store.put_answer(
         job, answer, plan, Record(history, passes, job.key, list(answer.notes), trainings=trainings)
     )
