@@ -199,7 +199,7 @@ class Wrong(peel.Method):
         ),
         ("a broken tie", ConfigError, "the widths of the method Wrong: conv1.*at least 1, not 0"),
         ("NaN", ConfigError, r"method Wrong has weights that are not finite \(conv2.weight\)"),
-        ("raises", ValueError, "I give up"),
+        ("raises", ConfigError, r"the method Wrong raised ValueError: I give up \(.*test_method.py:\d+\)"),
     ],
 )
 def test_a_wrong_answer_is_refused_before_anything_is_trained_on_it(
@@ -280,3 +280,59 @@ def test_nothing_is_computed_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert counts == {"of": 1, "hold_out": 1}, "a finished run"
     assert counting.steps == {}
     assert SHORT["method"] == "peel"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("chart", r"the table 'T' of the method Careless has the chart 'pie'"),
+        ("rows", r"the table 'T' of the method Careless has a row of 1 cells"),
+        ("NaN", "the values and tables of the method Careless must be plain and finite"),
+        ("twice", r"work.train\('one', ...\) is called twice"),
+        ("slash", r"work.train\('a/b', ...\): a name has letters"),
+        ("stage", r"work.train\('uniform', ...\): a name"),
+        ("original", r"needs = peel.Needs\(original=True\)"),
+    ],
+)
+def test_careless_methods_are_refused_in_the_rehearsal(kind: str, words: str, tmp_path: Path) -> None:
+    class Careless(peel.Method):
+        needs = peel.Needs(training="loss")
+
+        def solve(self, problem: Problem, work: Work) -> peel.Answer:
+            uniform, chart, rows, values = problem.constraint.uniform, "", ((1, 2),), {}
+            net, objective = work.start(uniform), problem.task.objective()
+            names = {"twice": ["one", "one"], "slash": ["a/b"], "stage": ["uniform"]}
+            for name in names.get(kind, []):
+                work.train(name, net, objective)
+            if kind == "original":
+                work.repaired(uniform)
+            if kind == "chart":
+                chart = "pie"
+            if kind == "rows":
+                rows = ((1,),)  # type: ignore[assignment]
+            if kind == "NaN":
+                values = {"loss": float("nan")}
+            table: Any = peel.Table("T", ("a", "b"), rows, chart=chart)  # type: ignore[arg-type]
+            return peel.Answer(uniform, tables=(table,), values=values)
+
+    with pytest.raises(ConfigError, match=words):
+        small_run(method=Careless(), output=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_edited_method_that_is_given_in_python_is_not_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    code = "import peel\nclass Mine{0}(peel.Method):\n    def solve(self, problem, work):\n"
+    code += "        return peel.Answer(problem.constraint.uniform)\n"
+    (tmp_path / "mine_first.py").write_text(code.format(""))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import mine_first  # type: ignore[import-not-found]
+
+    settings: dict[str, Any] = {"stages": ["plan"], "output": tmp_path / "run"}
+    small_run(method=mine_first.Mine(), **settings)
+    small_run(method=mine_first.Mine(), **settings)
+    (tmp_path / "mine_first.py").write_text(code.format("") + "# edited\n")
+    with pytest.raises(peel.RunError, match="file of the method"):
+        small_run(method=mine_first.Mine(), **settings)

@@ -127,8 +127,10 @@ def test_a_cell_that_fails_is_named_and_the_others_are_done(
     assert main(command(tmp_path / "out", *grid)) == 1
     uniform, own = rows(tmp_path / "out")
     assert (uniform["status"], own["status"]) == ("done", "failed")
-    assert own["error"] == "RuntimeError: not today"
-    assert "1 failed: RuntimeError: not today" in capsys.readouterr().out
+    error = own["error"]
+    assert error.startswith("the method Fails raised RuntimeError: not today (")
+    assert own["error"] == error
+    assert "1 failed: the method Fails raised RuntimeError" in capsys.readouterr().out
     (tmp_path / "own.py").write_text(METHOD.replace("if work.is_rehearsal", "if True"))
     assert main(command(tmp_path / "out", *grid)) == 0, "failed cells are tried again"
 
@@ -152,6 +154,9 @@ def test_settings_of_methods_may_differ_under_names_of_ones_own(tmp_path: Path) 
         (["--methods", "sensitiv"], "Did you mean sensitivity"),
         (["--seeds", "0"], "at least 1"),
         (["--seeds", "one"], "--seeds is a number"),
+        (["--budget", "30%"], "a comparison takes --budgets"),
+        (["--method", "peel"], "a comparison takes --methods"),
+        (["--jobs", "0"], "--jobs is at least 1"),
         (["--budgets", "half"], "'half'"),
         (["--methods", "uniform", "--peel.rounds", "2"], "not among --methods"),
         (["--methods", "peel", "--peel.rounds", "x"], "peel.rounds: expected int"),

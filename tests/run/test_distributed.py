@@ -165,7 +165,7 @@ def test_when_a_process_fails_all_end_soon_and_the_run_resumes(tmp_path: Path, k
     began = time.monotonic()
     process = start(tmp_path, *options, "broken", FAULT=f"7:{kind}:1", PEEL_TIMEOUT="10")
     output = finish(process, expected=75 if kind == "hang" else 1, seconds=90)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 120
     messages = {
         "kill": "error: process 1 was killed by SIGKILL. The same command resumes.",
         "hang": "error: another process did not answer",

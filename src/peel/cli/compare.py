@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +25,7 @@ from ..train.signals import handle_signals
 from ..train.task import Task
 from ..utils.process_state import preserve_process_state
 from ..utils.tables import table_of
-from ..utils.terminal import make_console, print_json
+from ..utils.terminal import make_console, print_json, print_notes
 from .launch import command_line
 from .method_flags import given_settings
 
@@ -75,8 +75,9 @@ def compare(
     json
         Print the rows as JSON.
     """
-    given = vars(settings or Config()) | ({} if model is None else {"model": model})
-    chosen = make_config({**given, "method": "uniform", "threads": given.get("threads") or 1})
+    if jobs < 1:
+        raise ConfigError(f"--jobs is at least 1, not {jobs}.")
+    chosen = _config(vars(settings or Config()) | ({} if model is None else {"model": model}))
     tables = tables_of(methods, given_settings())
     is_worker = WORKER in os.environ
     with handle_signals(), preserve_process_state(), RunFolder(output, is_shared=True) as folder:
@@ -89,7 +90,7 @@ def compare(
         console = make_console(stderr=True)
         try:
             if jobs == 1:
-                comparison.work()
+                comparison.work(lambda text: console.print(text, markup=False))
             else:
                 _start_workers(jobs, comparison, console)
         finally:
@@ -100,6 +101,20 @@ def compare(
     else:
         _draw(rows, make_console(), output)
     return 0 if all(row["status"] == "done" for row in rows) else 1
+
+
+def _config(given: Mapping[str, Any]) -> Config:
+    """The settings of all cells, without the flags that say for one run what the grid says for all."""
+    for name, instead in (
+        ("budget", "--budgets"),
+        ("method", "--methods"),
+        ("seed", "--seeds"),
+        ("stages", "no stages"),
+        ("plan", "no plan"),
+    ):
+        if given[name] != getattr(Config(), name):
+            raise ConfigError(f"--{name} is a flag of peel run; a comparison takes {instead}.")
+    return make_config({**given, "method": "uniform", "threads": given.get("threads") or 1})
 
 
 def _seeds(text: str) -> list[int]:
@@ -174,7 +189,7 @@ def _draw(rows: Sequence[dict[str, Any]], console: Console, folder: Path) -> Non
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["budget"], row["method"]), []).append(row)
-    cells = []
+    cells, notes = [], []
     for (budget, method), members in groups.items():
         done = [row for row in members if row["status"] == "done"]
         name = "metric" if any("metric" in row for row in done) else "top1"
@@ -183,10 +198,11 @@ def _draw(rows: Sequence[dict[str, Any]], console: Console, folder: Path) -> Non
         spread = f"{100 * statistics.stdev(scores):.2f}" if len(scores) > 1 and name == "top1" else ""
         if scores and name == "metric":
             mean = f"{statistics.fmean(scores):.4g}"
-        failed = sum(row["status"] == "failed" for row in members)
-        note = f"{failed} failed: {members[0].get('error', '')}" if failed else ""
-        cells.append([budget, method, f"{len(done)} of {len(members)}", mean, spread, note])
-    titles = ("budget", "method", "seeds", "top-1 (%)", "std", "")
+        if failed := [row["error"] for row in members if row["status"] == "failed"]:
+            notes.append(f"{method} at {budget}: {len(failed)} failed: {failed[0]}")
+        cells.append([budget, method, f"{len(done)} of {len(members)}", mean, spread])
+    titles = ("budget", "method", "seeds", "top-1 (%)", "std")
     columns = {title: [row[place] for row in cells] for place, title in enumerate(titles)}
     console.print(table_of(columns))
+    print_notes(notes, console)
     console.print(f"\neach cell: {folder / 'compare.csv'}", markup=False)

@@ -89,7 +89,9 @@ def _prune(config: Config, folder: Path | None, *, quiet: bool, dry_run: bool) -
 
 def _chosen(settings: Config | None, model: str | None) -> Config:
     given = vars(settings or Config())
-    given |= {"methods": given_settings()} | ({} if model is None else {"model": model})
+    # A table [methods.random-search] is that of the prefix random_search.
+    own = {name.replace("-", "_"): table for name, table in given_settings().items()}
+    given |= {"methods": own} | ({} if model is None else {"model": model})
     from ..methods.registry import find_method, prefix_of
 
     config = make_config(given)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..data.augmentation import EVAL
 from ..data.datasets import Split
+from ..errors import ConfigError
 from ..graph.copying import deep_copy
 from ..repair.calibration import recalibrate
 from ..repair.explain import explain_scores
@@ -22,6 +23,11 @@ from .method import Problem, Scores
 
 #: Training images, without their labels, that repair and recalibration use at most; and per batch.
 CALIBRATION_IMAGES, BATCH_SIZE = 1024, 128
+
+NO_ORIGINAL = (
+    "the method asks for what is made from the trained original, which it does not have: give it "
+    "needs = peel.Needs(original=True)."
+)
 
 Watch = Callable[[str, nn.Module], None]
 """Gets a network after each step of surgery: `cut`, `recalibrated`, `repaired`."""
@@ -41,7 +47,8 @@ class Calibration:
 
     @property
     def original(self) -> nn.Module:
-        assert self.problem.original is not None
+        if self.problem.original is None:
+            raise ConfigError(NO_ORIGINAL)
         return self.problem.original
 
     @cached_property

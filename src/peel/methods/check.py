@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -11,6 +16,8 @@ from ..cost.widths import Widths
 from ..errors import ConfigError, PeelError
 from ..graph.rebuild import new_shapes, tensors_of
 from ..surgery.info import info_of
+from ..surgery.selection import ChannelScores
+from ..train.engine import is_out_of_memory
 from .method import Answer, Method, Problem
 
 
@@ -36,7 +43,44 @@ def checked(answer: Any, problem: Problem, method: Method, name: str) -> tuple[A
         )
     if answer.network is not None:
         _check_network(answer.network, widths, problem, name)
+    _check_words(answer, name)
     return answer, widths
+
+
+def _check_words(answer: Answer, name: str) -> None:
+    """What stands in plan.json and on the page."""
+    for table in answer.tables:
+        wrong = [row for row in table.rows if len(row) != len(table.columns)]
+        if wrong or table.chart not in ("", "bars", "lines"):
+            what = f"a row of {len(wrong[0])} cells" if wrong else f"the chart {table.chart!r}"
+            raise ConfigError(
+                f"the table {table.title!r} of the method {name} has {what}: rows have a cell for each of "
+                f"the {len(table.columns)} columns, and chart is empty, bars or lines."
+            )
+    try:
+        json.dumps(msgspec.to_builtins([dict(answer.values), answer.tables]), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the values and tables of the method {name} must be plain and finite: {error}."
+        ) from error
+    scores = answer.scores.by_atom if isinstance(answer.scores, ChannelScores) else answer.scores
+    for place, values in (scores or {}).items():
+        if not torch.isfinite(values).all():
+            raise ConfigError(f"the scores of the method {name} are not all finite: those of {place}.")
+
+
+@contextlib.contextmanager
+def named_errors(name: str) -> Iterator[None]:
+    """An error in the code of a method says which one it was, and where."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, PeelError) or is_out_of_memory(error):
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"the method {name} raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+        ) from error
 
 
 def _check_network(network: nn.Module, widths: Widths, problem: Problem, name: str) -> None:

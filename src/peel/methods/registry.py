@@ -112,10 +112,22 @@ def spec_of(method: Method, reference: str) -> MethodSpec:
     values = {name: _plain(getattr(method, name)) for name in _fields(type(method))}
     # Through JSON: a stored plan has lists where a setting is a tuple.
     settings = msgspec.json.decode(msgspec.json.encode(values, enc_hook=reference_of))
-    files = [reference, *(value for value in settings.values() if isinstance(value, str))]
-    paths = [Path(text.rpartition(":")[0]) for text in files if ".py:" in text]
-    contents = [path.read_bytes() for path in paths if path.is_file()]
+    texts = [value for value in settings.values() if isinstance(value, str) and ".py:" in value]
+    paths = {Path(text.rpartition(":")[0]) for text in texts}
+    paths |= {path for item in (method, *values.values()) if (path := _file_of(item)) is not None}
+    contents = [path.read_bytes() for path in sorted(paths) if path.is_file()]
     return MethodSpec(reference, settings, fingerprint(contents) if contents else None)
+
+
+def _file_of(item: Any) -> Path | None:
+    """The user's file that the class of an object stands in."""
+    kind = type(item)
+    if kind.__module__.partition(".")[0] in ("peel", "builtins"):
+        return None
+    try:
+        return Path(inspect.getfile(kind))
+    except (TypeError, OSError):
+        return None
 
 
 def _plain(value: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..data.augmentation import EVAL
 from ..data.datasets import Split
+from ..errors import ConfigError
 from ..graph.copying import deep_copy
 from ..repair.sensitivity import Sensitivity, sensitivity_passes
 from ..surgery import info_of, slim
@@ -22,7 +23,8 @@ from ..train.phases import Phase
 from ..train.recipe import Recipe
 from ..utils.process_state import preserve_process_state
 from ..utils.rng import seed_everything
-from .calibration import Calibration, Watch
+from .calibration import NO_ORIGINAL, Calibration, Watch
+from .check import named_errors
 from .method import Answer, Method, Problem, Scores
 from .work import Goal, Stateful, T, Work
 
@@ -38,8 +40,9 @@ class Rehearsal(Work):
 
     is_rehearsal = True
 
-    def __init__(self, problem: Problem, engine: Engine, *, sizes: Problem) -> None:
-        super().__init__(problem, engine, calibration=_Unmeasured(problem, engine, self), trainer=_refuse)
+    def __init__(self, problem: Problem, engine: Engine, *, sizes: Problem, has_original: bool) -> None:
+        unmeasured = _Unmeasured(problem, engine, self, has_original=has_original)
+        super().__init__(problem, engine, calibration=unmeasured, trainer=_refuse)
         self.sizes = sizes
         """The problem with all images."""
 
@@ -58,6 +61,7 @@ class Rehearsal(Work):
         callbacks: Sequence[Callback] = (),
     ) -> nn.Module:
         """One step without an update: an objective that fails does so here."""
+        self._check_name("train", name)
         problem, recipe = self.problem, recipe or self.problem.recipes.search
         if problem.task.train_fn is None:
             engine = replace(self.engine, workers=0)
@@ -82,11 +86,13 @@ class Rehearsal(Work):
         return Metrics(1.0, None, None, 0.0 if task.metric is not None else None)
 
     def once(self, name: str, kind: type[T], compute: Callable[[], T]) -> T:
+        self._check_name("once", name)
         seed_everything(self.seed(name))
         return compute()
 
     def steps(self, name: str, count: int, state: Stateful | None = None) -> Iterator[int]:
         """One step, which stands for all of them."""
+        self._check_name("steps", name)
         before = self.spent.macs
         yield 0
         self.spent.macs = before + (self.spent.macs - before) * count
@@ -98,17 +104,19 @@ class Rehearsal(Work):
 class _Unmeasured(Calibration):
     """Every channel counts the same, and cut networks are not repaired."""
 
-    def __init__(self, problem: Problem, engine: Engine, work: Work) -> None:
+    def __init__(self, problem: Problem, engine: Engine, work: Work, *, has_original: bool) -> None:
         super().__init__(problem, engine)
-        self.work = work
+        self.work, self.has_original = work, has_original
 
     @property
     def original(self) -> nn.Module:
+        if not self.has_original:
+            raise ConfigError(NO_ORIGINAL)
         return self.problem.model if self.problem.original is None else self.problem.original
 
     @cached_property
     def explained(self) -> Mapping[str, Tensor]:
-        graph = self.problem.graph
+        graph, _ = self.problem.graph, self.original
         return {tie: torch.ones(width) for tie, width in graph.widths.items()}
 
     @cached_property
@@ -122,18 +130,21 @@ class _Unmeasured(Calibration):
     def cut(
         self, widths: Mapping[str, int], scores: Scores | None = None, watch: Watch | None = None
     ) -> nn.Module:
+        assert self.original is not None
         return slim(self.problem.model, widths, graph=self.problem.graph).requires_grad_(True)
 
 
-def rehearse(method: Method, problem: Problem, engine: Engine) -> tuple[Answer, Rehearsal]:
+def rehearse(method: Method, problem: Problem, engine: Engine, name: str) -> tuple[Answer, Rehearsal]:
     """The preview of a method's answer, and what it asked for. Global state is left as it was."""
 
     def few(split: Split | None) -> Any:
         return None if split is None else split.subset(torch.arange(min(IMAGES, split.size)))
 
     small = replace(problem, train=few(problem.train), held_out=few(problem.held_out))
-    rehearsal = Rehearsal(small, replace(engine, workers=0), sizes=problem)
-    with preserve_process_state():
+    has_original = method.needs.original or (bool(method.needs.training) and problem.inherits)
+    engine = replace(engine, workers=0)
+    rehearsal = Rehearsal(small, engine, sizes=problem, has_original=has_original)
+    with preserve_process_state(), named_errors(name):
         answer = method.solve(small, rehearsal)
     return answer, rehearsal
 

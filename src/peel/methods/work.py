@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,10 @@ from .calibration import Calibration
 from .method import Problem, Scores
 
 T = TypeVar("T")
+
+
+#: Names of stages of a run.
+RESERVED = ("original", "plan", "uniform", "final")
 
 
 class Stateful(Protocol):
@@ -84,6 +89,7 @@ class Work:
         self.spent = Spent()
         self.notes: list[str] = []
         self.step_names: list[str] = []
+        self._names: set[tuple[str, str]] = set()
         self._trainer, self._notebook, self._callbacks = trainer, notebook, callbacks
         self._checkpoint_seconds = checkpoint_seconds
 
@@ -101,6 +107,7 @@ class Work:
     ) -> nn.Module:
         """The trained network. A finished training is loaded, an interrupted one goes on."""
         problem = self.problem
+        self._check_name("train", name)
         images = problem.train if images is None else images
         return self._trainer(name, network, objective, recipe or problem.recipes.search, images, callbacks)
 
@@ -134,6 +141,7 @@ class Work:
 
     def once(self, name: str, kind: type[T], compute: Callable[[], T]) -> T:
         """A value of plain fields, computed once. It is returned as read back from its file, also then."""
+        self._check_name("once", name)
         world = self.engine.world
         data = world.broadcast(None if self._notebook is None else self._notebook.read_value(name))
         if data is None:
@@ -149,6 +157,7 @@ class Work:
 
         Without a state, all numbers come again: what they compute then stands in `once`.
         """
+        self._check_name("steps", name)
         self.step_names.append(name)
         checkpoints = self._notebook.checkpoints(name) if self._notebook is not None and state else None
         world, done = self.engine.world, 0
@@ -199,6 +208,19 @@ class Work:
     def note(self, text: str) -> None:
         """What the user should know."""
         self.notes.append(text)
+
+    def _check_name(self, kind: str, name: str) -> None:
+        """A name is that of a file, and by it the work is found again after a kill: each is used once."""
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", name) or name in RESERVED:
+            raise ConfigError(
+                f"work.{kind}({name!r}, ...): a name has letters, digits, '.', '_' and '-', and is none of "
+                f"{', '.join(RESERVED)}."
+            )
+        if (kind, name) in self._names:
+            raise ConfigError(
+                f"work.{kind}({name!r}, ...) is called twice: give each call a name of its own."
+            )
+        self._names.add((kind, name))
 
     def _tell(self, text: str) -> None:
         for callback in self._callbacks:

@@ -10,7 +10,7 @@ import contextlib
 import csv
 import io
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +44,7 @@ COLUMNS = (
     "metric",
     "loss",
     "repaired_top1",
+    "kept_top1",
     "original_top1",
     "macs",
     "params",
@@ -157,13 +158,14 @@ class Comparison:
         for job in self.jobs:
             if isinstance(job, Solve) and job.seed == self.seeds[0] and self.store.record(job) is None:
                 problem, method = self.loaded.problem(job), self.solvers[job.key]
-                answer, _ = rehearse(method, problem, self.loaded.engine)
+                answer, _ = rehearse(method, problem, self.loaded.engine, self.labels[job.key])
                 checked(answer, problem, method, self.labels[job.key])
 
     def open(self, command: str) -> None:
         """Compare the folder with an earlier start, and write what the comparison is."""
         loaded, environment = self.loaded, environment_of(self.loaded.engine)
-        state = State(command, loaded.subject, {"methods": ", ".join(self.arms)}, {}, {})
+        subject = {**loaded.subject, "folder": "of a comparison"}
+        state = State(command, subject, {"methods": ", ".join(self.arms)}, {}, {})
         check_state(self.folder, state, environment)
         write_state(self.folder, state, environment, self.config)
         for path in self.folder.path("stages").glob("*.error.json"):
@@ -181,9 +183,14 @@ class Comparison:
     def is_done(self, job: Job) -> bool:
         return self.store.record(job) is not None
 
-    def work(self) -> None:
+    def work(self, tell: Callable[[str], None] = lambda text: None) -> None:
         """Do what nobody else does, until nothing is left. A job that fails does not stop the others."""
+        shown = -1
         while True:
+            finished, failed, count = self.done
+            if finished + failed != shown:
+                shown = finished + failed
+                tell(f"{finished} of {count} jobs done, {failed} failed")
             left = [job for job in self.jobs if not self.is_done(job) and not self.error_of(job)]
             if not left:
                 return
@@ -244,11 +251,15 @@ class Comparison:
         if solved is not None:
             widths = store.answer(cell.solve)[0].widths
             row |= {"macs": graph.macs(widths), "params": graph.params(widths)}
-            row |= {"memory_bytes": graph.activation_bytes(widths), "method_seconds": solved.seconds}
+            trainings = [store.find(name, f"{cell.solve.key}-{name}") for name in solved.trainings]
+            seconds = solved.seconds + sum(one.seconds for one in trainings if one is not None)
+            row |= {"memory_bytes": graph.activation_bytes(widths), "method_seconds": seconds}
         if record is not None:
             last = (record.history[-1].test if record.history else None) or {}
             row |= {"status": "done", **(record.metrics or last), "training_seconds": record.seconds}
             row["repaired_top1"] = record.before_training.get("repaired")
+            # Networks are ranked by their last epoch; a run would keep the one from before it here.
+            row["kept_top1"] = (record.kept_metrics or {}).get("top1")
         if cell.train.teacher is not None and (original := store.record(cell.train.teacher)) is not None:
             last = (original.history[-1].test if original.history else None) or {}
             row["original_top1"] = (original.metrics or last).get("top1")

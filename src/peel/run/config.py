@@ -184,7 +184,7 @@ class Config:
     @property
     def method_name(self) -> str:
         """The name of the row of the slim network. Widths of the user's own may come from anywhere."""
-        return "given" if self.plan is not None else self.method.rpartition(":")[2]
+        return "given" if self.plan is not None else row_name(self.method)
 
     @property
     def inherits(self) -> bool:
@@ -210,6 +210,11 @@ def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in values.items()
         if value is not None and (name, value) != ("methods", {})
     }
+
+
+def row_name(method: str) -> str:
+    """The row of the table that a method's network has: its name, or that of the user's class."""
+    return method.rpartition(":")[2].rpartition(".")[2]
 
 
 def _flag(name: str) -> str:

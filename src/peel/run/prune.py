@@ -95,6 +95,8 @@ def prune(
 def _method_of(config: Config, settings: Mapping[str, Any]) -> Method:
     method, own = settings.get("method"), settings.get("methods") or {}
     if isinstance(method, Method):
+        if own:
+            raise ConfigError("method is an object with its settings: leave methods= out.")
         return method
     return find_method(config.method, own.get(prefix_of(config.method)))
 

@@ -39,7 +39,7 @@ from .jobs import Arm, Cell, Job, Limits, Original, Solve, Start, Train, cells_o
 from .loaded import Loaded, setup_of
 from .original import find_original, weights_hash
 from .result import Record, Result, Row, kept_note, lost_by_training
-from .store import RunFolder, Store, names_of_run
+from .store import RunFolder, Store, names_of_run, row_of
 from .subject import State, check_state, environment_of, write_state
 from .worker import evaluate_given, work
 
@@ -201,9 +201,9 @@ class Run:
         for job in self.jobs:
             if isinstance(job, Solve) and self.store.record(job) is None:
                 method, problem = self.methods[job.key], self.loaded.problem(job, self._given_original(job))
-                answer, rehearsal = rehearse(method, problem, self.loaded.engine)
-                answer, _ = checked(answer, problem, method, job.method.name)
-                found[job.key] = replace(answer, notes=(*answer.notes, *rehearsal.notes)), rehearsal.spent
+                name = row_of(job)
+                answer, rehearsal = rehearse(method, problem, self.loaded.engine, name)
+                found[job.key] = checked(answer, problem, method, name)[0], rehearsal.spent
         return found
 
     def _given_original(self, job: Solve) -> nn.Module | None:
@@ -267,7 +267,7 @@ class Run:
         jobs = self._named_jobs()
         state = State(
             self.command,
-            self.loaded.subject,
+            {**self.loaded.subject, "folder": "of a run"},
             {name: value for name, value in self.config.to_dict().items() if name not in MACHINE},
             {name: json.loads(json.dumps(job.settings())) for name, job in jobs.items()},
             {name: job.key for name, job in jobs.items()},

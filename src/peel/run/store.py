@@ -41,6 +41,7 @@ from ..train.checkpoint import Checkpoints, non_persistent_buffers
 from ..train.distributed import World
 from ..train.history import EpochRecord
 from ..utils.files import WRITING, check_name, parse_object, read_file, remove_leftovers, write_bytes
+from .config import row_name
 from .jobs import Job, Original, Solve, Start, Train
 from .result import Record
 
@@ -366,7 +367,7 @@ def names_of_run(plan: Solve) -> Callable[[Job], str]:
 
 def row_of(solve: Solve) -> str:
     """The row of the table that a method's network has."""
-    return solve.method.name.rpartition(":")[2]
+    return row_name(solve.method.name)
 
 
 def _plan_file(name: str) -> str:

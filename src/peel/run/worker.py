@@ -13,7 +13,7 @@ from torch import nn
 from ..cost.widths import Widths
 from ..data.datasets import Split
 from ..methods.calibration import Calibration
-from ..methods.check import checked
+from ..methods.check import checked, named_errors
 from ..methods.method import Answer, Method
 from ..methods.plan import Plan, assemble_plan
 from ..methods.work import Goal, Work
@@ -186,7 +186,9 @@ def _solve(job: Solve, loaded: Loaded, store: Store, method: Method) -> None:
         callbacks=loaded.callbacks,
         checkpoint_seconds=loaded.config.checkpoint_seconds,
     )
-    answer, widths = checked(method.solve(problem, lent), problem, method, row_of(job))
+    with named_errors(row_of(job)):
+        found = method.solve(problem, lent)
+    answer, widths = checked(found, problem, method, row_of(job))
     loaded.world.check_equal("the plan", json.dumps(dict(widths)))
     answer = replace(answer, widths=widths, notes=(*answer.notes, *lent.notes))
     answer = loaded.world.broadcast(answer)
