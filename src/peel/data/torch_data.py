@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.util import Finalize
@@ -91,14 +91,14 @@ class DatasetSplit(_Samples):
         batches = iter(loader) if len(order) else iter(())
         # At exit, multiprocessing waits for its workers, and these ignore SIGTERM: without this it waits for
         # ever where a sample has raised, or a step has.
-        kill = Finalize(None, _kill, args=(getattr(batches, "_workers", ()),), exitpriority=0)
+        stop = Finalize(None, _stop, args=(batches,), exitpriority=0)
         try:
             while (collated := _next(batches, self.name)) is not None:
                 yield as_batch(collated, device, self.name, is_default=self.collate is default_collate)
         except BaseException:
-            kill()
+            stop()
             raise
-        kill.cancel()
+        stop.cancel()
 
 
 class _Seeded(Dataset[Any]):
@@ -123,9 +123,12 @@ class _Seeded(Dataset[Any]):
                 set_rng_state(state, CPU)
 
 
-def _kill(workers: Iterable[Any]) -> None:
-    for worker in workers:
-        worker.kill()
+def _stop(batches: Any) -> None:
+    """End the workers of a loader. torch must not count one as failed, so it is told first."""
+    if hasattr(batches, "_shutdown_workers"):
+        batches._shutdown_workers()
+        for worker in batches._workers:
+            worker.kill()
 
 
 def _start_worker(user_init: Callable[[int], None] | None, number: int) -> None:
