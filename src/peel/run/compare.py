@@ -27,7 +27,7 @@ from ..methods.rehearsal import rehearse
 from .config import Config
 from .jobs import Arm, Cell, Job, Limits, Original, Solve, Start, Train, cells_of
 from .loaded import Loaded, setup_of
-from .original import find_original, weights_hash
+from .original import find_original, given_hash
 from .store import RunFolder, Store, row_of
 from .subject import State, check_state, environment_of, write_state
 from .worker import work
@@ -110,7 +110,7 @@ class Comparison:
     def cells(self) -> list[tuple[str, Cell]]:
         """(budget, jobs) for each cell."""
         given = self.loaded.given
-        setup = setup_of(self.loaded, "train" if given is None else weights_hash(given.model))
+        setup = setup_of(self.loaded, given_hash(given))
         arms = [arm for arm, _ in self.arms.values()]
         found = [
             (budget, cell)
@@ -212,8 +212,17 @@ class Comparison:
                 message = str(error) if isinstance(error, PeelError) else f"{type(error).__name__}: {error}"
                 self.folder.write_json(f"stages/{self.store.names(job)}.error.json", {"error": message})
             finally:
-                self.store.networks.clear()
+                self._forget_others(job)
             return True
+
+    def _forget_others(self, job: Job) -> None:
+        """Networks are read again from their files. What belongs to another seed's original takes memory."""
+        self.store.networks.clear()
+        keys = {job.key, *(needed.key for needed in job.needs)}
+        keys |= {deeper.key for needed in job.needs for deeper in needed.needs}
+        caches = self.loaded.caches
+        for name in [name for name in caches if not any(name.endswith(key) for key in keys)]:
+            del caches[name]
 
     @contextlib.contextmanager
     def _claim(self, job: Job) -> Iterator[bool]:

@@ -198,6 +198,11 @@ def _predictions(model: nn.Module, data: Data, index: Tensor, engine: Engine) ->
     return torch.cat([get_logits(model(batch.inputs)).argmax(1).cpu() for batch in batches])
 
 
+def given_hash(given: Given | None) -> str:
+    """What the original comes from: the hash of given weights, else train."""
+    return "train" if given is None else weights_hash(given.model)
+
+
 def weights_hash(model: nn.Module) -> str:
     return fingerprint(part for named in model.state_dict().items() for part in named)
 

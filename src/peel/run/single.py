@@ -37,7 +37,7 @@ from .config import MACHINE, Config, RecipeOverrides
 from .estimate import estimate_work, seconds_per_mac
 from .jobs import Arm, Cell, Job, Limits, Original, Solve, Start, Train, cells_of, original_of
 from .loaded import Loaded, setup_of
-from .original import find_original, weights_hash
+from .original import find_original, given_hash
 from .result import Record, Result, Row, kept_note, lost_by_training
 from .store import RunFolder, Store, names_of_run, row_of
 from .subject import State, check_state, environment_of, write_state
@@ -87,7 +87,7 @@ class Run:
     @cached_property
     def setup(self) -> Any:
         given = self.loaded.given
-        return setup_of(self.loaded, "train" if given is None else weights_hash(given.model))
+        return setup_of(self.loaded, given_hash(given))
 
     @cached_property
     def cells(self) -> dict[str, Cell]:

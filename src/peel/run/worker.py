@@ -15,7 +15,7 @@ from ..data.datasets import Split
 from ..methods.calibration import Calibration
 from ..methods.check import checked, named_errors
 from ..methods.method import Answer, Method
-from ..methods.plan import Plan, assemble_plan
+from ..methods.plan import assemble_plan
 from ..methods.work import Goal, Work
 from ..steps.distillation import Distillation, InPlace, in_place_pair
 from ..surgery import info_of, slim
@@ -338,7 +338,3 @@ def _share(job: Train, twin: Train, loaded: Loaded, store: Store) -> None:
     if store.folder is not None:
         store.folder.restart_metrics(name, history)
     store.put(job, replace(record, key=job.key, history=history, image_passes=0), network)
-
-
-def plan_of(job: Solve, store: Store) -> Plan | None:
-    return store.answer(job)[1] if store.record(job) is not None else None
